@@ -1,0 +1,66 @@
+# `make demo` and `make test` each do all of their own set-up; the first run on a fresh machine downloads PyTorch.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+# Two test processes of one thread each. More threads than cores make small tensors slower, not faster.
+WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+
+# The wheel pinned in constraints.txt carries pyright itself and node: no download, no notice of newer versions.
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test lint format coverage test-slow test-gpu bench clean
+
+help: ## this list
+	@echo "make demo   the product at work, in a few minutes on a laptop's CPU"
+	@echo "make test   everything CI checks: lint, types, tests"
+	@echo
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | grep -v -E '^(demo|test):' | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+
+demo: setup ## the product at work
+	$(BIN)/micronorm demo
+
+test: setup lint ## everything CI checks
+	$(PYTEST) -m "not slow and not gpu"
+
+setup: $(READY) ## the environment in .venv, at the versions of constraints.txt
+
+# uv because it is several times faster. pip where uv fails: uv does not read pip's configuration, so a machine that has its
+# packages from a mirror named there needs pip.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "micronorm needs Python 3.11 or newer, this is %s; try make PYTHON=python3.13" % sys.version.split()[0])'
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv \
+	  && $(BIN)/uv pip install --python $(BIN)/python -c constraints.txt -b constraints.txt -e '.[dev]' \
+	  || $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+lint: setup ## ruff's rules, its format, and pyright
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+
+format: setup ## put the code into ruff's format and apply its safe fixes
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+coverage: setup ## the tests of `make test` with the lines they miss; fails under 95 %
+	$(PYTEST) -m "not slow and not gpu" --cov --cov-report=term-missing:skip-covered
+
+test-slow: setup ## the tests over ten seconds
+	$(PYTEST) -m "slow and not gpu"
+
+# One process: two would time and fill the same device.
+test-gpu: setup ## the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu
+
+bench: setup ## the benchmarks; results as CSV under benchmarks/results
+	$(BIN)/python benchmarks/run.py
+
+clean: ## remove caches and build products; .venv and runs/ stay
+	rm -rf .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov build dist
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

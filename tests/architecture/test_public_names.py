@@ -1,0 +1,57 @@
+"""The public names, frozen: one that appears or goes is a decision, with a line in the CHANGELOG."""
+
+import importlib
+
+import pytest
+
+PUBLIC = {
+    "micronorm": {
+        # weight specs
+        "WS",
+        "WN",
+        "CWN",
+        # norm specs
+        "BN",
+        "GN",
+        "LN",
+        "IN",
+        "BCN",
+        # comparators
+        "SN",
+        "BRN",
+        "FRN",
+        "EvoNormS0",
+        # control
+        "attach",
+        # modules
+        "nn",
+        "functional",
+    },
+    "micronorm.nn": {
+        "WSConv1d",
+        "WSConv2d",
+        "WSConv3d",
+        "WSConvTranspose1d",
+        "WSConvTranspose2d",
+        "WSConvTranspose3d",
+        "WSLinear",
+        "BatchChannelNorm",
+    },
+    "micronorm.functional": {
+        "weight_standardize",
+    },
+}
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_the_public_names_are_exactly_these(module):
+    names = importlib.import_module(module).__all__
+    assert len(names) == len(set(names))
+    assert set(names) == PUBLIC[module]
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_every_public_name_exists_and_has_a_docstring(module):
+    namespace = importlib.import_module(module)
+    undocumented = [name for name in namespace.__all__ if not (getattr(namespace, name).__doc__ or "").strip()]
+    assert undocumented == []

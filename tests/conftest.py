@@ -1,0 +1,44 @@
+"""What every test gets: one torch thread, reproducible examples, a seed."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import register_random, settings
+
+# Small tensors gain nothing from threads, and `make test` runs one process per core already.
+torch.set_num_threads(1)
+
+# No deadline: a first call pays for imports and allocation, and a shared machine stalls. The blob in a failure's output
+# reproduces it on any machine. In CI the examples are the same each time, so that a red run is red again.
+settings.register_profile("local", deadline=None, print_blob=True)
+settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+class TorchRandom:
+    """torch's generator as hypothesis wants it: seeded for each example, put back afterwards."""
+
+    seed = staticmethod(torch.manual_seed)
+    getstate = staticmethod(torch.get_rng_state)
+    setstate = staticmethod(torch.set_rng_state)
+
+
+TORCH_RANDOM = TorchRandom()  # hypothesis keeps a weak reference only
+register_random(TORCH_RANDOM)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> int:
+    """Seed torch before each test, so that no test depends on which ran before it; returns the seed."""
+    seed = 0
+    torch.manual_seed(seed)
+    return seed
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
