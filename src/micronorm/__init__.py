@@ -1,0 +1,32 @@
+"""micronorm: train any vision network one image at a time, as accurately as with a large batch."""
+
+from micronorm import functional, nn
+from micronorm.commit import attach
+from micronorm.nn.batch import BN
+from micronorm.nn.batch_renorm import BRN
+from micronorm.nn.bcn import BCN
+from micronorm.nn.evonorm import EvoNormS0
+from micronorm.nn.frn import FRN
+from micronorm.nn.group import GN, IN, LN
+from micronorm.nn.switchable import SN
+from micronorm.nn.weight import CWN, WN, WS
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BCN",
+    "BN",
+    "BRN",
+    "CWN",
+    "FRN",
+    "GN",
+    "IN",
+    "LN",
+    "SN",
+    "WN",
+    "WS",
+    "EvoNormS0",
+    "attach",
+    "functional",
+    "nn",
+]

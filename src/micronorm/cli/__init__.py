@@ -1,0 +1,1 @@
+"""The `micronorm` command: parse, call, print."""

@@ -1,0 +1,226 @@
+"""`attach` and its handle: explicit control over the layers of one model."""
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from micronorm.commit.hook import clamp_rate, refresh_rate
+from micronorm.commit.merge import commit
+from micronorm.nn.bcn import BatchChannelNorm, check_rate
+from micronorm.nn.inputs import check_count
+from micronorm.nn.window import MAX_FORWARDS, Control, Window
+
+
+class _LearningRate:
+    """The current lr of the group holding a layer's weight. Every "sequential" forward asks, so it remembers where."""
+
+    def __init__(self, optimizers: Sequence[weakref.ref], window: Window) -> None:
+        self.optimizers = optimizers
+        self.window = weakref.ref(window)
+        self.found: tuple[list, int] | None = None
+
+    def __call__(self) -> float | Tensor:
+        window = self.window()
+        assert window is not None
+        weight = window.layer.weight
+        for ref in self.optimizers:
+            optimizer = ref()
+            if optimizer is None:
+                continue
+            groups = optimizer.param_groups  # load_state_dict replaces this list
+            if self.found is None or self.found[0] is not groups:
+                index = next((i for i, g in enumerate(groups) if any(p is weight for p in g["params"])), None)
+                if index is None:
+                    continue
+                self.found = (groups, index)
+            return clamp_rate(groups[self.found[1]]["lr"], optimizer)
+        raise RuntimeError(
+            f"none of the attached optimizers holds the weight of {window.describe()} any more; call mn.attach again"
+        )
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One layer's line of `Handle.report`."""
+
+    name: str
+    statistics: str
+    rate: float | None
+    forwards: int
+    elements: int
+    lost_forwards: int
+    lost_windows: int
+
+    @property
+    def steps(self) -> float | None:
+        """1/rate: about how many optimizer steps the estimates look back."""
+        return None if self.rate is None else (1 / self.rate if self.rate else float("inf"))
+
+
+class Report(list[LayerReport]):
+    """The layers of a handle; prints as a table."""
+
+    def __str__(self) -> str:
+        width = max(len(row.name) for row in self)
+        lines = [f"{'layer':<{width}}  statistics  rate      1/rate  forwards  elements    lost forwards/windows"]
+        for r in self:
+            rate = "unknown" if r.rate is None else f"{r.rate:.3g}"
+            steps = "" if r.steps is None else f"{r.steps:.3g}"
+            lines.append(
+                f"{r.name:<{width}}  {r.statistics:<10}  {rate:<8}  {steps:<6}  {r.forwards:<8}  {r.elements:<10}  "
+                f"{r.lost_forwards}/{r.lost_windows}"
+            )
+        return "\n".join(lines)
+
+
+class Handle:
+    """Explicit control over the layers of one model; made by `attach`."""
+
+    def __init__(self, windows: Sequence[Window], before: Sequence[Control]) -> None:
+        self._windows = list(windows)
+        self._layers = [window.layer for window in windows]  # windows know their layers by weak reference
+        self._before = list(before)
+        self._mine = [window.control for window in windows]
+
+    def commit(self) -> None:
+        """Move the estimates by what was gathered, for loops that update parameters without a torch.optim optimizer.
+
+        After an optimizer has committed the windows are empty, and this does nothing.
+        """
+        self.refresh()
+        commit(self._windows)
+
+    def refresh(self) -> None:
+        """Write the current rates to the device; before the replay of a CUDA graph that holds a commit."""
+        for window in self._windows:
+            refresh_rate(window, window.rate if isinstance(window.rate, float) else self._learning_rate(window))
+
+    def discard(self) -> None:
+        """Forget what was gathered since the last commit, as after an exception in mid-step."""
+        for window in self._windows:
+            window.clear()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within this block training forwards leave no trace in windows or estimates."""
+        for window in self._windows:
+            window.paused += 1
+        try:
+            yield
+        finally:
+            for window in self._windows:
+                window.paused -= 1
+
+    def report(self) -> Report:
+        """What each layer gathered and lost, and how fast its estimates move. Reads the device."""
+        rows = Report()
+        for window in self._windows:
+            window.warn_of_losses()
+            layer: BatchChannelNorm = window.layer
+            rate = window.rate if isinstance(window.rate, float) else None
+            if rate is None and window.control.learning_rate is not None:
+                rate = float(window.control.learning_rate())
+            lost_forwards, lost_windows = window.lost.tolist()
+            rows.append(
+                LayerReport(
+                    window.describe(),
+                    layer.statistics,
+                    rate,
+                    window.forwards,
+                    int(window.split.elements),
+                    lost_forwards,
+                    lost_windows,
+                )
+            )
+        return rows
+
+    def detach(self) -> None:
+        """Give back control: rates, groups and guards as before `attach`. The process-wide hook goes on."""
+        for window, mine, before in zip(self._windows, self._mine, self._before, strict=True):
+            if window.control is mine:
+                window.control = before
+
+    @staticmethod
+    def _learning_rate(window: Window) -> float | Tensor:
+        if window.control.learning_rate is None:
+            raise RuntimeError(
+                f'{window.describe()} has rate="lr" and no optimizer to read it from; '
+                "call mn.attach(model, optimizer) or mn.attach(model, rate=...)"
+            )
+        return window.control.learning_rate()
+
+
+def attach(
+    model: nn.Module,
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
+    *,
+    rate: float | str | None = None,
+    process_group: Any = ...,
+    max_forwards: int = MAX_FORWARDS,
+) -> Handle:
+    """Take explicit control of the BatchChannelNorm layers of a model.
+
+    Needed only where the defaults do not fit: `"sequential"` layers with `rate="lr"`, which ask for the learning rate
+    in the forward; loops that update parameters by hand; another rate, process group or guard.
+
+    Args:
+        model: the module whose layers to control; they take their names from it.
+        optimizer: the optimizer, or several, whose learning rate `"lr"` means and which alone commit these layers.
+        rate: `"lr"` or a float in [0, 1], in place of the layers' own.
+        process_group: the ranks whose windows are merged: all by default, None for no merging.
+        max_forwards: how many forwards a layer may gather without a commit before it raises.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), BatchChannelNorm(8))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> handle = attach(model, optimizer)
+        >>> _ = model(torch.randn(2, 3, 8, 8))
+        >>> handle.report()[0].elements
+        72
+    """
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, BatchChannelNorm)]
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} holds no BatchChannelNorm among its {sum(1 for _ in model.modules())} modules; "
+            "there is nothing to attach to"
+        )
+    if rate is not None and rate != "lr":
+        rate = check_rate(rate)
+    check_count("max_forwards", max_forwards)
+    optimizers = _optimizers(optimizer)
+    held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+    if optimizers and not any(id(layer.weight) in held for _, layer in layers):
+        raise ValueError(
+            f"the optimizer holds {len(held)} parameters, but the weight of none of the model's {len(layers)} "
+            f"BatchChannelNorm layers (the first is {layers[0][0]!r}); build it from model.parameters()"
+        )
+    refs = tuple(weakref.ref(o) for o in optimizers)
+    windows = [layer._window for _, layer in layers]
+    before = [window.control for window in windows]
+    for (name, layer), window in zip(layers, windows, strict=True):
+        mine = id(layer.weight) in held
+        window.control = replace(
+            window.control,
+            name=name or type(layer).__name__,
+            rate=rate,
+            learning_rate=_LearningRate(refs, window) if mine else None,
+            optimizers=refs if mine else (),
+            process_group=process_group,
+            max_forwards=max_forwards,
+        )
+    return Handle(windows, before)
+
+
+def _optimizers(optimizer: Any) -> list[Any]:
+    if optimizer is None:
+        return []
+    several = isinstance(optimizer, Iterable) and not hasattr(optimizer, "param_groups")
+    given = list(optimizer) if several else [optimizer]
+    if not given or not all(hasattr(o, "param_groups") for o in given):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer or several of them, got {optimizer!r}")
+    return given

@@ -1,0 +1,97 @@
+"""Who commits: a process-wide post-step hook of torch.optim that finds layers by the identity of their weight.
+
+Loops that end in `optimizer.step()`, whoever calls it, need no line of ours.
+"""
+
+import sys
+import warnings
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from micronorm.commit.merge import commit
+from micronorm.nn.window import Window, live_windows, on_first_use
+
+# Optimizers stepped by another one that commits for them.
+_inner: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+# Optimizers whose learning rate was above one and said so once.
+_clamped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def _install() -> None:
+    """Register the hooks; compiled optimizer steps leave the graph for them instead of tracing them."""
+    untraced: Any = torch.compiler.disable
+    register_optimizer_step_pre_hook(untraced(_before_step))
+    register_optimizer_step_post_hook(untraced(_after_step))
+
+
+on_first_use.append(_install)
+
+
+def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    # ZeroRedundancyOptimizer steps an inner optimizer that holds its own rank's shard: the outer one knows all layers.
+    sharded = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if sharded is not None and isinstance(optimizer, sharded.ZeroRedundancyOptimizer):
+        _inner.add(optimizer.optim)
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer in _inner:
+        return
+    held = _held_by(optimizer)
+    if held:
+        for window, group in held:
+            refresh_rate(window, window.rate if isinstance(window.rate, float) else clamp_rate(group["lr"], optimizer))
+        # A fused optimizer under GradScaler runs its hook even where it skips the step.
+        commit([window for window, _ in held], skip=getattr(optimizer, "found_inf", None))
+
+
+def _held_by(optimizer: Optimizer) -> list[tuple[Window, dict[str, Any]]]:
+    """The windows whose layer's weight the optimizer holds, with its group, in the optimizer's order.
+
+    That order is the same on every rank; the order in which layers were made need not be.
+    """
+    places = {id(p): (i, j) for i, group in enumerate(optimizer.param_groups) for j, p in enumerate(group["params"])}
+    found = []
+    for window in live_windows():
+        weight = id(window.layer.weight)
+        if weight in places and _is_bound(window, optimizer):
+            found.append((places[weight], window))
+    found.sort(key=lambda item: item[0])
+    return [(window, optimizer.param_groups[place[0]]) for place, window in found]
+
+
+def _is_bound(window: Window, optimizer: Optimizer) -> bool:
+    """Whether this optimizer may commit the layer; a wrapper and what it wraps share one list of groups."""
+    bound = [o for o in (ref() for ref in window.control.optimizers) if o is not None]
+    return not bound or any(o is optimizer or o.param_groups is optimizer.param_groups for o in bound)
+
+
+def clamp_rate(rate: float | Tensor, optimizer: Optimizer) -> float | Tensor:
+    """A learning rate as a rate: above one it would overshoot what was seen."""
+    if isinstance(rate, Tensor):
+        return rate.clamp(0, 1)
+    if rate > 1 and optimizer not in _clamped:
+        _clamped.add(optimizer)
+        warnings.warn(
+            f"the learning rate {rate} is above 1; estimates move by 1 (mn.attach(model, rate=...) sets another rate)",
+            UserWarning,
+            stacklevel=2,
+        )
+    return min(max(float(rate), 0.0), 1.0)
+
+
+def refresh_rate(window: Window, rate: float | Tensor) -> None:
+    """Write the rate of the next commit to the device, where it changed."""
+    if window.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return  # a captured commit reads what `Handle.refresh` wrote before the replay
+    if isinstance(rate, Tensor):
+        window.device_rate.copy_(rate)
+        window.host_rate = None
+    elif rate != window.host_rate:
+        window.device_rate.fill_(rate)
+        window.host_rate = rate

@@ -1,0 +1,161 @@
+"""What a commit does: merge the windows of many layers across ranks and move their estimates, without one sync.
+
+Suffix _l: one number per layer. Unsuffixed vectors run over the channels of all layers of a bucket.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from micronorm.nn.bcn import BatchChannelNorm
+from micronorm.nn.window import Window
+from micronorm.ops.bcn import Sums, move_by_window
+from micronorm.ops.moments import Moments, wide_dtype
+
+
+class _Layout(NamedTuple):
+    """Where each layer's numbers lie in the concatenation of (n, s₁, s₂) over layers; `layer` maps channel to layer."""
+
+    elements: Tensor
+    first: Tensor
+    second: Tensor
+    layer: Tensor
+
+
+@lru_cache(maxsize=64)
+def _layout(channels: tuple[int, ...], device: torch.device) -> _Layout:
+    counts, firsts, seconds, layers = [], [], [], []
+    start = 0
+    for i, c in enumerate(channels):
+        counts.append(start)
+        firsts.extend(range(start + 1, start + 1 + c))
+        seconds.extend(range(start + 1 + c, start + 1 + 2 * c))
+        layers.extend([i] * c)
+        start += 1 + 2 * c
+    return _Layout(*(torch.tensor(t, dtype=torch.int64, device=device) for t in (counts, firsts, seconds, layers)))
+
+
+@torch.no_grad()
+def commit(windows: Sequence[Window], *, skip: Tensor | None = None) -> None:
+    """Move the estimates of these layers by their windows and empty the windows.
+
+    A fixed sequence of in-place device operations per device, dtype and process group. Where `skip` is not zero nothing
+    moves and the windows stay.
+    """
+    buckets: dict[tuple, list[Window]] = {}
+    for window in windows:
+        layer: BatchChannelNorm = window.layer
+        group = _process_group(window.control.process_group)
+        if layer.statistics == "step" or (layer.statistics == "sequential" and group is not None):
+            buckets.setdefault((layer.statistics, window.device, layer.running_mean.dtype, group), []).append(window)
+    for (statistics, _, _, group), bucket in buckets.items():
+        if group is not None:
+            _agree(bucket, group)
+        (_commit_step if statistics == "step" else _average)(bucket, group, skip)
+    for window in windows:
+        layer = window.layer
+        if layer.warm_steps and layer.statistics != "step" and window.forwards:
+            _advance_blend(layer, torch.ones((), dtype=torch.bool, device=window.device), skip)
+        window.restart()
+
+
+def _commit_step(windows: Sequence[Window], group: Any, skip: Tensor | None) -> None:
+    layers: list[BatchChannelNorm] = [window.layer for window in windows]
+    channels = tuple(window.channels for window in windows)
+    device = windows[0].device
+    layout = _layout(channels, device)
+    flat = torch.cat([window.sums for window in windows])
+    skip = torch.zeros(1, dtype=flat.dtype, device=device) if skip is None else skip.to(flat).reshape(1)
+    if group is not None:
+        # The flag travels with the sums: a step that one rank skips moves nothing on any of them.
+        flat, skip = _all_reduce(torch.cat([flat, skip]), group, windows).split([flat.numel(), 1])
+    count_l = flat[layout.elements]
+    sums = Sums(count_l[layout.layer], flat[layout.first], flat[layout.second])
+    rate = torch.stack([window.device_rate for window in windows])[layout.layer]
+    old = Moments(
+        torch.cat([layer.running_mean for layer in layers]), torch.cat([layer.running_var for layer in layers])
+    )
+    new = Moments(*(e.to(old.mean.dtype) for e in move_by_window(old, sums, rate)))
+    # One number that is not finite in the buffers' dtype drops the layer's whole window.
+    broken = (new.mean.isfinite() & new.var.isfinite()).logical_not()
+    broken_l = torch.zeros_like(count_l).index_add_(0, layout.layer, broken.to(count_l.dtype)) > 0
+    taken_l = (count_l > 0) & ~broken_l & (skip == 0)
+    taken = taken_l[layout.layer]
+    for name, before, after in (("running_mean", old.mean, new.mean), ("running_var", old.var, new.var)):
+        values = torch.where(taken, after, before).split(channels)
+        torch._foreach_copy_([getattr(layer, name) for layer in layers], list(values))
+    lost = (broken_l & (skip == 0)).to(torch.int64).split(1)
+    torch._foreach_add_([window.lost[1:] for window in windows], list(lost))
+    torch._foreach_mul_([window.sums for window in windows], (skip != 0).to(flat.dtype).squeeze())
+    for i, layer in enumerate(layers):
+        if layer.warm_steps:
+            _advance_blend(layer, taken_l[i], None)
+
+
+def _average(windows: Sequence[Window], group: Any, skip: Tensor | None) -> None:
+    """The estimates of "sequential" layers: each rank scanned its own samples, the step ends at their mean."""
+    layers: list[BatchChannelNorm] = [window.layer for window in windows]
+    buffers = [buffer for layer in layers for buffer in (layer.running_mean, layer.running_var)]
+    flat = torch.cat(buffers).to(wide_dtype(windows[0].device))
+    mean = _all_reduce(flat, group, windows) / dist.get_world_size(group)
+    torch._foreach_copy_(
+        buffers, [m.to(b.dtype) for m, b in zip(mean.split([b.numel() for b in buffers]), buffers, strict=True)]
+    )
+
+
+def _advance_blend(layer: BatchChannelNorm, taken: Tensor, skip: Tensor | None) -> None:
+    """α from k/K to (k+1)/K, if this commit was taken."""
+    if skip is not None:
+        taken = taken & (skip.reshape(()).to(taken.device) == 0)
+    steps = layer.warm_steps
+    # Counted in whole steps, so that K commits end at exactly one whatever 1/K rounds to.
+    after = ((layer.blend * steps).round() + 1).clamp(max=steps) / steps
+    layer.blend.copy_(torch.where(taken, after, layer.blend))
+
+
+def _process_group(wanted: Any) -> Any:
+    """The group to merge over, or None where this rank is alone."""
+    if wanted is None or not dist.is_available() or not dist.is_initialized():
+        return None
+    group = dist.group.WORLD if wanted is ... else wanted
+    return group if dist.get_world_size(group) > 1 else None
+
+
+def _names(windows: Sequence[Window]) -> str:
+    shown = [window.describe() for window in windows[:4]]
+    return ", ".join(shown) + (f" and {len(windows) - 4} more" if len(windows) > 4 else "")
+
+
+def _all_reduce(flat: Tensor, group: Any, windows: Sequence[Window]) -> Tensor:
+    try:
+        dist.all_reduce(flat, group=group)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"merging the statistics of {_names(windows)} across ranks failed: every rank of the group must step its "
+            "optimizer as often as the others, also one that saw no samples (or pass mn.attach(process_group=...))"
+        ) from error
+    return flat
+
+
+def _agree(windows: Sequence[Window], group: Any) -> None:
+    """Raise on every rank if the ranks are about to merge different lists of layers."""
+    mine = tuple((window.layer.statistics, window.channels) for window in windows)
+    if all((group, mine) in window.agreed for window in windows):
+        return
+    lists: list[Any] = [None] * dist.get_world_size(group)
+    try:
+        dist.all_gather_object(lists, mine, group=group)
+    except RuntimeError as error:
+        raise RuntimeError(f"comparing the layer lists of {_names(windows)} across ranks failed") from error
+    if any(other != mine for other in lists):
+        counts = ", ".join(f"rank {rank}: {len(other)} layers" for rank, other in enumerate(lists))
+        raise RuntimeError(
+            f"ranks step with different lists of BatchChannelNorm layers ({counts}); here {_names(windows)}. Build the "
+            "same model and the same optimizer groups on every rank, or give mn.attach a process_group."
+        )
+    for window in windows:
+        window.agreed.add((group, mine))

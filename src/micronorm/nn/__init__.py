@@ -1,0 +1,74 @@
+"""Layers and their specs. Modules own parameters, buffers and windows; the mathematics is in `micronorm.ops`."""
+
+from micronorm.nn.batch import BN, GhostBatchNorm
+from micronorm.nn.batch_renorm import BRN, BatchRenorm
+from micronorm.nn.bcn import BCN, BatchChannelNorm
+from micronorm.nn.evonorm import EvoNorm, EvoNormS0
+from micronorm.nn.frn import FRN, FilterResponseNorm
+from micronorm.nn.group import GN, IN, LN
+from micronorm.nn.spec import NormSpec, WeightSpec
+from micronorm.nn.switchable import SN, SwitchableNorm
+from micronorm.nn.weight import (
+    CWN,
+    WN,
+    WS,
+    CWNConv1d,
+    CWNConv2d,
+    CWNConv3d,
+    CWNConvTranspose1d,
+    CWNConvTranspose2d,
+    CWNConvTranspose3d,
+    CWNLinear,
+    WNConv1d,
+    WNConv2d,
+    WNConv3d,
+    WNConvTranspose1d,
+    WNConvTranspose2d,
+    WNConvTranspose3d,
+    WNLinear,
+    WSConv1d,
+    WSConv2d,
+    WSConv3d,
+    WSConvTranspose1d,
+    WSConvTranspose2d,
+    WSConvTranspose3d,
+    WSLinear,
+)
+
+SPECS: dict[str, type[NormSpec] | type[WeightSpec]] = {
+    spec.__name__: spec for spec in (BN, GN, LN, IN, BCN, SN, BRN, FRN, EvoNormS0, WS, WN, CWN)
+}
+"""The one registry: every spec by its name."""
+
+__all__ = [
+    "SPECS",
+    "BatchChannelNorm",
+    "BatchRenorm",
+    "CWNConv1d",
+    "CWNConv2d",
+    "CWNConv3d",
+    "CWNConvTranspose1d",
+    "CWNConvTranspose2d",
+    "CWNConvTranspose3d",
+    "CWNLinear",
+    "EvoNorm",
+    "FilterResponseNorm",
+    "GhostBatchNorm",
+    "NormSpec",
+    "SwitchableNorm",
+    "WNConv1d",
+    "WNConv2d",
+    "WNConv3d",
+    "WNConvTranspose1d",
+    "WNConvTranspose2d",
+    "WNConvTranspose3d",
+    "WNLinear",
+    "WSConv1d",
+    "WSConv2d",
+    "WSConv3d",
+    "WSConvTranspose1d",
+    "WSConvTranspose2d",
+    "WSConvTranspose3d",
+    "WSLinear",
+    "WeightSpec",
+]

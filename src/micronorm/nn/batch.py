@@ -1,0 +1,96 @@
+"""Batch normalization: torch's own layers, and the one that treats a batch as successive micro-batches."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from micronorm.nn.inputs import check_count, check_eps, check_input, check_micro_batch, check_momentum
+from micronorm.nn.running import RunningNorm
+from micronorm.nn.spec import NormSpec
+from micronorm.ops.batch import batch_norm, normalize
+
+
+class GhostBatchNorm(RunningNorm):
+    """Batch normalization as small batches have it, at the speed of a large one.
+
+    In training the N samples of x (N×C×…) stand for ⌈N/m⌉ successive forwards of m = `micro_batch` samples, the last of
+    them perhaps of fewer: y = γ (x − μ_t)/sqrt(σ²_t + eps) + β with the moments of micro-batch t. Output, gradients,
+    running statistics, num_batches_tracked and state-dict keys are those of a loop of nn.BatchNorm2d over the
+    micro-batches; one element per channel, which torch refuses, has variance 0. Evaluation is BatchNorm2d's.
+
+    Example:
+        >>> norm = GhostBatchNorm(8, micro_batch=2)
+        >>> norm(torch.randn(5, 8, 4, 4)).shape
+        torch.Size([5, 8, 4, 4])
+        >>> norm.num_batches_tracked
+        tensor(3)
+    """
+
+    def __init__(
+        self,
+        num_channels: int,
+        *,
+        micro_batch: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_count("micro_batch", micro_batch)
+        super().__init__(num_channels, eps=eps, momentum=momentum, device=device, dtype=dtype)
+        self.micro_batch = micro_batch
+        self.reset_parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize x, N×C×…; the output has its shape and dtype."""
+        check_input(x, self.num_channels, "GhostBatchNorm")
+        if not self.training:
+            return normalize(x, self.running_moments(), self.weight, self.bias, eps=self.eps)
+        y, new = batch_norm(
+            x,
+            self.weight,
+            self.bias,
+            self.running(),
+            micro_batch=self.micro_batch,
+            momentum=self.momentum,
+            eps=self.eps,
+        )
+        self.move(new)
+        return y
+
+    def extra_repr(self) -> str:
+        """The arguments, for print(module)."""
+        return f"{super().extra_repr()}, micro_batch={self.micro_batch}"
+
+
+_TORCH_LAYERS = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+
+
+@dataclass(frozen=True)
+class BN(NormSpec):
+    """Batch normalization: torch's own layer, or with `micro_batch` the GhostBatchNorm of that many samples.
+
+    Example:
+        >>> BN()(8)
+        BatchNorm2d(8, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True)
+        >>> BN(micro_batch=2)(8)
+        GhostBatchNorm(8, eps=1e-05, momentum=0.1, micro_batch=2)
+    """
+
+    micro_batch: int | None = None
+    eps: float = 1e-5
+    momentum: float | None = 0.1
+
+    def __post_init__(self) -> None:
+        check_micro_batch(self.micro_batch)
+        check_eps(self.eps)
+        check_momentum(self.momentum)
+
+    def __call__(self, num_channels: int, *, dims: int = 2) -> nn.Module:
+        """nn.BatchNorm1d (`dims` 0 or 1), 2d or 3d; with `micro_batch` a GhostBatchNorm, which takes any rank."""
+        if dims not in _TORCH_LAYERS:
+            raise ValueError(f"BN needs 0 to 3 spatial dimensions, got dims={dims}")
+        if self.micro_batch is None:
+            return _TORCH_LAYERS[dims](num_channels, eps=self.eps, momentum=self.momentum)
+        return GhostBatchNorm(num_channels, micro_batch=self.micro_batch, eps=self.eps, momentum=self.momentum)

@@ -1,0 +1,130 @@
+"""Batch renormalization (Ioffe 2017)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from micronorm.nn.inputs import check_eps, check_input, check_momentum
+from micronorm.nn.recompute import write_once
+from micronorm.nn.running import RunningNorm
+from micronorm.nn.spec import NormSpec
+from micronorm.ops.batch import Running, normalize
+from micronorm.ops.batch_renorm import batch_renorm
+from micronorm.ops.moments import wide_dtype
+
+
+@dataclass(frozen=True)
+class RenormSchedule:
+    """How far the correction may go at each step; the defaults are the paper's.
+
+    None for `warmup` steps; then the limits rise linearly, that of r from 1 to `r_max` at step `r_until` and that of d
+    from 0 to `d_max` at step `d_until`.
+
+    Example:
+        >>> r_max, d_max = RenormSchedule().limits(torch.tensor(15_000))
+        >>> round(r_max.item(), 3), d_max.item()
+        (1.571, 2.5)
+    """
+
+    warmup: int = 5_000
+    r_until: int = 40_000
+    d_until: int = 25_000
+    r_max: float = 3.0
+    d_max: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.warmup <= min(self.r_until, self.d_until):
+            raise ValueError(f"ramps end at or after the warm-up, which is at least 0 steps, got {self}")
+        if not (self.r_max >= 1 and self.d_max >= 0):
+            raise ValueError(f"r_max is at least 1 and d_max at least 0 (plain batch norm at 1 and 0), got {self}")
+
+    def limits(self, step: Tensor) -> tuple[Tensor, Tensor]:
+        """(r_max, d_max) at a step, the number of batches seen so far; on the step's device, without a sync."""
+        step = step.to(wide_dtype(step.device))
+
+        def ramp(until: int) -> Tensor:
+            return ((step - self.warmup) / max(until - self.warmup, 1)).clamp(0, 1)
+
+        return 1 + (self.r_max - 1) * ramp(self.r_until), self.d_max * ramp(self.d_until)
+
+
+class BatchRenorm(RunningNorm):
+    """Batch normalization corrected towards its running statistics, so that training sees what evaluation will; N×C×….
+
+    y = γ ((x − μ_B)/σ_B·r + d) + β, r = clip(σ_B/σ, 1/r_max, r_max), d = clip((μ_B − μ)/σ, ±d_max), no gradient through
+    r and d; σ = sqrt(var + eps). The limits follow `schedule` at num_batches_tracked. As in the paper μ and σ (not σ²)
+    are averaged, with σ_B biased; running_var holds σ² − eps, so that evaluation is batch normalization and state dicts
+    of nn.BatchNorm2d load.
+
+    A forward that activation checkpointing repeats reads the statistics as they stood before the layer last moved them:
+    gradients are exact where each backward follows its own forward.
+
+    Example:
+        >>> norm = BatchRenorm(8, schedule=RenormSchedule(warmup=10, r_until=20, d_until=30))
+        >>> norm(torch.randn(2, 8, 4, 4)).shape
+        torch.Size([2, 8, 4, 4])
+    """
+
+    momentum: float
+    before_mean: Tensor
+    before_var: Tensor
+    before_batches: Tensor
+
+    def __init__(
+        self,
+        num_channels: int,
+        *,
+        eps: float = 1e-5,
+        momentum: float = 0.01,
+        schedule: RenormSchedule = RenormSchedule(),  # noqa: B008 (frozen)
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_momentum(momentum, cumulative=False)
+        super().__init__(num_channels, eps=eps, momentum=momentum, device=device, dtype=dtype)
+        self.schedule = schedule
+        self.reset_parameters()
+        for name, buffer in zip(("mean", "var", "batches"), self.running(), strict=True):
+            self.register_buffer(f"before_{name}", buffer.clone(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize x, N×C×…; the output has its shape and dtype."""
+        check_input(x, self.num_channels, "BatchRenorm")
+        if not self.training:
+            return normalize(x, self.running_moments(), self.weight, self.bias, eps=self.eps)
+        before = Running(self.before_mean, self.before_var, self.before_batches)
+        for buffer, value in zip(before, self.running(), strict=True):
+            write_once(buffer, value)
+        r_max, d_max = self.schedule.limits(before.batches)
+        y, new = batch_renorm(
+            x, self.weight, self.bias, before, r_max=r_max, d_max=d_max, momentum=self.momentum, eps=self.eps
+        )
+        self.move(new)
+        return y
+
+    def extra_repr(self) -> str:
+        """The arguments, for print(module)."""
+        return f"{super().extra_repr()}, schedule={self.schedule}"
+
+
+@dataclass(frozen=True)
+class BRN(NormSpec):
+    """Batch renormalization.
+
+    Example:
+        >>> BRN()(8).schedule.warmup
+        5000
+    """
+
+    eps: float = 1e-5
+    momentum: float = 0.01
+    schedule: RenormSchedule = RenormSchedule()
+
+    def __post_init__(self) -> None:
+        check_eps(self.eps)
+        check_momentum(self.momentum, cumulative=False)
+
+    def __call__(self, num_channels: int, *, dims: int = 2) -> BatchRenorm:
+        """A BatchRenorm, which takes any rank."""
+        return BatchRenorm(num_channels, eps=self.eps, momentum=self.momentum, schedule=self.schedule)

@@ -1,0 +1,291 @@
+"""Batch-Channel Normalization as a layer (Sec. `sec:norm` of the paper), and its spec."""
+
+import math
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from micronorm.nn.inputs import check_count, check_eps, check_input
+from micronorm.nn.running import WideBuffers
+from micronorm.nn.spec import GroupedSpec
+from micronorm.nn.window import Window, gather, run, sequential_estimates, track_batch
+from micronorm.ops.bcn import batch_channel_norm, batch_channel_norm_reference
+from micronorm.ops.group import choose_groups
+from micronorm.ops.moments import Moments, moments, over_space
+
+Statistics = Literal["batch", "sequential", "step"]
+STATISTICS = ("batch", "sequential", "step")
+BACKENDS = ("auto", "reference")
+
+
+class BatchChannelNorm(WideBuffers):
+    r"""Normalize every channel by estimated statistics, then every group of channels of a sample by its own.
+
+    .. math::
+        \dot x = \gamma^b_c \frac{x - \hat\mu_c}{\sqrt{\hat\sigma^2_c + \epsilon}} + \beta^b_c, \qquad
+        y = \gamma^c_g \frac{\dot x - M_{ng}}{\sqrt{V_{ng} + \epsilon}} + \beta^c_g
+
+    (labels `eq:bcnbn`, `eq:bcngn`; M and V are the mean and variance of ẋ over one sample's group of channels).
+
+    Args:
+        num_channels: C, the size of axis 1 of the input.
+        num_groups: G, which must divide C; None chooses it as `mn.BCN()` does.
+        statistics: where the estimates come from while training. `"step"`: they stand still within an optimizer step
+            and move once by everything seen in it, so the step does not depend on how its samples were cut up.
+            `"sequential"`: they absorb each micro-batch before it is normalized, Algorithm 1 to the letter.
+            `"batch"`: the batch's own moments, CN(BN(x)).
+        rate: how far the estimates move: `"lr"`, the learning rate of the weight's parameter group, or a float in
+            [0, 1]. In `"batch"` mode `"lr"` stands for nn.BatchNorm2d's momentum of 0.1.
+        micro_batch: how many samples one micro-batch of `"sequential"` holds.
+        eps: added to both variances, inside the roots.
+        backend: `"auto"`, the one-pass form, or `"reference"`, the plain equations differentiated by autograd.
+        activation: `"relu"` fuses the rectifier into the same passes; nothing more is saved for it.
+        device: as in torch.nn.
+        dtype: as in torch.nn.
+
+    Shape: N×C, N×C×L, N×C×H×W or N×C×D×H×W; the output has the input's shape, dtype and memory format.
+
+    Parameters: weight, bias (C) and group_weight, group_bias (G). Buffers: running_mean, running_var (C), never
+    narrower than float32. A BatchNorm's state dict loads: the group affine then starts as the identity.
+
+    Example:
+        >>> norm = BatchChannelNorm(64, num_groups=32)
+        >>> norm(torch.randn(1, 64, 8, 8)).shape
+        torch.Size([1, 64, 8, 8])
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+    blend: Tensor
+
+    def __init__(
+        self,
+        num_channels: int,
+        num_groups: int | None = None,
+        *,
+        statistics: Statistics = "step",
+        rate: float | str = "lr",
+        micro_batch: int = 1,
+        eps: float = 1e-5,
+        backend: str = "auto",
+        activation: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_channels = num_channels
+        self.num_groups = choose_groups(num_channels) if num_groups is None else num_groups
+        self.statistics = statistics
+        self.rate = rate if isinstance(rate, str) else check_rate(rate)
+        self.micro_batch = micro_batch
+        self.eps = eps
+        self.backend = backend
+        self.activation = activation
+        self.warm_steps = 0
+        self._check_arguments()
+        factory = {"device": device, "dtype": dtype}
+        self.weight = nn.Parameter(torch.empty(num_channels, **factory))
+        self.bias = nn.Parameter(torch.empty(num_channels, **factory))
+        self.group_weight = nn.Parameter(torch.empty(self.num_groups, **factory))
+        self.group_bias = nn.Parameter(torch.empty(self.num_groups, **factory))
+        estimates = {"device": device, "dtype": torch.promote_types(self.weight.dtype, torch.float32)}
+        self.register_buffer("running_mean", torch.empty(num_channels, **estimates))
+        self.register_buffer("running_var", torch.empty(num_channels, **estimates))
+        # α of design §4. Not persistent: the state dict carries it only while it is below one.
+        self.register_buffer("blend", torch.empty((), **estimates), persistent=False)
+        self._window = self._new_window()
+        self.reset_parameters()
+
+    def _check_arguments(self) -> None:
+        c, g = self.num_channels, self.num_groups
+        check_count("num_channels", c)
+        check_count("num_groups", g)
+        if c % g:
+            raise ValueError(
+                f"num_groups must divide num_channels, got {c} channels and {g} groups; try num_groups={math.gcd(c, g)}"
+            )
+        if self.statistics not in STATISTICS:
+            raise ValueError(f"statistics must be one of {STATISTICS}, got {self.statistics!r}")
+        if isinstance(self.rate, str) and self.rate != "lr":
+            raise ValueError(f'rate must be "lr" or a float in [0, 1], got {self.rate!r}')
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {BACKENDS}, got {self.backend!r}")
+        if self.activation not in (None, "relu"):
+            raise ValueError(f'activation must be None or "relu", got {self.activation!r}')
+        check_count("micro_batch (samples per micro-batch)", self.micro_batch)
+        check_eps(self.eps)
+
+    # --- state ---------------------------------------------------------------------------------------------------
+
+    def reset_parameters(self) -> None:
+        """The identity affine, estimates (0, 1), nothing gathered, no blend."""
+        for tensor, value in (
+            (self.weight, 1),
+            (self.bias, 0),
+            (self.group_weight, 1),
+            (self.group_bias, 0),
+            (self.running_mean, 0),
+            (self.running_var, 1),
+            (self.blend, 1),
+        ):
+            nn.init.constant_(tensor, value)
+        self.warm_steps = 0
+        self._window.clear()
+
+    def warm(self, steps: int) -> None:
+        """Start as the channel normalization alone, a BatchNorm in eval mode, and become BCN over `steps` commits.
+
+        y = γ^c·((1−α)·ẋ + α·(ẋ − M)/S) + β^c with α = `blend` going from 0 to 1.
+        """
+        check_count("steps", steps)
+        self.warm_steps = steps
+        nn.init.zeros_(self.blend)
+
+    def _new_window(self) -> Window:
+        return Window(self.num_channels, self.running_mean.device, weakref.ref(self))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._window.to(self.running_mean.device)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        del state["_window"]  # a copy gathers for itself
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._window = self._new_window()
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        self._window.warn_of_losses()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not self.blend.is_meta and self.blend < 1:
+            destination[prefix + "blend"] = self.blend if keep_vars else self.blend.detach()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        if prefix + "running_mean" in state_dict:
+            state_dict.pop(prefix + "num_batches_tracked", None)  # BatchNorm's; no estimate here depends on it
+            if prefix + "group_weight" not in state_dict and prefix + "group_bias" not in state_dict:
+                state_dict[prefix + "group_weight"] = torch.ones_like(self.group_weight)
+                state_dict[prefix + "group_bias"] = torch.zeros_like(self.group_bias)
+            else:
+                blend = state_dict.pop(prefix + "blend", None)
+                with torch.no_grad():
+                    self.blend.fill_(1) if blend is None else self.blend.copy_(blend)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        for name in ("running_mean", "running_var"):  # load_state_dict(assign=True) may bring half types
+            buffer = getattr(self, name)
+            setattr(self, name, buffer.to(torch.promote_types(buffer.dtype, torch.float32)))
+        self._window.to(self.running_mean.device)
+        self._window.clear()
+
+    def _replicate_for_data_parallel(self) -> Self:
+        raise RuntimeError(
+            "nn.DataParallel runs replicas that are thrown away after each forward, and what BatchChannelNorm gathered "
+            "with them. Use torch.nn.parallel.DistributedDataParallel."
+        )
+
+    # --- forward -------------------------------------------------------------------------------------------------
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize x; see the class."""
+        check_input(x, self.num_channels, "BatchChannelNorm")
+        if x.numel() == 0:
+            return self._empty(x)
+        with torch.no_grad():
+            data = moments(x.detach())
+            estimates = self._estimates(data, elements=x.numel() // (x.shape[0] * self.num_channels))
+        affine = (self.weight, self.bias, self.group_weight, self.group_bias)
+        options: dict[str, Any] = {"groups": self.num_groups, "eps": self.eps, "blend": self.blend}
+        relu = self.activation == "relu"
+        if self.backend == "reference":
+            y = batch_channel_norm_reference(x, estimates, *affine, **options)
+            return y.relu() if relu else y
+        return batch_channel_norm(x, estimates, *affine, **options, relu=relu, data=data)
+
+    def _estimates(self, data: Moments, *, elements: int) -> Moments | None:
+        """What to normalize with, by mode; None for the batch's own moments."""
+        running = Moments(self.running_mean, self.running_var)
+        if not self.training:
+            return running
+        window = self._window
+        group_elements = elements * (self.num_channels // self.num_groups)
+        if self.statistics == "batch":
+            run(track_batch, *data, *running, elements, group_elements, window.lost, window.ticket)
+            return None
+        if not self.weight.requires_grad:  # frozen: the estimates stay
+            return running
+        if self.statistics == "sequential":
+            return Moments(
+                *run(
+                    sequential_estimates, *data, *running, self.micro_batch, group_elements, window.lost, window.ticket
+                )
+            )
+        run(gather, *data, running.mean, elements, group_elements, window.sums, window.lost, window.ticket)
+        return running
+
+    def _empty(self, x: Tensor) -> Tensor:
+        """No elements: no statistics, and zero gradients for every parameter."""
+        y = x * over_space(self.weight[None], x) + over_space(self.bias[None], x)
+        return (y + (self.group_weight + self.group_bias).sum()).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        """The arguments that differ between layers."""
+        parts = [
+            f"{self.num_channels}, num_groups={self.num_groups}, statistics={self.statistics!r}, rate={self.rate!r}"
+        ]
+        if self.statistics == "sequential":
+            parts.append(f"micro_batch={self.micro_batch}")
+        parts.append(f"eps={self.eps}")
+        if self.backend != "auto":
+            parts.append(f"backend={self.backend!r}")
+        if self.activation:
+            parts.append(f"activation={self.activation!r}")
+        if self.warm_steps:
+            parts.append(f"warm_steps={self.warm_steps}")
+        return ", ".join(parts)
+
+
+def check_rate(rate: object) -> float:
+    """A rate as a float in [0, 1]."""
+    if isinstance(rate, bool) or not isinstance(rate, int | float):
+        raise TypeError(f'rate must be "lr" or a float in [0, 1], got {rate!r}')
+    if not 0 <= rate <= 1:  # NaN compares false
+        raise ValueError(f"a float rate must lie in [0, 1], got {rate!r}: it is the fraction by which estimates move")
+    return float(rate)
+
+
+@dataclass(frozen=True)
+class BCN(GroupedSpec):
+    """Batch-Channel Normalization; see `mn.nn.BatchChannelNorm`.
+
+    Example:
+        >>> BCN(groups=32)(48).num_groups
+        12
+    """
+
+    statistics: Statistics = "step"
+    rate: float | str = "lr"
+    eps: float = 1e-5
+    micro_batch: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self(1)  # the layer checks the rest
+
+    def __call__(self, num_channels: int, *, dims: int = 2) -> BatchChannelNorm:
+        """The layer; one class serves all ranks, so `dims` changes nothing."""
+        return BatchChannelNorm(
+            num_channels,
+            self.groups_for(num_channels),
+            statistics=self.statistics,
+            rate=self.rate,
+            eps=self.eps,
+            micro_batch=self.micro_batch,
+        )

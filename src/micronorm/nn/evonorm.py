@@ -1,0 +1,83 @@
+"""EvoNorm-S0 (Liu et al. 2020)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from micronorm.nn.inputs import check_count, check_eps, check_input
+from micronorm.nn.spec import GroupedSpec
+from micronorm.ops.evonorm import evonorm_s0
+from micronorm.ops.group import choose_groups
+
+
+class EvoNorm(nn.Module):
+    """y = x·sigmoid(v·x)/sqrt(σ²_ng + eps)·γ + β, the variance σ² over a sample's group of channels and space; N×C×….
+
+    It takes the place of normalization and activation. `num_groups` must divide the channels; None: `choose_groups`.
+
+    Example:
+        >>> EvoNorm(8, 2)(torch.randn(2, 8, 4, 4)).shape
+        torch.Size([2, 8, 4, 4])
+    """
+
+    def __init__(
+        self,
+        num_channels: int,
+        num_groups: int | None = None,
+        *,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_count("num_channels", num_channels)
+        check_eps(eps)
+        if num_groups is None:
+            num_groups = choose_groups(num_channels)
+        check_count("num_groups", num_groups)
+        if num_channels % num_groups:
+            fit = choose_groups(num_channels, groups=num_groups, min_channels_per_group=1)
+            raise ValueError(f"{num_channels} channels do not divide into {num_groups} groups; try num_groups={fit}")
+        super().__init__()
+        self.num_channels = num_channels
+        self.num_groups = num_groups
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(num_channels, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(num_channels, device=device, dtype=dtype))
+        self.v = nn.Parameter(torch.empty(num_channels, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Weight and v 1, bias 0."""
+        nn.init.ones_(self.weight)
+        nn.init.zeros_(self.bias)
+        nn.init.ones_(self.v)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize x, N×C×…; the output has its shape and dtype."""
+        check_input(x, self.num_channels, "EvoNorm")
+        return evonorm_s0(x, self.weight, self.bias, self.v, groups=self.num_groups, eps=self.eps)
+
+    def extra_repr(self) -> str:
+        """The arguments, for print(module)."""
+        return f"{self.num_channels}, num_groups={self.num_groups}, eps={self.eps}"
+
+
+@dataclass(frozen=True)
+class EvoNormS0(GroupedSpec):
+    """EvoNorm-S0, which holds its own activation.
+
+    Example:
+        >>> EvoNormS0()(64)
+        EvoNorm(64, num_groups=32, eps=1e-05)
+    """
+
+    eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_eps(self.eps)
+
+    def __call__(self, num_channels: int, *, dims: int = 2) -> EvoNorm:
+        """An EvoNorm, which takes any rank."""
+        return EvoNorm(num_channels, self.groups_for(num_channels), eps=self.eps)

@@ -1,0 +1,50 @@
+"""Checks of what users hand to layers and specs: each error states the invariant, the value and the likely fix."""
+
+from torch import Tensor
+
+
+def check_input(x: Tensor, num_channels: int, name: str) -> None:
+    """Refuse an input that is not floating N×C×… of rank 2 to 5 with `num_channels` channels; `name` is the layer's."""
+    if not x.is_floating_point():
+        raise TypeError(f"{name} takes floating-point input, got {x.dtype}; convert it with x.float()")
+    if not 2 <= x.ndim <= 5:
+        raise ValueError(
+            f"{name} takes N×C to N×C×D×H×W, rank 2 to 5, got shape {tuple(x.shape)}; "
+            "a single sample needs a batch axis: x.unsqueeze(0)"
+        )
+    if x.shape[1] != num_channels:
+        raise ValueError(
+            f"{name} has {num_channels} channels, got {x.shape[1]} in axis 1 of shape {tuple(x.shape)}; "
+            "channels come second, whatever the memory format: x.movedim(-1, 1) if yours are last"
+        )
+    if 0 in x.shape[2:]:
+        raise ValueError(f"{name} takes an empty batch but no empty map, got shape {tuple(x.shape)}; drop such inputs")
+
+
+def check_count(name: str, value: int) -> None:
+    """Refuse anything but an int of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def check_micro_batch(value: int | None) -> None:
+    """Refuse anything but None or an int of at least 1."""
+    if value is not None:
+        check_count("micro_batch (samples per micro-batch; None for the whole batch)", value)
+
+
+def check_eps(value: float) -> None:
+    """Refuse a negative or undefined eps: it stands under a root."""
+    if not value >= 0:
+        raise ValueError(f"eps must be at least 0, got {value}; try 1e-5")
+
+
+def check_momentum(value: float | None, *, cumulative: bool = True) -> None:
+    """Refuse a momentum outside [0, 1]; None, the cumulative average, only where `cumulative`."""
+    if value is None and cumulative:
+        return
+    if value is None or not 0 <= value <= 1:
+        hint = "0.1 as in torch, or None for the average of all batches" if cumulative else "0.01 as in the paper"
+        raise ValueError(f"momentum is the share of the new batch, between 0 and 1, got {value}; try {hint}")

@@ -1,0 +1,113 @@
+"""The base of the layers that keep running statistics: BatchNorm2d's parameters, buffers and state-dict keys."""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from micronorm.nn.inputs import check_count, check_eps, check_momentum
+from micronorm.nn.recompute import write_once
+from micronorm.ops.batch import Running
+from micronorm.ops.moments import Moments, compute_dtype
+
+
+class WideBuffers(nn.Module):
+    """A module whose floating-point buffers are never narrower than float32: `.half()` and `.bfloat16()` leave them."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = self._buffers[name]
+            if old is not None and new is not None and new.is_floating_point() and new.dtype.itemsize < 4:
+                # from the old one, so that a passage through half precision rounds nothing
+                self._buffers[name] = old.to(new.device, compute_dtype(old.dtype))
+        return self
+
+
+class RunningNorm(WideBuffers):
+    """Parameters weight, bias and buffers running_mean, running_var, num_batches_tracked, named as nn.BatchNorm2d's.
+
+    Subclasses call reset_parameters() when they have registered what is theirs.
+    """
+
+    _version = 2  # of the state dict, as torch's: since 2 it holds num_batches_tracked
+
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+
+    def __init__(
+        self,
+        num_channels: int,
+        *,
+        eps: float,
+        momentum: float | None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_count("num_channels", num_channels)
+        check_eps(eps)
+        check_momentum(momentum)
+        super().__init__()
+        self.num_channels = num_channels
+        self.eps = eps
+        self.momentum = momentum
+        self.weight = nn.Parameter(torch.empty(num_channels, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(num_channels, device=device, dtype=dtype))
+        wide = compute_dtype(self.weight.dtype)
+        self.register_buffer("running_mean", torch.empty(num_channels, device=device, dtype=wide))
+        self.register_buffer("running_var", torch.empty(num_channels, device=device, dtype=wide))
+        self.register_buffer("num_batches_tracked", torch.empty((), device=device, dtype=torch.long))
+
+    def reset_parameters(self) -> None:
+        """Weight 1, bias 0, and fresh running statistics."""
+        nn.init.ones_(self.weight)
+        nn.init.zeros_(self.bias)
+        self.reset_running_stats()
+
+    def reset_running_stats(self) -> None:
+        """Mean 0, variance 1, no batch absorbed."""
+        self.running_mean.zero_()
+        self.running_var.fill_(1)
+        self.num_batches_tracked.zero_()
+
+    def running(self) -> Running:
+        """The running statistics: the buffers themselves, to be read before they move."""
+        return Running(self.running_mean, self.running_var, self.num_batches_tracked)
+
+    def running_moments(self) -> Moments:
+        """The moments that evaluation normalizes with."""
+        return Moments(self.running_mean, self.running_var)
+
+    def move(self, new: Running) -> None:
+        """Write new running statistics, unless this forward repeats one that has written them."""
+        for buffer, value in zip(self.running(), new, strict=True):
+            if value is not buffer:  # an empty batch gives back what it was given
+                write_once(buffer, value)
+
+    def extra_repr(self) -> str:
+        """The arguments, for print(module)."""
+        return f"{self.num_channels}, eps={self.eps}, momentum={self.momentum}"
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        if local_metadata.get("version", 1) < 2:
+            here = self.num_batches_tracked
+            state_dict.setdefault(prefix + "num_batches_tracked", torch.tensor(0) if here.is_meta else here)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        for name in ("running_mean", "running_var"):  # load_state_dict(assign=True) may bring half types
+            buffer = self._buffers[name]
+            if buffer is not None:
+                self._buffers[name] = buffer.to(compute_dtype(buffer.dtype))

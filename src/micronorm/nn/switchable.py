@@ -1,0 +1,90 @@
+"""Switchable normalization (Luo et al. 2019)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from micronorm.nn.inputs import check_eps, check_input, check_micro_batch, check_momentum
+from micronorm.nn.running import RunningNorm
+from micronorm.nn.spec import NormSpec
+from micronorm.ops.switchable import switchable_norm, switchable_norm_inference
+
+
+class SwitchableNorm(RunningNorm):
+    """Instance, layer and batch moments mixed by learned weights; x is N×C×….
+
+    y = γ (x − μ)/sqrt(σ² + eps) + β with μ = Σ_k softmax(mean_weight)_k μ_k and σ² = Σ_k softmax(var_weight)_k σ²_k
+    over k in (instance, layer, batch). The batch part is of micro-batches of `micro_batch` samples, or of the whole
+    batch (None); evaluation takes its moving averages, which are of the biased variance. momentum is torch's: the
+    share of the new batch.
+
+    Example:
+        >>> norm = SwitchableNorm(8)
+        >>> norm(torch.randn(2, 8, 4, 4)).shape
+        torch.Size([2, 8, 4, 4])
+        >>> norm.mean_weight.softmax(0).shape
+        torch.Size([3])
+    """
+
+    def __init__(
+        self,
+        num_channels: int,
+        *,
+        micro_batch: int | None = None,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_micro_batch(micro_batch)
+        super().__init__(num_channels, eps=eps, momentum=momentum, device=device, dtype=dtype)
+        self.micro_batch = micro_batch
+        self.mean_weight = nn.Parameter(torch.empty(3, device=device, dtype=dtype))
+        self.var_weight = nn.Parameter(torch.empty(3, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Equal shares, weight 1, bias 0, and fresh running statistics."""
+        super().reset_parameters()
+        nn.init.ones_(self.mean_weight)
+        nn.init.ones_(self.var_weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize x, N×C×…; the output has its shape and dtype."""
+        check_input(x, self.num_channels, "SwitchableNorm")
+        parameters = (self.weight, self.bias, self.mean_weight, self.var_weight)
+        if not self.training:
+            return switchable_norm_inference(x, *parameters, self.running(), eps=self.eps)
+        y, new = switchable_norm(
+            x, *parameters, self.running(), micro_batch=self.micro_batch, momentum=self.momentum, eps=self.eps
+        )
+        self.move(new)
+        return y
+
+    def extra_repr(self) -> str:
+        """The arguments, for print(module)."""
+        return f"{super().extra_repr()}, micro_batch={self.micro_batch}"
+
+
+@dataclass(frozen=True)
+class SN(NormSpec):
+    """Switchable normalization; `micro_batch` samples share the batch part, None: the whole batch.
+
+    Example:
+        >>> SN(micro_batch=2)(8)
+        SwitchableNorm(8, eps=1e-05, momentum=0.1, micro_batch=2)
+    """
+
+    micro_batch: int | None = None
+    eps: float = 1e-5
+    momentum: float | None = 0.1
+
+    def __post_init__(self) -> None:
+        check_micro_batch(self.micro_batch)
+        check_eps(self.eps)
+        check_momentum(self.momentum)
+
+    def __call__(self, num_channels: int, *, dims: int = 2) -> SwitchableNorm:
+        """A SwitchableNorm, which takes any rank."""
+        return SwitchableNorm(num_channels, micro_batch=self.micro_batch, eps=self.eps, momentum=self.momentum)

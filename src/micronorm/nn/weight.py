@@ -1,0 +1,338 @@
+"""Convolutions and linear layers whose weight is reparameterized at each forward, and their specs.
+
+Each layer subclasses its torch.nn counterpart, so signatures, state-dict keys and isinstance checks stay.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from micronorm.nn.inputs import check_eps
+from micronorm.nn.spec import WeightSpec
+from micronorm.ops.weight import (
+    centered_weight_normalize,
+    check_fan_in,
+    weight_normalize,
+    weight_standardize,
+)
+
+# --- how a layer uses a weight, by the kind of layer -----------------------------------------------------------------
+
+
+class _Layer:
+    """What the kinds below share: `weight` seen as one row per output channel."""
+
+    # Any: torch declares these attributes differently from layer to layer.
+    weight: Any
+    bias: Any
+
+    def rows(self, weight: Tensor) -> Tensor:
+        """`weight` as O×…."""
+        return weight
+
+    def from_rows(self, rows: Tensor) -> Tensor:
+        """The inverse of `rows`."""
+        return rows
+
+    def effective_weight(self) -> Tensor:
+        """The weight the layer computes with, in the layout of `weight`."""
+        raise AssertionError("each method's mixin defines this")
+
+
+class _Conv(_Layer):
+    def forward(self, input: Tensor) -> Tensor:
+        return self._conv_forward(input, self.effective_weight(), self.bias)  # type: ignore[attr-defined]
+
+
+class _Linear(_Layer):
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.effective_weight(), self.bias)
+
+
+class _ConvTranspose(_Layer):
+    """Transposed convolutions keep their output channels in axis 1, per group: (groups·I)×(O/groups)×kernel."""
+
+    groups: int
+
+    def rows(self, weight: Tensor) -> Tensor:
+        return weight.unflatten(0, (self.groups, -1)).transpose(1, 2).flatten(0, 1)
+
+    def from_rows(self, rows: Tensor) -> Tensor:
+        return rows.unflatten(0, (self.groups, -1)).transpose(1, 2).flatten(0, 1)
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        layer: Any = self
+        if layer.padding_mode != "zeros":
+            raise ValueError(f'transposed convolutions pad with "zeros" only, got {layer.padding_mode!r}')
+        dims = self.weight.ndim - 2
+        output_padding = layer._output_padding(
+            input, output_size, layer.stride, layer.padding, layer.kernel_size, dims, layer.dilation
+        )
+        convolve = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[dims - 1]
+        return convolve(
+            input,
+            self.effective_weight(),
+            self.bias,
+            layer.stride,
+            layer.padding,
+            output_padding,
+            layer.groups,
+            layer.dilation,
+        )
+
+
+# --- the methods -----------------------------------------------------------------------------------------------------
+
+
+class _WS(_Layer):
+    """Weight Standardization over the fan-in of each output channel."""
+
+    def __init__(self, *args: Any, center: bool = True, scale: bool = True, eps: float = 1e-5, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        check_fan_in(self.rows(self.weight)[0].numel())
+        check_eps(eps)
+        self.center, self.scale, self.eps = center, scale, eps
+
+    def effective_weight(self) -> Tensor:
+        options = {"center": self.center, "scale": self.scale, "eps": self.eps}
+        return self.from_rows(weight_standardize(self.rows(self.weight), **options))  # type: ignore[arg-type]
+
+    def extra_repr(self) -> str:
+        switches = "".join(f", {name}=False" for name in ("center", "scale") if not getattr(self, name))
+        return f"{super().extra_repr()}{switches}, eps={self.eps}"  # type: ignore[misc]
+
+
+class _WithLength(_Layer):
+    """A learnable length g per output channel, which starts at the length of the weight it scales."""
+
+    length: nn.Parameter
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        rows = self.rows(self.weight)
+        check_fan_in(rows[0].numel())
+        self.length = nn.Parameter(self._natural_length(self.weight))
+
+    def reset_length(self) -> None:
+        """Set g so that the effective weight has the length of the raw (for CWN: centred) one."""
+        with torch.no_grad():
+            self.length.copy_(self._natural_length(self.weight))
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()  # type: ignore[misc]
+        if hasattr(self, "length"):  # the base class calls this before there is one
+            self.reset_length()
+
+    def _natural_length(self, weight: Tensor) -> Tensor:
+        return self.rows(weight.detach()).flatten(1).norm(dim=1)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        weight = state_dict.get(prefix + "weight")
+        if weight is not None and weight.shape == self.weight.shape:
+            # A plain layer's state dict has no length; its weight says what it is.
+            state_dict.setdefault(prefix + "length", self._natural_length(weight))
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # type: ignore[misc]
+
+
+class _WN(_WithLength):
+    """Weight Normalization: g·W/‖W‖."""
+
+    def effective_weight(self) -> Tensor:
+        return self.from_rows(weight_normalize(self.rows(self.weight), self.length))
+
+
+class _CWN(_WithLength):
+    """Centered Weight Normalization: g·(W − mean)/‖W − mean‖."""
+
+    def effective_weight(self) -> Tensor:
+        return self.from_rows(centered_weight_normalize(self.rows(self.weight), self.length))
+
+    def _natural_length(self, weight: Tensor) -> Tensor:
+        rows = self.rows(weight.detach()).flatten(1)
+        return (rows - rows.mean(1, keepdim=True)).norm(dim=1)
+
+
+# --- the layers ------------------------------------------------------------------------------------------------------
+
+
+class WSConv1d(_WS, _Conv, nn.Conv1d):
+    """torch.nn.Conv1d, its weight standardized over the fan-in of each output channel."""
+
+
+class WSConv2d(_WS, _Conv, nn.Conv2d):
+    """torch.nn.Conv2d with its weight standardized over the fan-in of each output channel.
+
+    Takes the arguments of torch.nn.Conv2d, then `center`, `scale` and `eps` of `mn.functional.weight_standardize`.
+
+    Example:
+        >>> conv = WSConv2d(3, 8, kernel_size=3, padding=1)
+        >>> conv(torch.randn(1, 3, 8, 8)).shape
+        torch.Size([1, 8, 8, 8])
+    """
+
+
+class WSConv3d(_WS, _Conv, nn.Conv3d):
+    """torch.nn.Conv3d, its weight standardized over the fan-in of each output channel."""
+
+
+class WSConvTranspose1d(_WS, _ConvTranspose, nn.ConvTranspose1d):
+    """torch.nn.ConvTranspose1d, its weight standardized over the fan-in of each output channel."""
+
+
+class WSConvTranspose2d(_WS, _ConvTranspose, nn.ConvTranspose2d):
+    """torch.nn.ConvTranspose2d, its weight standardized over the fan-in of each output channel."""
+
+
+class WSConvTranspose3d(_WS, _ConvTranspose, nn.ConvTranspose3d):
+    """torch.nn.ConvTranspose3d, its weight standardized over the fan-in of each output channel."""
+
+
+class WSLinear(_WS, _Linear, nn.Linear):
+    """torch.nn.Linear, its weight standardized over the fan-in of each output channel."""
+
+
+class WNConv1d(_WN, _Conv, nn.Conv1d):
+    """torch.nn.Conv1d, its weight normalized to a learnable length."""
+
+
+class WNConv2d(_WN, _Conv, nn.Conv2d):
+    """torch.nn.Conv2d, its weight normalized to a learnable length."""
+
+
+class WNConv3d(_WN, _Conv, nn.Conv3d):
+    """torch.nn.Conv3d, its weight normalized to a learnable length."""
+
+
+class WNConvTranspose1d(_WN, _ConvTranspose, nn.ConvTranspose1d):
+    """torch.nn.ConvTranspose1d, its weight normalized to a learnable length."""
+
+
+class WNConvTranspose2d(_WN, _ConvTranspose, nn.ConvTranspose2d):
+    """torch.nn.ConvTranspose2d, its weight normalized to a learnable length."""
+
+
+class WNConvTranspose3d(_WN, _ConvTranspose, nn.ConvTranspose3d):
+    """torch.nn.ConvTranspose3d, its weight normalized to a learnable length."""
+
+
+class WNLinear(_WN, _Linear, nn.Linear):
+    """torch.nn.Linear, its weight normalized to a learnable length."""
+
+
+class CWNConv1d(_CWN, _Conv, nn.Conv1d):
+    """torch.nn.Conv1d, its weight centred and normalized to a learnable length."""
+
+
+class CWNConv2d(_CWN, _Conv, nn.Conv2d):
+    """torch.nn.Conv2d, its weight centred and normalized to a learnable length."""
+
+
+class CWNConv3d(_CWN, _Conv, nn.Conv3d):
+    """torch.nn.Conv3d, its weight centred and normalized to a learnable length."""
+
+
+class CWNConvTranspose1d(_CWN, _ConvTranspose, nn.ConvTranspose1d):
+    """torch.nn.ConvTranspose1d, its weight centred and normalized to a learnable length."""
+
+
+class CWNConvTranspose2d(_CWN, _ConvTranspose, nn.ConvTranspose2d):
+    """torch.nn.ConvTranspose2d, its weight centred and normalized to a learnable length."""
+
+
+class CWNConvTranspose3d(_CWN, _ConvTranspose, nn.ConvTranspose3d):
+    """torch.nn.ConvTranspose3d, its weight centred and normalized to a learnable length."""
+
+
+class CWNLinear(_CWN, _Linear, nn.Linear):
+    """torch.nn.Linear, its weight centred and normalized to a learnable length."""
+
+
+# --- the specs -------------------------------------------------------------------------------------------------------
+
+_PLAIN = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.Linear,
+)
+
+
+def _counterpart(layer: nn.Module, prefix: str, **options: Any) -> Any:
+    """The layer of one method that stands for a plain one, around the same parameters."""
+    kind = type(layer)
+    if kind not in _PLAIN:
+        known = ", ".join(k.__name__ for k in _PLAIN)
+        raise TypeError(f"{prefix} has no counterpart for {kind.__name__}; it knows {known}")
+    if isinstance(layer, nn.Linear):
+        shape: dict[str, Any] = {"in_features": layer.in_features, "out_features": layer.out_features}
+    else:
+        names = [
+            "in_channels",
+            "out_channels",
+            "kernel_size",
+            "stride",
+            "padding",
+            "dilation",
+            "groups",
+            "padding_mode",
+        ]
+        names += ["output_padding"] if "Transpose" in kind.__name__ else []
+        shape = {name: getattr(layer, name) for name in names}
+    # On the meta device: no memory and no random numbers are spent on weights that are replaced at once.
+    made = globals()[prefix + kind.__name__](**shape, **options, bias=layer.bias is not None, device="meta")
+    made.weight, made.bias = layer.weight, layer.bias
+    made.train(layer.training)
+    return made
+
+
+@dataclass(frozen=True)
+class WS(WeightSpec):
+    """Weight Standardization; see `mn.functional.weight_standardize`.
+
+    Example:
+        >>> WS()(nn.Conv2d(3, 8, 3))
+        WSConv2d(3, 8, kernel_size=(3, 3), stride=(1, 1), eps=1e-05)
+    """
+
+    center: bool = True
+    scale: bool = True
+    eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        check_eps(self.eps)
+
+    def __call__(self, layer: nn.Module) -> nn.Module:
+        return _counterpart(layer, "WS", center=self.center, scale=self.scale, eps=self.eps)
+
+
+class _LengthSpec(WeightSpec):
+    def __call__(self, layer: nn.Module) -> nn.Module:
+        made = _counterpart(layer, type(self).__name__)
+        made.length = nn.Parameter(made._natural_length(made.weight))
+        return made
+
+
+@dataclass(frozen=True)
+class WN(_LengthSpec):
+    """Weight Normalization, g·W/‖W‖.
+
+    Example:
+        >>> WN()(nn.Linear(4, 8)).length.shape
+        torch.Size([8])
+    """
+
+
+@dataclass(frozen=True)
+class CWN(_LengthSpec):
+    """Centered Weight Normalization, g·(W − mean)/‖W − mean‖ (label `eq:cwn`).
+
+    Example:
+        >>> CWN()(nn.Linear(4, 8)).length.shape
+        torch.Size([8])
+    """

@@ -1,0 +1,109 @@
+"""Batch normalization of successive micro-batches ("ghost" batch normalization) and the running statistics it leaves.
+
+Shapes: x is N×C×…. Suffixes: _nc per sample and channel, _tc per micro-batch and channel (T = ⌈N/m⌉ of them), _c per
+channel.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from micronorm.ops.moments import (
+    Moments,
+    compute_dtype,
+    moments,
+    over_space,
+    pool_micro_batches,
+    spread_to_samples,
+    wide_dtype,
+)
+
+
+class Running(NamedTuple):
+    """What a layer carries from batch to batch: mean and variance per channel, and how many batches they absorbed."""
+
+    mean: Tensor
+    var: Tensor
+    batches: Tensor
+
+
+def scale_about(x: Tensor, mean: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """One elementwise pass, y = scale·(x − mean) + bias; mean, scale and bias are C, 1×C or N×C, in the wide dtype."""
+    dtype = compute_dtype(x.dtype)
+    # What `dtype` cannot hold of the mean goes into the shift: around a mean of 10,000 it would show in a small spread.
+    # The pivot carries no gradient: the identity holds for any constant pivot, and so do its derivatives.
+    pivot = mean.detach().to(dtype)
+    shift = bias - scale * (mean - pivot)
+    y = (x.to(dtype) - over_space(pivot, x)) * over_space(scale.to(dtype), x) + over_space(shift.to(dtype), x)
+    return y.to(x.dtype)
+
+
+def normalize(x: Tensor, by: Moments, weight: Tensor, bias: Tensor, *, eps: float = 1e-5) -> Tensor:
+    """Normalize by given moments, C, 1×C or N×C: y = weight·(x − mean)/sqrt(var + eps) + bias."""
+    wide = wide_dtype(x.device)
+    scale = weight.to(wide) * torch.rsqrt(by.var.to(wide) + eps)
+    return scale_about(x, by.mean.to(wide), scale, bias.to(wide))
+
+
+def batch_moments(instance_nc: Moments, *, micro_batch: int | None) -> tuple[Moments, Moments]:
+    """Moments of each micro-batch (T×C), and the same repeated for its samples (N×C); None: one batch of all N ≥ 1."""
+    samples = instance_nc.mean.shape[0]
+    size = samples if micro_batch is None else min(micro_batch, samples)
+    batch_tc = pool_micro_batches(instance_nc, micro_batch=size)
+    return batch_tc, Moments(*(spread_to_samples(p, micro_batch=size, samples=samples) for p in batch_tc))
+
+
+def unbiased(batch_tc: Moments, *, samples: int, micro_batch: int | None, positions: int) -> Moments:
+    """The same moments with var·n/(n − 1), n the elements per channel of each micro-batch; n = 1 leaves var alone."""
+    size = samples if micro_batch is None else micro_batch
+    start_t = torch.arange(0, samples, size, device=batch_tc.var.device)
+    count_t = ((samples - start_t).clamp(max=size) * positions).to(batch_tc.var.dtype)
+    correction_t = count_t / (count_t - 1).clamp(min=1)
+    return Moments(batch_tc.mean, batch_tc.var * correction_t.unsqueeze(-1))
+
+
+def absorb(running: Running, batch_tc: Moments, *, momentum: float | None) -> Running:
+    """The running statistics after T successive batches: the recurrence e ← (1 − a)·e + a·s_t in closed form.
+
+    e_T = (1 − a)^T e_0 + Σ_t a (1 − a)^(T−1−t) s_t. With momentum=None e is the plain average of all batches so far,
+    (n e_0 + Σ_t s_t)/(n + T), as in torch. Statistics carry no gradient.
+    """
+    steps, wide = batch_tc.mean.shape[0], batch_tc.mean.dtype
+    if momentum is None:
+        seen = running.batches.to(wide)
+        keep = seen / (seen + steps)
+        share_t = (1 / (seen + steps)).expand(steps)
+    else:
+        decay_t = torch.pow(1 - momentum, torch.arange(steps, -1, -1, device=batch_tc.mean.device, dtype=wide))
+        keep = decay_t[0]
+        share_t = momentum * decay_t[1:]
+
+    def move(old_c: Tensor, new_tc: Tensor) -> Tensor:
+        return keep * old_c.to(wide) + (share_t.unsqueeze(-1) * new_tc.detach()).sum(0)
+
+    return Running(move(running.mean, batch_tc.mean), move(running.var, batch_tc.var), running.batches + steps)
+
+
+def batch_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    running: Running,
+    *,
+    micro_batch: int | None = None,
+    momentum: float | None = 0.1,
+    eps: float = 1e-5,
+) -> tuple[Tensor, Running]:
+    """Training-mode batch normalization of N samples as ⌈N/m⌉ successive batches of m; None: one batch of all.
+
+    y = weight·(x − μ_t)/sqrt(σ²_t + eps) + bias for the samples of micro-batch t, with its own mean and biased variance
+    (gradient flows through both). The running statistics move as torch's do, by the unbiased variance.
+    An empty batch has no moments: the running ones stand in, so that parameter gradients are 0, and nothing moves.
+    """
+    if x.shape[0] == 0:
+        return normalize(x, Moments(running.mean, running.var), weight, bias, eps=eps), running
+    batch_tc, batch_nc = batch_moments(moments(x), micro_batch=micro_batch)
+    y = normalize(x, batch_nc, weight, bias, eps=eps)
+    corrected_tc = unbiased(batch_tc, samples=x.shape[0], micro_batch=micro_batch, positions=x.shape[2:].numel())
+    return y, absorb(running, corrected_tc, momentum=momentum)

@@ -1,0 +1,17 @@
+"""Batch-Channel Normalization: the plain equations, the one-pass form, and how the estimates move."""
+
+from micronorm.ops.bcn.estimates import Sums, move_by_batch, move_by_window, scan, window_sums
+from micronorm.ops.bcn.onepass import batch_channel_norm, batch_statistics
+from micronorm.ops.bcn.reference import algorithm1, batch_channel_norm_reference
+
+__all__ = [
+    "Sums",
+    "algorithm1",
+    "batch_statistics",
+    "move_by_batch",
+    "move_by_window",
+    "batch_channel_norm",
+    "batch_channel_norm_reference",
+    "scan",
+    "window_sums",
+]

@@ -1,0 +1,25 @@
+"""Channel groups: the one rule that chooses their number, for GroupNorm and BatchChannelNorm alike."""
+
+
+def choose_groups(num_channels: int, *, groups: int = 32, min_channels_per_group: int = 2) -> int:
+    """The number of groups for a layer of `num_channels` channels.
+
+    `groups` wherever it divides the channels with at least p = `min_channels_per_group` each; otherwise the largest
+    divisor of the channels not above min(groups, channels // max(4, p)), at least 1.
+
+    Example:
+        >>> [choose_groups(c) for c in (256, 64, 48, 16, 3)]
+        [32, 32, 12, 4, 1]
+        >>> choose_groups(64, min_channels_per_group=4)
+        16
+    """
+    given = {"num_channels": num_channels, "groups": groups, "min_channels_per_group": min_channels_per_group}
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an int, got {value!r}")
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if num_channels % groups == 0 and num_channels // groups >= min_channels_per_group:
+        return groups
+    limit = min(groups, num_channels // max(4, min_channels_per_group))
+    return next((g for g in range(limit, 1, -1) if num_channels % g == 0), 1)

@@ -1,0 +1,62 @@
+"""Switchable normalization (Luo et al. 2019): instance, layer and batch moments, mixed by learned weights.
+
+Shapes: x is N×C×…; _nc per sample and channel, _n1 per sample, _tc per micro-batch and channel.
+"""
+
+from torch import Tensor
+
+from micronorm.ops.batch import Running, absorb, batch_moments, normalize
+from micronorm.ops.moments import Moments, moments, pool
+
+
+def mix(instance_nc: Moments, batch: Moments, mean_weight: Tensor, var_weight: Tensor) -> Moments:
+    """Σ_k softmax(mean_weight)_k μ_k and Σ_k softmax(var_weight)_k σ²_k over k in (instance, layer, batch): N×C.
+
+    `batch` is N×C or C. The layer moments are those of the union of a sample's channels.
+    """
+    layer_n1 = Moments(*(p.unsqueeze(-1) for p in pool(instance_nc, dim=1)))
+    wide = instance_nc.mean.dtype
+    p_mean, p_var = mean_weight.to(wide).softmax(0), var_weight.to(wide).softmax(0)
+    mean_nc = p_mean[0] * instance_nc.mean + p_mean[1] * layer_n1.mean + p_mean[2] * batch.mean.to(wide)
+    var_nc = p_var[0] * instance_nc.var + p_var[1] * layer_n1.var + p_var[2] * batch.var.to(wide)
+    return Moments(mean_nc, var_nc)
+
+
+def switchable_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mean_weight: Tensor,
+    var_weight: Tensor,
+    running: Running,
+    *,
+    micro_batch: int | None = None,
+    momentum: float | None = 0.1,
+    eps: float = 1e-5,
+) -> tuple[Tensor, Running]:
+    """Training mode: y = weight·(x − μ)/sqrt(σ² + eps) + bias, the batch part of μ, σ² over micro-batches of m samples.
+
+    The running statistics average the batch part as it was used, biased variance included (as the authors' code does).
+    An empty batch moves nothing.
+    """
+    if x.shape[0] == 0:
+        return switchable_norm_inference(x, weight, bias, mean_weight, var_weight, running, eps=eps), running
+    instance_nc = moments(x)
+    batch_tc, batch_nc = batch_moments(instance_nc, micro_batch=micro_batch)
+    y = normalize(x, mix(instance_nc, batch_nc, mean_weight, var_weight), weight, bias, eps=eps)
+    return y, absorb(running, batch_tc, momentum=momentum)
+
+
+def switchable_norm_inference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mean_weight: Tensor,
+    var_weight: Tensor,
+    running: Running,
+    *,
+    eps: float = 1e-5,
+) -> Tensor:
+    """The same with the running statistics as the batch part."""
+    mixed_nc = mix(moments(x), Moments(running.mean, running.var), mean_weight, var_weight)
+    return normalize(x, mixed_nc, weight, bias, eps=eps)

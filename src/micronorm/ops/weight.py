@@ -1,0 +1,126 @@
+"""Weight Standardization (Sec. `sec:ws`), Weight Normalization and Centered Weight Normalization.
+
+Every function takes weights as O×… with one row of fan-in I per output channel, and works on each row alone, in
+float32 at least, whatever the dtype of the weight and of the computation around it.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from micronorm.ops.moments import Moments, compute_dtype, moments
+
+
+class _Standardize(torch.autograd.Function):
+    """Ŵ with its closed-form backward; saves W and two numbers per row."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, center: bool, scale: bool, eps: float) -> Tensor:
+        rows = _row_moments(w)
+        ctx.save_for_backward(w, *rows)
+        ctx.center, ctx.scale, ctx.eps = center, scale, eps
+        return _standardized(w, rows, center, scale, eps)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        w, mean, var = ctx.saved_tensors
+        # create_graph: the moments must depend on W for the second backward to be right.
+        rows = _row_moments(w) if torch.is_grad_enabled() else Moments(mean, var)
+        what, rstd = _standardized(w, rows, ctx.center, ctx.scale, ctx.eps)
+        g = grads[0]
+        axes = tuple(range(1, w.ndim))
+        dw = g - g.mean(axes, keepdim=True) if ctx.center else g
+        if ctx.scale:
+            dw = (dw - what * (g * what).mean(axes, keepdim=True)) * rstd
+        return dw, None, None, None
+
+
+def _row_moments(w: Tensor) -> Moments:
+    """Moments of each row, shaped to broadcast against it."""
+    shape = (-1,) + (1,) * (w.ndim - 1)
+    return Moments(*(m.reshape(shape) for m in moments(w.flatten(1).unsqueeze(0))))
+
+
+def _standardized(w: Tensor, rows: Moments, center: bool, scale: bool, eps: float) -> tuple[Tensor, Tensor]:
+    """Ŵ and the factor 1/σ (or 1/rms) it was scaled by."""
+    spread = rows.var if center else rows.var + rows.mean.square()  # around the mean, or around zero
+    rstd = (spread + eps).rsqrt().to(w.dtype) if scale else torch.ones_like(rows.var, dtype=w.dtype)
+    if not center:
+        return w * rstd, rstd
+    # The mean leaves in two parts, the second being what rounding the first one lost.
+    pivot = rows.mean.detach().to(w.dtype)
+    return ((w - pivot) - (rows.mean - pivot).to(w.dtype)) * rstd, rstd
+
+
+def weight_standardize(w: Tensor, *, center: bool = True, scale: bool = True, eps: float = 1e-5) -> Tensor:
+    r"""Standardize each output channel's weights over their fan-in (labels `eq:6`, `eq:epsilon`).
+
+    .. math::
+        \hat W = \frac{W - \mu}{\sqrt{\mathrm{var} + \epsilon}}
+
+    with the biased variance. `center` alone subtracts the mean (`eq:9`); `scale` alone divides the raw weight by
+    sqrt(mean W² + ε) (`eq:10`); neither returns W.
+
+    Args:
+        w: O×…, at least two axes and a fan-in of at least 2.
+        center: subtract the mean.
+        scale: divide by the standard deviation (or the root mean square, without `center`).
+        eps: added inside the root.
+
+    Example:
+        >>> w = weight_standardize(torch.randn(8, 4, 3, 3))
+        >>> bool(w.sum((1, 2, 3)).abs().max() < 1e-4)
+        True
+    """
+    _check(w)
+    if not eps >= 0:
+        raise ValueError(f"eps must not be negative, got {eps!r}")
+    if not center and not scale:
+        return w
+    return _Standardize.apply(w.to(compute_dtype(w.dtype)), center, scale, eps).to(w.dtype)  # type: ignore[union-attr]
+
+
+def weight_normalize(w: Tensor, length: Tensor) -> Tensor:
+    """g·W/‖W‖, row by row; `length` holds g, one number per output channel.
+
+    Example:
+        >>> w = weight_normalize(torch.randn(8, 4), torch.full((8,), 2.0))
+        >>> torch.allclose(w.norm(dim=1), torch.full((8,), 2.0))
+        True
+    """
+    _check(w)
+    wide = w.to(compute_dtype(w.dtype))
+    shape = (-1,) + (1,) * (w.ndim - 1)
+    # The smallest positive number keeps a row of zeros at zero instead of 0/0.
+    square = wide.square().sum(tuple(range(1, w.ndim)), keepdim=True) + torch.finfo(wide.dtype).tiny
+    return (length.to(wide.dtype).reshape(shape) * wide * square.rsqrt()).to(w.dtype)
+
+
+def centered_weight_normalize(w: Tensor, length: Tensor) -> Tensor:
+    """g·(W − mean)/‖W − mean‖ (label `eq:cwn`), row by row; `length` holds g.
+
+    Example:
+        >>> w = centered_weight_normalize(torch.randn(8, 4), torch.ones(8))
+        >>> bool(w.sum(1).abs().max() < 1e-5)
+        True
+    """
+    centered = weight_standardize(w.to(compute_dtype(w.dtype)), scale=False)
+    return weight_normalize(centered, length).to(w.dtype)
+
+
+def _check(w: Tensor) -> None:
+    if not w.is_floating_point():
+        raise TypeError(f"weights must be floating point, got {w.dtype}")
+    if w.ndim < 2:
+        raise ValueError(f"weights must be O×I or O×I×kernel, got shape {tuple(w.shape)}")
+    check_fan_in(w[0].numel() if w.shape[0] else 2)
+
+
+def check_fan_in(fan_in: int) -> None:
+    """Refuse rows of one weight: centred they are constant zero, scaled they are constant up to sign."""
+    if fan_in < 2:
+        raise ValueError(
+            f"the fan-in per output channel must be at least 2, got {fan_in}: one weight has no direction, so its "
+            "standardized value cannot learn. Leave such a layer (depthwise 1×1) plain."
+        )
