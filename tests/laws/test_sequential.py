@@ -70,7 +70,7 @@ def test_fifty_batched_steps_equal_algorithm_1_run_on_each_micro_batch(micro_bat
                 (F.cross_entropy(outputs[-1], target, reduction="sum") / len(x)).backward()
             net.outputs = torch.cat(outputs).detach()
         assert_close_to_max(batched.outputs, loop.outputs, tol=1e-10)
-        gradients = [dict((n, p.grad) for n, p in net.named_parameters()) for net in (batched, loop)]
+        gradients = [{n: p.grad for n, p in net.named_parameters()} for net in (batched, loop)]
         assert_same_state(*gradients, tol=1e-10)
         for optimizer in optimizers:
             optimizer.step()
@@ -151,6 +151,8 @@ def test_an_attached_layer_uses_the_learning_rate_of_the_coming_step():
     layer(x)
     assert torch.equal(layer.running_mean, before)
     # load_state_dict replaces the groups; the layer must follow
-    optimizer.load_state_dict({**optimizer.state_dict(), "param_groups": [{**optimizer.state_dict()["param_groups"][0], "lr": 1.0}]})
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["lr"] = 1.0
+    optimizer.load_state_dict(saved)
     layer(x)
     assert torch.allclose(layer.running_mean, x.mean((0, 2, 3)), atol=1e-6)

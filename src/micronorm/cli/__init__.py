@@ -1,1 +1,37 @@
 """The `micronorm` command: parse, call, print."""
+
+from typing import Annotated
+
+import typer
+
+import micronorm
+from micronorm.cli.demo import demo
+
+app = typer.Typer(
+    name="micronorm",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # a fault of ours is reported with Python's own traceback, which can be pasted
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(demo)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"micronorm {micronorm.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Train vision networks one image at a time: Weight Standardization and Batch-Channel Normalization."""
+
+
+def main() -> None:
+    """Run the command line; the console script calls this."""
+    app()

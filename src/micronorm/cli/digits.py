@@ -16,8 +16,12 @@ import micronorm as mn
 from micronorm.data.digits import Digits, Labelled
 from micronorm.nn.spec import NormSpec, WeightSpec
 
+# One setting for every method. Momentum, decay, the cosine and the step's size were set beforehand. The learning rate (of
+# 0.02, 0.05, 0.1) and the epochs (of 6, 12) have the lowest mean validation error over the four methods and three seeds,
+# trained on 1,000 of the training images and validated on the other 297. The test images had no part in it.
+EPOCHS = 6
 SAMPLES_PER_STEP = 32
-LEARNING_RATE = 0.1
+LEARNING_RATE = 0.05
 MOMENTUM = 0.9
 WEIGHT_DECAY = 1e-4
 
@@ -127,10 +131,12 @@ class Outcome:
         return 100 * self.wrong / self.images
 
 
-def train(
-    method: Method, digits: Digits, *, epochs: int, seed: int, on_step: Callable[[], None] = lambda: None
-) -> Outcome:
-    """Train on the training images, then count the wrong among the test images, once."""
+def train(method: Method, digits: Digits, *, epochs: int, seed: int, on_step: Callable[[], None]) -> Outcome:
+    """Train on the training images, then count the wrong among the test images, once.
+
+    Each step takes its samples in one forward. By the law of these methods that is one image per micro-batch, with
+    gradients accumulated over the step: `cut_difference` shows it.
+    """
     network = build(method, seed=seed)
     optimizer = make_optimizer(network)
     indices = step_indices(len(digits.train.labels), epochs=epochs, seed=seed)
@@ -149,7 +155,10 @@ def train(
 
 
 def cut_difference(method: Method, train: Labelled, *, seed: int) -> float:
-    """How far the first step, taken image by image, ends from the same step taken whole."""
+    """How far the first step ends from itself when it is taken image by image instead of whole.
+
+    The largest |difference| over all parameters and running statistics, each relative to its tensor's maximum.
+    """
     chosen = step_indices(len(train.labels), epochs=1, seed=seed)[0]
     batch = Labelled(*(part[chosen] for part in train))
     whole = build(method, seed=seed)

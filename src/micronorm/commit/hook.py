@@ -24,9 +24,10 @@ _clamped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 def _install() -> None:
     """Register the hooks; compiled optimizer steps leave the graph for them instead of tracing them."""
-    untraced: Any = torch.compiler.disable
-    register_optimizer_step_pre_hook(untraced(_before_step))
-    register_optimizer_step_post_hook(untraced(_after_step))
+    # torch.compiler.disable would import the compiler (a second) for the first layer made; this waits for the first
+    # step, by which time the optimizer has imported it.
+    register_optimizer_step_pre_hook(torch._disable_dynamo(_before_step))
+    register_optimizer_step_post_hook(torch._disable_dynamo(_after_step))
 
 
 on_first_use.append(_install)

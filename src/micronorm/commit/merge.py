@@ -3,7 +3,8 @@
 Suffix _l: one number per layer. Unsuffixed vectors run over the channels of all layers of a bucket.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -130,14 +131,21 @@ def _names(windows: Sequence[Window]) -> str:
     return ", ".join(shown) + (f" and {len(windows) - 4} more" if len(windows) > 4 else "")
 
 
-def _all_reduce(flat: Tensor, group: Any, windows: Sequence[Window]) -> Tensor:
+@contextlib.contextmanager
+def _naming(windows: Sequence[Window]) -> Iterator[None]:
+    """Say which layers a collective was for when it fails, as it does at the timeout where a rank stays away."""
     try:
-        dist.all_reduce(flat, group=group)
+        yield
     except RuntimeError as error:
         raise RuntimeError(
             f"merging the statistics of {_names(windows)} across ranks failed: every rank of the group must step its "
             "optimizer as often as the others, also one that saw no samples (or pass mn.attach(process_group=...))"
         ) from error
+
+
+def _all_reduce(flat: Tensor, group: Any, windows: Sequence[Window]) -> Tensor:
+    with _naming(windows):
+        dist.all_reduce(flat, group=group)
     return flat
 
 
@@ -147,10 +155,8 @@ def _agree(windows: Sequence[Window], group: Any) -> None:
     if all((group, mine) in window.agreed for window in windows):
         return
     lists: list[Any] = [None] * dist.get_world_size(group)
-    try:
+    with _naming(windows):
         dist.all_gather_object(lists, mine, group=group)
-    except RuntimeError as error:
-        raise RuntimeError(f"comparing the layer lists of {_names(windows)} across ranks failed") from error
     if any(other != mine for other in lists):
         counts = ", ".join(f"rank {rank}: {len(other)} layers" for rank, other in enumerate(lists))
         raise RuntimeError(

@@ -29,7 +29,10 @@ _FEW_ELEMENTS = 4
 _REMEMBERED = 64
 
 on_first_use: list[Callable[[], None]] = []
-"""Called once, when the first layer gathers: `commit` puts the installation of its optimizer hook here."""
+"""Called once, when the first layer is made: `commit` puts the installation of its optimizer hooks here.
+
+Not at the first forward: a rank that sees no sample must commit with the others.
+"""
 
 
 class Rate(Protocol):
@@ -95,6 +98,8 @@ class Window:
         number = next(_numbers)
         self.ticket = torch.tensor([0, number], dtype=torch.int64, device="cpu")
         _live[number] = self
+        while on_first_use:
+            on_first_use.pop()()
 
     @property
     def split(self) -> Sums:
@@ -171,8 +176,6 @@ _live: weakref.WeakValueDictionary[int, Window] = weakref.WeakValueDictionary()
 
 def _open(ticket: Tensor, *, group_elements: int) -> Window | None:
     """The window a ticket stands for, or None if this forward must leave no trace."""
-    while on_first_use:
-        on_first_use.pop()()
     window = _live[int(ticket[1])]
     if group_elements < _FEW_ELEMENTS and not window.warned:
         window.warned = True
