@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+import torch._dynamo
 from hypothesis import register_random, settings
 
 # Small tensors gain nothing from threads, and `make test` runs one process per core already.
@@ -34,6 +35,13 @@ def seed() -> int:
     seed = 0
     torch.manual_seed(seed)
     return seed
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler(request: pytest.FixtureRequest) -> None:
+    """Forget compiled code before a test that compiles: torch counts recompilations across all tests of a process."""
+    if "compil" in request.node.name:
+        torch._dynamo.reset()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -155,3 +155,21 @@ def never_steps(rank: int, world: int) -> str:
         while not Path(os.environ["MICRONORM_TEST_FLAG"]).exists():
             time.sleep(0.05)
     return message
+
+
+def fsdp_step(rank: int, world: int, model: Any) -> dict[str, torch.Tensor]:
+    """One step of a network sharded by FSDP2, the samples shared out 7 + 17."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (world,))
+    for block in (model.block1, model.block2):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, labels = samples()
+    part = slice(0, 7) if rank == 0 else slice(7, SAMPLES)
+    (F.cross_entropy(model(x[part]), labels[part], reduction="sum") * world / SAMPLES).backward()
+    optimizer.step()
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=False))

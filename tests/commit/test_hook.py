@@ -1,0 +1,263 @@
+"""Who commits, by how much, and when a step that was skipped commits nothing."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import micronorm as mn
+from tests.tolerances import assert_close_to_max
+
+
+def layer(**options):
+    return mn.nn.BatchChannelNorm(4, 2, **options).double()
+
+
+def data(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*(shape or (3, 4, 2, 2)), generator=generator, dtype=torch.float64) * 2 + 1
+
+
+def expected_estimates(parts, rate, mean=None, var=None):
+    """The commit, from its definition: all elements of all parts, around the old mean."""
+    mean = torch.zeros(4, dtype=torch.float64) if mean is None else mean
+    var = torch.ones(4, dtype=torch.float64) if var is None else var
+    flat = torch.cat([p.movedim(1, 0).flatten(1) for p in parts], dim=1)
+    distance = flat - mean[:, None]
+    return mean + rate * distance.mean(1), var + rate * (distance.square().mean(1) - var)
+
+
+def assert_estimates(norm, parts, rate):
+    mean, var = expected_estimates(parts, rate)
+    assert_close_to_max(norm.running_mean, mean, tol=1e-14)
+    assert_close_to_max(norm.running_var, var, tol=1e-14)
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=5),
+    rate=st.floats(0, 1),
+)
+@settings(max_examples=40)
+def test_a_commit_moves_by_every_element_of_the_window_equally(sizes, rate):
+    norm = layer(rate=rate)
+    norm._window.warned = True
+    parts = [data(n, 4, h, w, seed=i) for i, (n, h, w) in enumerate(sizes)]
+    optimizer = torch.optim.SGD(norm.parameters(), lr=0.1)
+    for part in parts:
+        norm(part)
+    optimizer.step()
+    if sum(p.shape[0] for p in parts):
+        assert_estimates(norm, parts, rate)
+    else:
+        assert torch.equal(norm.running_mean, torch.zeros(4, dtype=torch.float64))
+    before = norm.running_mean.clone()
+    optimizer.step()  # the window is empty now
+    assert torch.equal(norm.running_mean, before)
+
+
+def test_the_rate_is_the_learning_rate_of_the_weights_group_as_used_by_the_step():
+    norm, other = layer(), layer()
+    optimizer = torch.optim.SGD(
+        [{"params": [norm.weight], "lr": 0.25}, {"params": other.parameters(), "lr": 0.5}], lr=0.9
+    )
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.1)
+    x = data()
+    norm(x)
+    other(x)
+    optimizer.step()
+    scheduler.step()  # moves the rates after the commit has read them
+    assert_estimates(norm, [x], 0.25)
+    assert_estimates(other, [x], 0.5)
+
+
+def test_a_learning_rate_above_one_is_clamped_with_one_warning_and_zero_is_legal():
+    norm = layer()
+    x = data()
+    optimizer = torch.optim.SGD(norm.parameters(), lr=3.0)
+    norm(x)
+    with pytest.warns(UserWarning, match=r"3\.0 is above 1"):
+        optimizer.step()
+    assert_estimates(norm, [x], 1.0)
+    norm(x)
+    optimizer.step()  # a second warning would be an error
+    still = layer()
+    optimizer = torch.optim.SGD(still.parameters(), lr=0.0)
+    still(x)
+    optimizer.step()
+    assert torch.equal(still.running_mean, torch.zeros(4, dtype=torch.float64))
+
+
+def test_a_learning_rate_may_be_a_tensor():
+    norm = layer()
+    x = data()
+    optimizer = torch.optim.AdamW(norm.parameters(), lr=torch.tensor(0.125), foreach=False)
+    norm(x).sum().backward()
+    optimizer.step()
+    assert_estimates(norm, [x], 0.125)
+
+
+def test_a_frozen_layer_gathers_nothing_and_keeps_its_estimates():
+    for statistics in ("step", "sequential"):
+        frozen, live = layer(rate=0.5, statistics=statistics), layer(rate=0.5)
+        frozen.weight.requires_grad_(False)
+        optimizer = torch.optim.SGD([*frozen.parameters(), *live.parameters()], lr=0.1)
+        x = data()
+        frozen(x)
+        live(x)
+        optimizer.step()
+        assert torch.equal(frozen.running_mean, torch.zeros(4, dtype=torch.float64))
+        assert frozen._window.forwards == 0
+        assert_estimates(live, [x], 0.5)
+
+
+def test_each_of_several_optimizers_commits_the_layers_it_holds():
+    first, second = layer(), layer()
+    optimizers = [torch.optim.SGD(first.parameters(), lr=0.5), torch.optim.SGD(second.parameters(), lr=0.25)]
+    x = data()
+    first(x)
+    second(x)
+    optimizers[0].step()
+    assert_estimates(first, [x], 0.5)
+    assert torch.equal(second.running_mean, torch.zeros(4, dtype=torch.float64))
+    second(x)
+    optimizers[1].step()
+    assert_estimates(second, [x, x], 0.25)
+
+
+def test_a_copy_commits_for_itself_and_never_for_the_original():
+    norm = layer(rate=0.5)
+    x = data()
+    norm(x)
+    twin = copy.deepcopy(norm)
+    assert twin._window.forwards == 0
+    assert not twin._window.sums.any()
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    twin(x + 5)
+    optimizer.step()
+    assert_estimates(twin, [x + 5], 0.5)
+    assert torch.equal(norm.running_mean, torch.zeros(4, dtype=torch.float64))
+    assert norm._window.forwards == 1
+
+
+def test_a_layer_that_is_gone_leaves_nothing_behind():
+    norm, kept = layer(rate=0.5), layer(rate=0.5)
+    optimizer = torch.optim.SGD([*norm.parameters(), *kept.parameters()], lr=0.1)
+    norm(data())
+    kept(data())
+    del norm
+    gc.collect()
+    optimizer.step()
+    assert_estimates(kept, [data()], 0.5)
+
+
+def test_a_layer_used_twice_gathers_both_uses():
+    norm = layer(rate=0.5)
+    optimizer = torch.optim.SGD(norm.parameters(), lr=0.0)
+    x = data()
+    y = norm(x)
+    norm(y.detach())
+    optimizer.step()
+    assert_estimates(norm, [x, y.detach()], 0.5)
+
+
+# --- GradScaler ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["ordinary", "fused"])
+def test_a_skipped_step_commits_nothing_and_its_window_joins_the_next(fused):
+    norm = mn.nn.BatchChannelNorm(4, 2, rate=0.5)
+    optimizer = torch.optim.SGD(norm.parameters(), lr=0.1, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    parts = [data(seed=k).float() for k in range(3)]
+    for k, part in enumerate(parts):
+        optimizer.zero_grad()
+        scaler.scale(norm(part).sum() * (torch.inf if k == 1 else 1.0)).backward()
+        before = norm.running_mean.clone()
+        scaler.step(optimizer)
+        scaler.update()
+        if k == 1:
+            assert torch.equal(norm.running_mean, before)
+    # step 0 by its own samples, step 2 by those of the skipped step and its own
+    mean, var = expected_estimates([parts[0].double()], 0.5)
+    mean, var = expected_estimates([p.double() for p in parts[1:]], 0.5, mean, var)
+    assert_close_to_max(norm.running_mean, mean, tol=1e-6)
+    assert_close_to_max(norm.running_var, var, tol=1e-6)
+
+
+# --- what is not finite ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan, 1e30])
+def test_a_forward_that_is_not_finite_is_left_out_and_counted(bad):
+    norm = mn.nn.BatchChannelNorm(4, 2, rate=0.5)
+    handle = mn.attach(norm)
+    optimizer = torch.optim.SGD(norm.parameters(), lr=0.1)
+    good, spoiled = data().float(), data(seed=1).float()
+    spoiled[0] *= bad
+    norm(good)
+    norm(spoiled)
+    optimizer.step()
+    mean, var = expected_estimates([good.double()], 0.5)
+    assert_close_to_max(norm.running_mean, mean, tol=1e-6)
+    assert_close_to_max(norm.running_var, var, tol=1e-6)
+    with pytest.warns(RuntimeWarning, match="BatchChannelNorm: 1 forwards and 0 windows"):
+        row = handle.report()[0]
+    assert (row.lost_forwards, row.lost_windows) == (1, 0)
+    handle.report()  # said once
+    norm.state_dict()
+
+
+def test_a_window_whose_estimates_would_overflow_is_dropped_whole_and_counted():
+    norm = mn.nn.BatchChannelNorm(4, 2, rate=1.0)
+    optimizer = torch.optim.SGD(norm.parameters(), lr=0.1)
+    x = torch.randn(3, 4, 2, 2)
+    x[:, 1] = 3e19  # finite in the window's float64, 9e38 in a float32 variance
+    norm(x)
+    optimizer.step()
+    assert torch.equal(norm.running_mean, torch.zeros(4))
+    assert torch.equal(norm.running_var, torch.ones(4))
+    with pytest.warns(RuntimeWarning, match="0 forwards and 1 windows"):
+        norm.state_dict()
+    norm(torch.ones(1, 4, 2, 2))  # the next window is a new one
+    optimizer.step()
+    assert torch.equal(norm.running_mean, torch.ones(4))
+
+
+# --- the guard -------------------------------------------------------------------------------------------------------
+
+
+def test_a_loop_that_updates_parameters_by_hand_meets_the_guard():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), mn.nn.BatchChannelNorm(4, 2))
+    mn.attach(model, max_forwards=3)
+    x = torch.randn(2, 3, 4, 4)
+    for _ in range(3):
+        model(x).sum().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+    with pytest.raises(RuntimeError, match=r"1 has gathered 3 training forwards.*mn\.attach.*max_forwards"):
+        model(x)
+
+
+def test_the_guard_stands_at_1024_forwards():
+    norm = mn.nn.BatchChannelNorm(2, 1)
+    x = torch.randn(1, 2, 2, 2)
+    for _ in range(1024):
+        norm(x)
+    with pytest.raises(RuntimeError, match="1024"):
+        norm(x)
+    norm.eval()(x)
+
+
+def test_a_commit_resets_the_guard():
+    norm = mn.nn.BatchChannelNorm(2, 1)
+    mn.attach(norm, max_forwards=2)
+    optimizer = torch.optim.SGD(norm.parameters(), lr=0.1)
+    for _ in range(6):
+        norm(torch.randn(1, 2, 2, 2))
+        optimizer.step()
+    assert norm._window.forwards == 0
