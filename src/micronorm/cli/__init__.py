@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 import micronorm
-from micronorm.cli.demo import demo
+from micronorm.cli import demo
 
 app = typer.Typer(
     name="micronorm",
@@ -14,7 +14,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # a fault of ours is reported with Python's own traceback, which can be pasted
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(demo)
+app.command()(demo.demo)
 
 
 def _print_version(wanted: bool) -> None:

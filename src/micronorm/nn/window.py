@@ -18,7 +18,7 @@ from torch import Tensor
 
 from micronorm.nn.recompute import inside_backward
 from micronorm.ops.bcn import Sums, batch_statistics, move_by_batch, scan, window_sums
-from micronorm.ops.moments import Moments, wide_dtype
+from micronorm.ops.moments import Moments, bounded, wide_dtype
 
 MAX_FORWARDS = 1024
 BATCH_MOMENTUM = 0.1  # nn.BatchNorm2d's, for "batch" layers whose rate is not a number
@@ -231,7 +231,7 @@ def sequential_estimates(
     ticket: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """The estimates each sample of a "sequential" forward is normalized with; moves the running ones."""
-    data = Moments(mean, var)
+    data = bounded(Moments(mean, var), running_var.dtype)
     window = _open(ticket, group_elements=group_elements)
     if window is None:
         source = _live[int(ticket[1])]
@@ -266,7 +266,7 @@ def track_batch(
     if window is None:
         return
     momentum = window.rate if isinstance(window.rate, float) else BATCH_MOMENTUM
-    batch = Moments(*(s.squeeze(0) for s in batch_statistics(Moments(mean, var))))
+    batch = Moments(*(s.squeeze(0) for s in batch_statistics(bounded(Moments(mean, var), running_var.dtype))))
     total = elements * mean.shape[0]
     moved = move_by_batch(Moments(running_mean, running_var), batch, elements=total, momentum=momentum)
     _store(moved, running_mean, running_var, lost)

@@ -56,6 +56,11 @@ def moments(x: Tensor) -> Moments:
     return Moments(center_nc.to(wide) + residue_nc, var_nc.clamp(min=0))
 
 
+def bounded(data: Moments, dtype: torch.dtype) -> Moments:
+    """The same with variances that overflowed `dtype` at its largest number: 1/sqrt(inf)·inf would be NaN."""
+    return Moments(data.mean, data.var.clamp(max=torch.finfo(compute_dtype(dtype)).max))
+
+
 def pool(parts: Moments, *, dim: int) -> Moments:
     """Moments of the union of equally large parts lying along `dim`.
 

@@ -92,8 +92,8 @@ def weight_normalize(w: Tensor, length: Tensor) -> Tensor:
     _check(w)
     wide = w.to(compute_dtype(w.dtype))
     shape = (-1,) + (1,) * (w.ndim - 1)
-    # The smallest positive number keeps a row of zeros at zero instead of 0/0.
-    square = wide.square().sum(tuple(range(1, w.ndim)), keepdim=True) + torch.finfo(wide.dtype).tiny
+    # Clamped, a row of zeros stays at zero instead of 0/0, and so does its gradient's term through the norm.
+    square = wide.square().sum(tuple(range(1, w.ndim)), keepdim=True).clamp(min=torch.finfo(wide.dtype).tiny)
     return (length.to(wide.dtype).reshape(shape) * wide * square.rsqrt()).to(w.dtype)
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from micronorm.ops.moments import Moments, as_ncs, compute_dtype, moments, over_space, pool
+from micronorm.ops.moments import Moments, as_ncs, bounded, compute_dtype, moments, over_space, pool
 
 
 class _Affine(NamedTuple):
@@ -172,7 +172,7 @@ class _OnePass(torch.autograd.Function):
         data, estimates = Moments(mean_nc, var_nc), Moments(stat_mean, stat_var)
         if torch.is_grad_enabled():
             # create_graph: the N×C numbers must depend on x for the second backward to be right.
-            data = moments(x)
+            data = bounded(moments(x), x.dtype)
             if ctx.from_batch:
                 estimates = batch_statistics(data)
         affine = _widen(weight, bias, group_weight, group_bias, blend, dtype=mean_nc.dtype)
@@ -197,7 +197,8 @@ class _OnePass(torch.autograd.Function):
             from_batch=ctx.from_batch,
         )
         shift_nc = grad.shift_nc - grad.curve_nc * residue_nc
-        dx = (g * _spread(grad.slope_nc, t)).add_(t * _spread(grad.curve_nc, t)).add_(_spread(shift_nc, t))
+        # t first: dx takes the memory format of x, whatever that of g
+        dx = (t * _spread(grad.curve_nc, t)).add_(_spread(shift_nc, t)).add_(g * _spread(grad.slope_nc, t))
         return (
             dx.to(x.dtype),
             grad.weight.to(weight.dtype),
@@ -265,8 +266,7 @@ def batch_channel_norm(
         True
     """
     with torch.no_grad():
-        if data is None:
-            data = moments(x)
+        data = bounded(moments(x) if data is None else data, x.dtype)
         wide = data.mean.dtype
         if estimates is None:
             statistics = batch_statistics(data)
