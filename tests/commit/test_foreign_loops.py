@@ -3,6 +3,7 @@
 import copy
 import logging
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -89,17 +90,23 @@ def test_an_optimizer_that_steps_another_commits_once():
             super().__init__(parameters, {"lr": 0.1})
             self.param_groups = base.param_groups
 
-        def step(self, closure=None):
+        def step(self, closure: Any = None) -> Any:
             assert closure is not None
-            closure()
+            loss = closure()
             self.base.step()
-            return None
+            return loss
 
     norm = mn.nn.BatchChannelNorm(4, 2).double()
     norm.warm(4)
     optimizer = SAM(norm.parameters(), sgd(norm.parameters()))
     x = torch.randn(2, 4, 3, 3, dtype=torch.float64) + 2
-    optimizer.step(lambda: norm(x).sum().backward())
+
+    def closure():
+        loss = norm(x).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
     assert torch.allclose(norm.running_mean, 0.1 * x.mean((0, 2, 3)))
     assert norm.blend == 0.25
 

@@ -90,11 +90,12 @@ def _weight_cases() -> list[Case]:
         if issubclass(spec, NormSpec):
             continue
         for options in VARIANTS.get(name, [{}]):
+            made: Any = spec(**options)
             for kind, plain in KINDS.items():
                 dims = int(kind[-2]) if kind != "Linear" else 1
                 label = f"{name}{kind}" + "".join(f" {k}={v}" for k, v in options.items())
                 shape = (3, 4) if kind == "Linear" else SHAPES[dims]
-                cases.append(Case(label, lambda plain=plain, s=spec(**options): s(plain()), shape))  # type: ignore[arg-type]
+                cases.append(Case(label, lambda plain=plain, made=made: made(plain()), shape))
     return cases
 
 

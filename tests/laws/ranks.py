@@ -157,7 +157,7 @@ def never_steps(rank: int, world: int) -> str:
     return message
 
 
-def fsdp_step(rank: int, world: int, model: Any) -> dict[str, torch.Tensor]:
+def fsdp_step(rank: int, world: int, model: Any) -> dict[str, Any]:
     """One step of a network sharded by FSDP2, the samples shared out 7 + 17."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
     from torch.distributed.device_mesh import init_device_mesh

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from micronorm.nn.inputs import check_eps
+from micronorm.nn.inputs import check_eps, check_input
 from micronorm.nn.spec import GroupedSpec, NormSpec
 
 
@@ -68,6 +68,7 @@ class InstanceNorm(nn.GroupNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize each channel of each sample."""
+        check_input(input, self.num_channels, "InstanceNorm")
         # not F.group_norm: it refuses one value per group, for which torch.group_norm is defined
         return torch.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
 
