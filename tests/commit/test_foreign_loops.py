@@ -126,10 +126,9 @@ def test_a_compiled_optimizer_step_commits(model):
 
 
 def test_accelerate_commits_once_per_accumulated_step(model):
-    from accelerate import Accelerator
-
+    accelerate = pytest.importorskip("accelerate")
     expected = plain(model, sgd)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=3)
     net, optimizer = accelerator.prepare(model, sgd(model.parameters()))
     for k in range(2):
         x, labels = samples(torch.float32, seed=k)
@@ -144,8 +143,7 @@ def test_accelerate_commits_once_per_accumulated_step(model):
 def test_lightning_commits_once_per_accumulated_step(model, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning's own, about its loaders and its dependencies
-        import lightning
-
+        lightning: Any = pytest.importorskip("lightning")
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
         class Task(lightning.LightningModule):

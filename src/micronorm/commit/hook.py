@@ -88,11 +88,11 @@ def clamp_rate(rate: float | Tensor, optimizer: Optimizer) -> float | Tensor:
 
 def refresh_rate(window: Window, rate: float | Tensor) -> None:
     """Write the rate of the next commit to the device, where it changed."""
-    if window.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return  # a captured commit reads what `Handle.refresh` wrote before the replay
+    capturing = window.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if isinstance(rate, Tensor):
-        window.device_rate.copy_(rate)
-        window.host_rate = None
-    elif rate != window.host_rate:
+        if not capturing or rate.device == window.device:
+            window.device_rate.copy_(rate)
+            window.host_rate = None
+    elif not capturing and rate != window.host_rate:  # a captured commit reads what `Handle.refresh` writes
         window.device_rate.fill_(rate)
         window.host_rate = rate
