@@ -83,7 +83,7 @@ def _train_all(console: Console, digits: Digits, outcomes: list[Outcome], *, epo
         for seed in seeds:  # the outer loop, so that an interrupted demo leaves seeds complete
             for method in METHODS:
                 run = f"seed {seed}, {method.name}"
-                progress.update(bar, description=run)
+                progress.update(bar, description=run, refresh=True)  # at once: a fast run ends before the next tick
                 outcome = train(method, digits, epochs=epochs, seed=seed, on_step=partial(progress.advance, bar))
                 outcomes.append(outcome)
                 console.print(f"{run}: {outcome.error:.2f} % test error, {outcome.seconds:.1f} s")

@@ -176,6 +176,7 @@ def attach(
         max_forwards: how many forwards a layer may gather without a commit before it raises.
 
     Example:
+        >>> import torch
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), BatchChannelNorm(8))
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> handle = attach(model, optimizer)

@@ -83,10 +83,10 @@ def _recur(start_c: Tensor, inputs_tc: Tensor, rate: Tensor | float) -> Tensor:
 
     Powers of a number in [0, 1] and a sum of non-negative weights: nothing here amplifies rounding.
     """
-    steps = torch.arange(inputs_tc.shape[0], device=inputs_tc.device)
+    steps = torch.arange(inputs_tc.shape[0], dtype=inputs_tc.dtype, device=inputs_tc.device)
     age_tt = steps.unsqueeze(1) - steps.unsqueeze(0)
-    keep = torch.as_tensor(1 - rate, dtype=inputs_tc.dtype, device=inputs_tc.device)
-    weights_tt = torch.where(age_tt >= 0, rate * keep ** age_tt.clamp(min=0), 0.0).to(inputs_tc.dtype)
+    keep = 1 - rate
+    weights_tt = torch.where(age_tt >= 0, rate * keep ** age_tt.clamp(min=0), 0.0)
     # A zero weight times inf is NaN: what is not finite must not reach back to the micro-batches before it.
     finite_tc = inputs_tc.isfinite()
     terms_tc = keep ** (steps + 1).unsqueeze(1) * start_c + weights_tt @ torch.where(finite_tc, inputs_tc, 0.0)
