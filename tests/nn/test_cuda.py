@@ -136,6 +136,7 @@ def test_autocast_and_channels_last_train_on_cuda():
     assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 def test_compiled_training_by_inductor_on_cuda_gives_the_same():
     net = SmallResNet(weight=mn.WS()).double().cuda()
     twin = copy.deepcopy(net)
