@@ -111,6 +111,17 @@ def test_a_sequential_pass_that_cannot_be_told_apart_raises():
         y.sum().backward()
 
 
+def test_a_sequential_pass_is_not_mistaken_for_another_of_its_shape():
+    norm = mn.nn.BatchChannelNorm(4, 2, statistics="sequential", rate=0.5).double()
+    optimizer = torch.optim.SGD(norm.parameters(), lr=0.0)
+    first, second = (torch.randn(2, 4, 3, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    y = checkpoint(norm, first, use_reentrant=False)
+    optimizer.step()  # forgets the first pass
+    checkpoint(norm, second, use_reentrant=False)
+    with pytest.raises(RuntimeError, match="none of the passes"):
+        y.sum().backward()
+
+
 def test_a_sequential_pass_repeated_after_the_step_raises():
     norm = mn.nn.BatchChannelNorm(4, 2, statistics="sequential", rate=0.5).double()
     optimizer = torch.optim.SGD(norm.parameters(), lr=0.0)

@@ -1,5 +1,7 @@
 """`attach` and its handle."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -102,12 +104,40 @@ def test_detach_restores_what_was_before(model):
     first = mn.attach(model, rate=0.5, max_forwards=7)
     second = mn.attach(model, rate=0.25)
     assert norm._window.rate == 0.25
-    first.detach()  # no longer in force: nothing to give back
-    assert norm._window.rate == 0.25
     second.detach()
     assert (norm._window.rate, norm._window.control.max_forwards) == (0.5, 7)
     first.detach()
     assert norm._window.rate == "lr"
+
+
+def test_detaching_out_of_order_leaves_nothing_in_force(model):
+    first, second = mn.attach(model, rate=0.5), mn.attach(model, rate=0.25)
+    first.detach()
+    second.detach()
+    assert model[1]._window.rate == "lr"
+    second.detach()  # again: nothing
+
+
+def test_layers_that_need_no_rate_need_no_optimizer_to_commit():
+    model = nn.Sequential(layer(statistics="batch"), layer())
+    model[1].weight.requires_grad_(False)
+    handle = mn.attach(model)
+    model(data())
+    handle.commit()
+    assert handle.report()[0].rate == 0.1  # BatchNorm's momentum
+
+
+def test_the_learning_rate_is_found_again_when_groups_are_rearranged():
+    norm, other = layer(statistics="sequential"), nn.Linear(2, 2)
+    groups = [{"params": other.parameters(), "lr": 0.9}, {"params": norm.parameters(), "lr": 0.25}]
+    optimizer = torch.optim.SGD(groups)
+    mn.attach(norm, optimizer)
+    current: Any = norm._window.control.learning_rate
+    assert current() == 0.25
+    optimizer.param_groups.reverse()
+    assert current() == 0.25
+    optimizer.param_groups.pop()
+    assert current() == 0.25
 
 
 def test_only_the_attached_optimizer_commits(model):
@@ -141,7 +171,9 @@ def test_an_optimizer_that_dropped_the_weight_is_reported():
     optimizer = torch.optim.SGD(norm.parameters(), lr=0.5)
     mn.attach(norm, optimizer)
     norm.weight = nn.Parameter(norm.weight.detach().clone())
-    with pytest.raises(RuntimeError, match=r"holds the weight of BatchChannelNorm any more.*attach again"):
+    with pytest.raises(
+        RuntimeError, match=r"no attached optimizer holds the weight of BatchChannelNorm any more.*attach again"
+    ):
         norm(data())
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -98,6 +99,11 @@ def test_a_learning_rate_may_be_a_tensor():
     norm(x).sum().backward()
     optimizer.step()
     assert_estimates(norm, [x], 0.125)
+    optimizer.param_groups[0]["lr"] = torch.tensor([0.0], requires_grad=True)
+    norm(x)
+    optimizer.step()
+    assert_estimates(norm, [x], 0.125)
+    assert not norm._window.device_rate.requires_grad
 
 
 def test_a_frozen_layer_gathers_nothing_and_keeps_its_estimates():
@@ -112,6 +118,46 @@ def test_a_frozen_layer_gathers_nothing_and_keeps_its_estimates():
         assert torch.equal(frozen.running_mean, torch.zeros(4, dtype=torch.float64))
         assert frozen._window.forwards == 0
         assert_estimates(live, [x], 0.5)
+
+
+def test_a_layer_frozen_in_mid_window_keeps_its_estimates_and_goes_on_when_thawed():
+    norm = layer(rate=0.5)
+    optimizer = torch.optim.SGD(norm.parameters(), lr=0.0)
+    norm(data(seed=1))
+    norm.weight.requires_grad_(False)
+    norm(data(seed=2))
+    optimizer.step()
+    assert not norm.running_mean.any()
+    norm.weight.requires_grad_(True)
+    norm(data(seed=3))
+    optimizer.step()
+    assert_estimates(norm, [data(seed=1), data(seed=3)], 0.5)
+
+
+def test_a_shallow_copy_does_not_stand_in_the_way_of_the_original():
+    norm = layer(rate=0.5)
+    twin = copy.copy(norm)
+    optimizer = torch.optim.SGD(norm.parameters(), lr=0.0)
+    norm(data())
+    optimizer.step()
+    assert_estimates(norm, [data()], 0.5)
+    assert twin.running_mean is norm.running_mean
+
+
+@pytest.mark.parametrize("group", [{"lr": None}, {}], ids=["lr is None", "no lr"])
+def test_an_optimizer_without_a_learning_rate_is_named(group):
+    class Relative(torch.optim.Optimizer):
+        def step(self, closure: Any = None) -> Any:
+            return None
+
+    norm = layer()
+    optimizer = Relative(norm.parameters(), group)
+    norm(data())
+    with pytest.raises(RuntimeError, match=r"Relative.*no learning rate.*mn\.attach\(model, rate=\.\.\.\)"):
+        optimizer.step()
+    mn.attach(norm, rate=0.5)
+    optimizer.step()
+    assert_estimates(norm, [data()], 0.5)
 
 
 def test_each_of_several_optimizers_commits_the_layers_it_holds():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import micronorm as mn
-from micronorm.functional import Moments, algorithm1
+from micronorm.functional import Moments, algorithm1, scan
 from tests.networks import SmallResNet, assert_same_state, samples
 from tests.tolerances import assert_close_to_max, tolerance
 
@@ -117,6 +117,16 @@ def test_the_scan_goes_block_by_block_beyond_256_micro_batches():
     )
     assert_close_to_max(layer(x), expected, tol=1e-12)
     assert_close_to_max(layer.running_var, moved.var, tol=1e-12)
+
+
+@pytest.mark.parametrize("rate", [1e-5, 2e-8])
+def test_a_small_learning_rate_in_a_float32_tensor_counts_in_full(rate):
+    data = Moments(torch.full((300, 1), 2.0, dtype=torch.float64), torch.zeros(300, 1, dtype=torch.float64))
+    start = Moments(torch.zeros(1), torch.ones(1))
+    tensor = torch.tensor(rate)
+    _, last = scan(start, data, rate=tensor, micro_batch=1)
+    _, expected = scan(start, data, rate=tensor.double().item(), micro_batch=1)
+    assert_close_to_max(last.mean, expected.mean, tol=1e-13)
 
 
 def test_what_is_not_finite_reaches_no_earlier_micro_batch():

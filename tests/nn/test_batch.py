@@ -102,7 +102,7 @@ def test_with_micro_batch_the_spec_builds_a_ghost_layer_for_any_rank(dims):
     "arguments, message",
     [
         ({"micro_batch": 0}, "micro_batch .* must be at least 1, got 0"),
-        ({"eps": -1.0}, r"eps must be at least 0, got -1\.0"),
+        ({"eps": -1.0}, r"eps must be finite and at least 0, got -1\.0"),
         ({"momentum": 1.5}, r"between 0 and 1, got 1\.5; try 0\.1"),
     ],
 )

@@ -147,19 +147,25 @@ def test_the_blend_advances_with_commits_that_saw_samples_in_every_mode(statisti
     assert layer.blend == 0.25
 
 
-def test_the_blend_travels_in_the_state_dict_while_it_is_below_one():
+def test_the_blend_and_its_steps_travel_in_the_state_dict_of_a_warmed_layer():
     layer = BatchChannelNorm(4, 2)
     assert set(layer.state_dict()) == {"weight", "bias", "group_weight", "group_bias", "running_mean", "running_var"}
     layer.warm(4)
     layer.blend.fill_(0.5)
-    saved = layer.state_dict()
+    saved = copy.deepcopy(layer.state_dict())
     assert saved["blend"] == 0.5
     assert layer.state_dict(keep_vars=True)["blend"] is layer.blend
+    layer.blend.fill_(1)
+    assert "blend" in layer.state_dict()  # keys that come and go would trouble those who zip state dicts
     fresh = BatchChannelNorm(4, 2)
     fresh.load_state_dict(saved)
-    assert fresh.blend == 0.5
+    assert (fresh.blend, fresh.warm_steps) == (0.5, 4)
+    optimizer = torch.optim.SGD(fresh.parameters(), lr=0.0)
+    fresh(torch.randn(2, 4, 3, 3))
+    optimizer.step()
+    assert fresh.blend == 0.75
     fresh.load_state_dict(BatchChannelNorm(4, 2).state_dict())
-    assert fresh.blend == 1
+    assert (fresh.blend, fresh.warm_steps) == (1, 0)
     fresh.warm(4)
     fresh.load_state_dict(nn.BatchNorm2d(4).state_dict())  # a pretrained network: the warming goes on
     assert fresh.blend == 0
@@ -198,6 +204,24 @@ def test_the_window_follows_the_layer_to_another_device():
     assert torch.equal(layer._window.sums, sums)
     assert layer._window.forwards == 1
     assert layer.to("meta")._window.sums.is_meta
+
+
+def test_uninitialized_and_meta_layers_are_whole_after_a_load():
+    """Either state dict must set everything the layer computes with, also what it does not name."""
+    x = torch.randn(2, 8, 4, 4)
+    for saved in (nn.BatchNorm2d(8).state_dict(), BatchChannelNorm(8).state_dict()):
+        expected = BatchChannelNorm(8)
+        expected.load_state_dict(saved)
+        bare = torch.nn.utils.skip_init(BatchChannelNorm, 8)
+        bare.blend.fill_(torch.nan)
+        bare.load_state_dict(saved)
+        with torch.device("meta"):
+            assigned, emptied = BatchChannelNorm(8), BatchChannelNorm(8)
+        assigned.load_state_dict(saved, assign=True)
+        emptied.to_empty(device="cpu").blend.fill_(torch.nan)
+        emptied.load_state_dict(saved)
+        for layer in (bare, assigned, emptied):
+            assert torch.equal(layer(x), expected(x))
 
 
 def test_assigned_half_estimates_are_widened():
@@ -271,13 +295,52 @@ def test_a_float_rate_outside_0_1_is_refused(rate):
         ({"backend": "cuda"}, "backend must be one of .*'cuda'"),
         ({"activation": "gelu"}, "activation must be .*'gelu'"),
         ({"micro_batch": 0}, "micro_batch.*0"),
+        ({"micro_batch": 2}, r"micro_batch=2 is for statistics=\"sequential\""),
         ({"eps": -1e-5}, "eps"),
+        ({"eps": float("inf")}, "eps"),
         ({"num_groups": 0}, "num_groups"),
     ],
 )
 def test_other_bad_arguments_are_refused_with_their_value(options, message):
     with pytest.raises(ValueError, match=message):
         BatchChannelNorm(4, **options)
+
+
+def test_a_rate_set_later_is_checked_too():
+    layer = BatchChannelNorm(4)
+    layer.rate = 1
+    assert layer.rate == 1.0
+    assert isinstance(layer.rate, float)
+    with pytest.raises(ValueError, match="'fast'"):
+        layer.rate = "fast"
+
+
+def test_a_gradient_behind_a_closed_gate_is_none_even_if_infinite():
+    layer = BatchChannelNorm(4, 2, activation="relu")
+    x = torch.randn(1, 4, 4, 4, requires_grad=True)
+    y = layer(x)
+    y.backward(torch.where(y == 0, torch.inf, 1.0))
+    assert torch.isfinite(x.grad).all()
+
+
+@pytest.mark.skipif(
+    torch.__version__ < "2.7", reason="torch 2.6 exports no gradient across a change of grad mode, and says so"
+)
+@pytest.mark.parametrize("statistics", ["step", "sequential", "batch"])
+@pytest.mark.parametrize("training", [True, False])
+def test_an_exported_graph_has_the_layers_gradients(statistics, training):
+    """torch.export takes the function apart and differentiates its forward."""
+    norm = BatchChannelNorm(8, 4, statistics=statistics, rate=0.1, activation="relu")
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), norm).double().train(training)
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    exported = torch.export.export(copy.deepcopy(model), (x,)).module()
+    g = torch.randn(2, 8, 6, 6, dtype=torch.float64)
+    model(x).backward(g)
+    exported(x).backward(g)
+    gradients = {name: p.grad for name, p in exported.named_parameters()}
+    for name, p in model.named_parameters():
+        # "batch" cancels the convolution's bias: its gradient is what rounding leaves of terms of the size of g
+        assert_close_to_max(gradients[name], p.grad, tol=TOL, scale=max(1.0, p.grad.abs().max().item()))
 
 
 def test_wrong_types_are_type_errors():

@@ -32,7 +32,7 @@ def test_the_spec_hands_its_arguments_on():
     assert repr(EvoNormS0(groups=4, eps=1e-3)(8)) == "EvoNorm(8, num_groups=4, eps=0.001)"
     with pytest.raises(ValueError, match="groups must be at least 1, got 0"):
         EvoNormS0(groups=0)
-    with pytest.raises(ValueError, match="eps must be at least 0"):
+    with pytest.raises(ValueError, match="eps must be finite and at least 0"):
         EvoNormS0(eps=-1.0)
 
 

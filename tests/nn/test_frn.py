@@ -45,5 +45,5 @@ def test_the_spec_hands_its_arguments_on():
     assert repr(FRN(eps=1e-3, tlu=False, learnable_eps=True)(8)) == (
         "FilterResponseNorm(8, eps=0.001, tlu=False, learnable_eps=True)"
     )
-    with pytest.raises(ValueError, match="eps must be at least 0, got nan"):
+    with pytest.raises(ValueError, match="eps must be finite and at least 0, got nan"):
         FRN(eps=float("nan"))

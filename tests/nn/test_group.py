@@ -48,5 +48,5 @@ def test_instance_norm_of_one_position_is_the_bias(shape):
 
 @pytest.mark.parametrize("spec", [GN, LN, IN])
 def test_a_negative_eps_is_refused_where_it_is_written(spec):
-    with pytest.raises(ValueError, match=r"eps must be at least 0, got -1\.0; try 1e-5"):
+    with pytest.raises(ValueError, match=r"eps must be finite and at least 0, got -1\.0; try 1e-5"):
         spec(eps=-1.0)

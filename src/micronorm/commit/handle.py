@@ -3,17 +3,17 @@
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from micronorm.commit.hook import clamp_rate, refresh_rate
+from micronorm.commit.hook import group_rate, refresh_rate
 from micronorm.commit.merge import commit
 from micronorm.nn.bcn import BatchChannelNorm, check_rate
 from micronorm.nn.inputs import check_count
-from micronorm.nn.window import MAX_FORWARDS, Control, Window
+from micronorm.nn.window import BATCH_MOMENTUM, MAX_FORWARDS, Control, Window
 
 
 class _LearningRate:
@@ -22,26 +22,34 @@ class _LearningRate:
     def __init__(self, optimizers: Sequence[weakref.ref], window: Window) -> None:
         self.optimizers = optimizers
         self.window = weakref.ref(window)
-        self.found: tuple[list, int] | None = None
+        self.found: tuple[Any, int, int] | None = None
 
     def __call__(self) -> float | Tensor:
         window = self.window()
         assert window is not None
         weight = window.layer.weight
-        for ref in self.optimizers:
-            optimizer = ref()
-            if optimizer is None:
-                continue
-            groups = optimizer.param_groups  # load_state_dict replaces this list
-            if self.found is None or self.found[0] is not groups:
-                index = next((i for i, g in enumerate(groups) if any(p is weight for p in g["params"])), None)
-                if index is None:
-                    continue
-                self.found = (groups, index)
-            return clamp_rate(groups[self.found[1]]["lr"], optimizer)
-        raise RuntimeError(
-            f"none of the attached optimizers holds the weight of {window.describe()} any more; call mn.attach again"
-        )
+        if self.found is None or not self._holds(*self.found, weight):
+            self.found = self._find(weight)
+        if self.found is None:
+            raise RuntimeError(
+                f"no attached optimizer holds the weight of {window.describe()} any more; call mn.attach again"
+            )
+        optimizer, group, _ = self.found
+        return group_rate(window, optimizer.param_groups[group], optimizer)
+
+    @staticmethod
+    def _holds(optimizer: Any, group: int, place: int, weight: Tensor) -> bool:
+        """Whether the weight is still where it was; load_state_dict and users rearrange groups."""
+        groups = optimizer.param_groups
+        return group < len(groups) and place < len(groups[group]["params"]) and groups[group]["params"][place] is weight
+
+    def _find(self, weight: Tensor) -> tuple[Any, int, int] | None:
+        for optimizer in (ref() for ref in self.optimizers):
+            for i, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
+                for j, parameter in enumerate(group["params"]):
+                    if parameter is weight:
+                        return optimizer, i, j
+        return None
 
 
 @dataclass(frozen=True)
@@ -81,11 +89,10 @@ class Report(list[LayerReport]):
 class Handle:
     """Explicit control over the layers of one model; made by `attach`."""
 
-    def __init__(self, windows: Sequence[Window], before: Sequence[Control]) -> None:
+    def __init__(self, windows: Sequence[Window], controls: Sequence[Control]) -> None:
         self._windows = list(windows)
         self._layers = [window.layer for window in windows]  # windows know their layers by weak reference
-        self._before = list(before)
-        self._mine = [window.control for window in windows]
+        self._controls = list(controls)
 
     def commit(self) -> None:
         """Move the estimates by what was gathered, for loops that update parameters without a torch.optim optimizer.
@@ -98,7 +105,9 @@ class Handle:
     def refresh(self) -> None:
         """Write the current rates to the device; before the replay of a CUDA graph that holds a commit."""
         for window in self._windows:
-            refresh_rate(window, window.rate if isinstance(window.rate, float) else self._learning_rate(window))
+            # Only these commit by a rate: "batch" has its momentum, "sequential" asks in the forward.
+            if window.layer.statistics == "step" and window.layer.weight.requires_grad:
+                refresh_rate(window, window.rate if isinstance(window.rate, float) else self._learning_rate(window))
 
     def discard(self) -> None:
         """Forget what was gathered since the last commit, as after an exception in mid-step."""
@@ -123,7 +132,9 @@ class Handle:
             window.warn_of_losses()
             layer: BatchChannelNorm = window.layer
             rate = window.rate if isinstance(window.rate, float) else None
-            if rate is None and window.control.learning_rate is not None:
+            if rate is None and layer.statistics == "batch":
+                rate = BATCH_MOMENTUM
+            elif rate is None and window.control.learning_rate is not None:
                 rate = float(window.control.learning_rate())
             lost_forwards, lost_windows = window.lost.tolist()
             rows.append(
@@ -140,10 +151,12 @@ class Handle:
         return rows
 
     def detach(self) -> None:
-        """Give back control: rates, groups and guards as before `attach`. The process-wide hook goes on."""
-        for window, mine, before in zip(self._windows, self._mine, self._before, strict=True):
-            if window.control is mine:
-                window.control = before
+        """Give back control: rates, groups and guards are those of the last `attach` still in force, or the defaults.
+
+        The process-wide hook goes on.
+        """
+        for window, control in zip(self._windows, self._controls, strict=True):
+            window.controls[:] = [c for c in window.controls if c is not control]
 
     @staticmethod
     def _learning_rate(window: Window) -> float | Tensor:
@@ -202,19 +215,19 @@ def attach(
         )
     refs = tuple(weakref.ref(o) for o in optimizers)
     windows = [layer._window for _, layer in layers]
-    before = [window.control for window in windows]
     for (name, layer), window in zip(layers, windows, strict=True):
         mine = id(layer.weight) in held
-        window.control = replace(
-            window.control,
-            name=name or type(layer).__name__,
-            rate=rate,
-            learning_rate=_LearningRate(refs, window) if mine else None,
-            optimizers=refs if mine else (),
-            process_group=process_group,
-            max_forwards=max_forwards,
+        window.controls.append(
+            Control(
+                name=name or type(layer).__name__,
+                rate=rate,
+                learning_rate=_LearningRate(refs, window) if mine else None,
+                optimizers=refs if mine else (),
+                process_group=process_group,
+                max_forwards=max_forwards,
+            )
         )
-    return Handle(windows, before)
+    return Handle(windows, [window.control for window in windows])
 
 
 def _optimizers(optimizer: Any) -> list[Any]:

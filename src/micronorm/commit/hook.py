@@ -46,7 +46,9 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     held = _held_by(optimizer)
     if held:
         for window, group in held:
-            refresh_rate(window, window.rate if isinstance(window.rate, float) else clamp_rate(group["lr"], optimizer))
+            refresh_rate(
+                window, window.rate if isinstance(window.rate, float) else group_rate(window, group, optimizer)
+            )
         # A fused optimizer under GradScaler runs its hook even where it skips the step.
         commit([window for window, _ in held], skip=getattr(optimizer, "found_inf", None))
 
@@ -59,9 +61,10 @@ def _held_by(optimizer: Optimizer) -> list[tuple[Window, dict[str, Any]]]:
     places = {id(p): (i, j) for i, group in enumerate(optimizer.param_groups) for j, p in enumerate(group["params"])}
     found = []
     for window in live_windows():
-        weight = id(window.layer.weight)
-        if weight in places and _is_bound(window, optimizer):
-            found.append((places[weight], window))
+        weight = window.layer.weight
+        # A layer frozen in mid-window keeps its estimates, and its window for the day it is trained again.
+        if id(weight) in places and weight.requires_grad and _is_bound(window, optimizer):
+            found.append((places[id(weight)], window))
     found.sort(key=lambda item: item[0])
     return [(window, optimizer.param_groups[place[0]]) for place, window in found]
 
@@ -72,10 +75,21 @@ def _is_bound(window: Window, optimizer: Optimizer) -> bool:
     return not bound or any(o is optimizer or o.param_groups is optimizer.param_groups for o in bound)
 
 
+def group_rate(window: Window, group: dict[str, Any], optimizer: Optimizer) -> float | Tensor:
+    """The learning rate of a parameter group as the rate of a layer whose weight it holds."""
+    rate = group.get("lr")
+    if rate is None:
+        raise RuntimeError(
+            f'{window.describe()} has rate="lr", but the parameter group of {type(optimizer).__name__} that holds its '
+            "weight has no learning rate; give one with mn.attach(model, rate=...)"
+        )
+    return clamp_rate(rate, optimizer)
+
+
 def clamp_rate(rate: float | Tensor, optimizer: Optimizer) -> float | Tensor:
     """A learning rate as a rate: above one it would overshoot what was seen."""
     if isinstance(rate, Tensor):
-        return rate.clamp(0, 1)
+        return rate.detach().reshape(()).clamp(0, 1)
     if rate > 1 and optimizer not in _clamped:
         _clamped.add(optimizer)
         warnings.warn(

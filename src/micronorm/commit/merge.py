@@ -48,7 +48,7 @@ def commit(windows: Sequence[Window], *, skip: Tensor | None = None) -> None:
     moves and the windows stay.
     """
     buckets: dict[tuple, list[Window]] = {}
-    for window in windows:
+    for window in _one_per_buffer(windows):
         layer: BatchChannelNorm = window.layer
         group = _process_group(window.control.process_group)
         if layer.statistics == "step" or (layer.statistics == "sequential" and group is not None):
@@ -62,6 +62,16 @@ def commit(windows: Sequence[Window], *, skip: Tensor | None = None) -> None:
         if layer.warm_steps and layer.statistics != "step" and window.forwards:
             _advance_blend(layer, torch.ones((), dtype=torch.bool, device=window.device), skip)
         window.restart()
+
+
+def _one_per_buffer(windows: Sequence[Window]) -> list[Window]:
+    """A shallow copy of a layer shares its buffers: the one of the two that gathered writes them."""
+    chosen: dict[int, Window] = {}
+    for window in windows:
+        rival = chosen.setdefault(id(window.layer.running_mean), window)
+        if window.forwards > rival.forwards:
+            chosen[id(window.layer.running_mean)] = window
+    return list(chosen.values())
 
 
 def _commit_step(windows: Sequence[Window], group: Any, skip: Tensor | None) -> None:

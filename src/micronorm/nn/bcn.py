@@ -13,7 +13,7 @@ from micronorm.nn.inputs import check_count, check_eps, check_input
 from micronorm.nn.running import WideBuffers
 from micronorm.nn.spec import GroupedSpec
 from micronorm.nn.window import Window, gather, run, sequential_estimates, track_batch
-from micronorm.ops.bcn import batch_channel_norm, batch_channel_norm_reference
+from micronorm.ops.bcn import batch_channel_norm, batch_channel_norm_reference, watched_if_traced
 from micronorm.ops.group import choose_groups
 from micronorm.ops.moments import Moments, moments, over_space
 
@@ -80,7 +80,7 @@ class BatchChannelNorm(WideBuffers):
         self.num_channels = num_channels
         self.num_groups = choose_groups(num_channels) if num_groups is None else num_groups
         self.statistics = statistics
-        self.rate = rate if isinstance(rate, str) else check_rate(rate)
+        self.rate = rate
         self.micro_batch = micro_batch
         self.eps = eps
         self.backend = backend
@@ -95,7 +95,7 @@ class BatchChannelNorm(WideBuffers):
         estimates = {"device": device, "dtype": torch.promote_types(self.weight.dtype, torch.float32)}
         self.register_buffer("running_mean", torch.empty(num_channels, **estimates))
         self.register_buffer("running_var", torch.empty(num_channels, **estimates))
-        # α of design §4. Not persistent: the state dict carries it only while it is below one.
+        # α, see `warm`. Not persistent: the state dict carries it only where a layer is warmed.
         self.register_buffer("blend", torch.empty((), **estimates), persistent=False)
         self._window = self._new_window()
         self.reset_parameters()
@@ -110,14 +110,27 @@ class BatchChannelNorm(WideBuffers):
             )
         if self.statistics not in STATISTICS:
             raise ValueError(f"statistics must be one of {STATISTICS}, got {self.statistics!r}")
-        if isinstance(self.rate, str) and self.rate != "lr":
-            raise ValueError(f'rate must be "lr" or a float in [0, 1], got {self.rate!r}')
         if self.backend not in BACKENDS:
             raise ValueError(f"backend must be one of {BACKENDS}, got {self.backend!r}")
         if self.activation not in (None, "relu"):
             raise ValueError(f'activation must be None or "relu", got {self.activation!r}')
         check_count("micro_batch (samples per micro-batch)", self.micro_batch)
+        if self.micro_batch != 1 and self.statistics != "sequential":
+            raise ValueError(
+                f'micro_batch={self.micro_batch} is for statistics="sequential"; "{self.statistics}" has no use for it'
+            )
         check_eps(self.eps)
+
+    @property
+    def rate(self) -> float | str:
+        """How far the estimates move: "lr" or a float in [0, 1]."""
+        return self._rate
+
+    @rate.setter
+    def rate(self, rate: float | str) -> None:
+        if isinstance(rate, str) and rate != "lr":
+            raise ValueError(f'rate must be "lr" or a float in [0, 1], got {rate!r}')
+        self._rate = rate if isinstance(rate, str) else check_rate(rate)
 
     # --- state ---------------------------------------------------------------------------------------------------
 
@@ -163,21 +176,28 @@ class BatchChannelNorm(WideBuffers):
         self._window = self._new_window()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        self._window.warn_of_losses()
+        self._window.warn_of_losses(prefix.removesuffix("."))
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not self.blend.is_meta and self.blend < 1:
+        if self.warm_steps:
             destination[prefix + "blend"] = self.blend if keep_vars else self.blend.detach()
+            destination[prefix + "warm_steps"] = torch.tensor(self.warm_steps)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         if prefix + "running_mean" in state_dict:
             state_dict.pop(prefix + "num_batches_tracked", None)  # BatchNorm's; no estimate here depends on it
+            blend, steps = (state_dict.pop(prefix + name, None) for name in ("blend", "warm_steps"))
             if prefix + "group_weight" not in state_dict and prefix + "group_bias" not in state_dict:
-                state_dict[prefix + "group_weight"] = torch.ones_like(self.group_weight)
-                state_dict[prefix + "group_bias"] = torch.zeros_like(self.group_bias)
+                # A BatchNorm's: the group affine starts as the identity, and a layer set to warm up begins to.
+                like = state_dict.get(prefix + "weight", self.weight)
+                state_dict[prefix + "group_weight"] = like.new_ones(self.num_groups)
+                state_dict[prefix + "group_bias"] = like.new_zeros(self.num_groups)
+                blend = None if self.warm_steps == 0 else torch.zeros(())
             else:
-                blend = state_dict.pop(prefix + "blend", None)
-                with torch.no_grad():
-                    self.blend.fill_(1) if blend is None else self.blend.copy_(blend)
+                self.warm_steps = 0 if steps is None else int(steps)
+            # Anew, not in place: the old one may lie on the meta device or be uninitialized.
+            device = state_dict[prefix + "running_mean"].device if self.blend.is_meta else self.blend.device
+            value = torch.ones(()) if blend is None else blend
+            self.blend = value.detach().to(device=device, dtype=self.blend.dtype, copy=True)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         for name in ("running_mean", "running_var"):  # load_state_dict(assign=True) may bring half types
             buffer = getattr(self, name)
@@ -186,6 +206,8 @@ class BatchChannelNorm(WideBuffers):
         self._window.clear()
 
     def _replicate_for_data_parallel(self) -> Self:
+        if not self.training:
+            return super()._replicate_for_data_parallel()  # type: ignore[misc]
         raise RuntimeError(
             "nn.DataParallel runs replicas that are thrown away after each forward, and what BatchChannelNorm gathered "
             "with them. Use torch.nn.parallel.DistributedDataParallel."
@@ -198,9 +220,11 @@ class BatchChannelNorm(WideBuffers):
         check_input(x, self.num_channels, "BatchChannelNorm")
         if x.numel() == 0:
             return self._empty(x)
+        with watched_if_traced():
+            data = moments(x)
         with torch.no_grad():
-            data = moments(x.detach())
-            estimates = self._estimates(data, elements=x.numel() // (x.shape[0] * self.num_channels))
+            seen = Moments(*(m.detach() for m in data))
+            estimates = self._estimates(seen, elements=x.numel() // (x.shape[0] * self.num_channels))
         affine = (self.weight, self.bias, self.group_weight, self.group_bias)
         options: dict[str, Any] = {"groups": self.num_groups, "eps": self.eps, "blend": self.blend}
         relu = self.activation == "relu"

@@ -1,5 +1,7 @@
 """Checks of what users hand to layers and specs: each error states the invariant, the value and the likely fix."""
 
+import math
+
 from torch import Tensor
 
 
@@ -37,8 +39,8 @@ def check_micro_batch(value: int | None) -> None:
 
 def check_eps(value: float) -> None:
     """Refuse a negative or undefined eps: it stands under a root."""
-    if not value >= 0:
-        raise ValueError(f"eps must be at least 0, got {value}; try 1e-5")
+    if not 0 <= value < math.inf:
+        raise ValueError(f"eps must be finite and at least 0, got {value}; try 1e-5")
 
 
 def check_momentum(value: float | None, *, cumulative: bool = True) -> None:

@@ -78,7 +78,8 @@ class Window:
     device: torch.device
     owner: weakref.ref
     """The layer: its rate, its weight (which tells the optimizer that commits it) and its buffers."""
-    control: Control = field(default_factory=Control)
+    controls: list[Control] = field(default_factory=lambda: [Control()])
+    """The default and what each `attach` that is still in force laid over it; the last one counts."""
     passes: deque[_Pass] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     agreed: set[tuple] = field(default_factory=set)
     """The layer lists, by process group, that all ranks were found to share."""
@@ -100,6 +101,11 @@ class Window:
         _live[number] = self
         while on_first_use:
             on_first_use.pop()()
+
+    @property
+    def control(self) -> Control:
+        """The control in force."""
+        return self.controls[-1]
 
     @property
     def split(self) -> Sums:
@@ -150,7 +156,7 @@ class Window:
         """The layer's name in messages."""
         return self.control.name or f"a BatchChannelNorm over {self.channels} channels"
 
-    def warn_of_losses(self) -> None:
+    def warn_of_losses(self, name: str = "") -> None:
         """Warn, with the layer's name, of contributions dropped since the last warning. Reads the device."""
         if self.device.type == "meta":
             return
@@ -158,8 +164,9 @@ class Window:
         if forwards + windows > self.lost_seen:
             self.lost_seen = forwards + windows
             warnings.warn(
-                f"{self.describe()}: {forwards} forwards and {windows} windows were left out of the estimates because "
-                "their statistics were not finite. Look for overflow in the activations (fp16 range, learning rate).",
+                f"{self.control.name or name or self.describe()}: {forwards} forwards and {windows} windows were left "
+                "out of the estimates because their statistics were not finite. Look for overflow in the activations "
+                "(fp16 range, learning rate).",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -193,8 +200,9 @@ def _count_forward(window: Window, ticket: Tensor) -> None:
         raise RuntimeError(
             f"{window.describe()} has gathered {int(ticket[0])} training forwards without a commit: its estimates do "
             "not move. A torch.optim optimizer that holds the layer's weight commits when it steps; for any other loop "
-            "keep handle = mn.attach(model) and call handle.commit() after each update. If a step really takes more "
-            "forwards, raise mn.attach(model, max_forwards=...)."
+            "keep handle = mn.attach(model, rate=...) and call handle.commit() after each update. Forwards that do not "
+            "train, such as a validation loss in train mode, belong into `with handle.paused():`. If a step really "
+            "takes more forwards, raise mn.attach(model, max_forwards=...)."
         )
     ticket[0] += 1
 
@@ -296,14 +304,13 @@ def _store(moved: Moments, running_mean: Tensor, running_var: Tensor, lost: Tens
 
 def _repeated(window: Window, data: Moments) -> Moments:
     """The estimates of the earlier pass that this recomputation repeats."""
-    alike = [p for p in window.passes if p.data.mean.shape == data.mean.shape]
-    if len(alike) > 1:
-        alike = [p for p in alike if torch.equal(p.data.mean, data.mean) and torch.equal(p.data.var, data.var)]
+    alike = [p for p in window.passes if all(map(torch.equal, p.data, data))]
     if len(alike) != 1:
         raise RuntimeError(
             f'{window.describe()} is in "sequential" mode and a checkpointed forward is being recomputed, but '
-            f"{len(alike) or 'none'} of the passes since the last step match it: the estimates to repeat are unknown. "
-            'Run the backward before the optimizer steps, with distinct inputs, or use statistics="step".'
+            f"{len(alike) or 'none'} of the passes since the last step (the latest {_REMEMBERED} are kept) match it: "
+            "the estimates to repeat are unknown. Run the backward before the optimizer steps, with distinct inputs, "
+            'or use statistics="step".'
         )
     return alike[0].estimates
 

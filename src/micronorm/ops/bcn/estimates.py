@@ -85,6 +85,8 @@ def _recur(start_c: Tensor, inputs_tc: Tensor, rate: Tensor | float) -> Tensor:
     """
     steps = torch.arange(inputs_tc.shape[0], dtype=inputs_tc.dtype, device=inputs_tc.device)
     age_tt = steps.unsqueeze(1) - steps.unsqueeze(0)
+    if isinstance(rate, Tensor):
+        rate = rate.to(inputs_tc.dtype)  # 1 − r in float32 would forget small rates
     keep = 1 - rate
     weights_tt = torch.where(age_tt >= 0, rate * keep ** age_tt.clamp(min=0), 0.0)
     # A zero weight times inf is NaN: what is not finite must not reach back to the micro-batches before it.

@@ -4,6 +4,7 @@ Shapes: x, y and their gradients are N×C×…; names ending in _nc hold N×C nu
 k = C/G. Everything between the passes is float64 arithmetic on those small tensors.
 """
 
+import contextlib
 from typing import Any, NamedTuple
 
 import torch
@@ -182,7 +183,8 @@ class _OnePass(torch.autograd.Function):
             terms = _terms(data, estimates, affine, groups=ctx.groups, eps=ctx.eps)
             scale_nc, offset_nc = _coefficients(terms, affine, ctx.groups)
             # The very expression of the forward, so that the mask is the forward's to the last bit.
-            g = g * ((t * _spread(scale_nc, t)).add_(_spread(offset_nc - scale_nc * residue_nc, t)) > 0)
+            open_gate = (t * _spread(scale_nc, t)).add_(_spread(offset_nc - scale_nc * residue_nc, t)) > 0
+            g = torch.where(open_gate, g, 0.0)  # not a product: an infinite gradient behind a closed gate is none
         sum_g_nc = as_ncs(g).sum(-1).to(residue_nc.dtype)
         sum_gx_nc = as_ncs(g * t).sum(-1).to(residue_nc.dtype) - residue_nc * sum_g_nc
         grad = _gradients(
@@ -229,6 +231,15 @@ def batch_statistics(data: Moments) -> Moments:
     return Moments(*(s.unsqueeze(0) for s in pool(data, dim=0)))
 
 
+def watched_if_traced() -> contextlib.AbstractContextManager:
+    """No gradient for what the backward knows by itself, except in code that is being traced.
+
+    torch.export takes the function below apart and differentiates its forward; there the moments must depend on x.
+    torch.compile keeps its backward, which answers None for them.
+    """
+    return contextlib.nullcontext() if torch.compiler.is_compiling() else torch.no_grad()
+
+
 def batch_channel_norm(
     x: Tensor,
     estimates: Moments | None,
@@ -265,7 +276,7 @@ def batch_channel_norm(
         >>> torch.allclose(y, torch.nn.functional.group_norm(x, 2), atol=1e-5)
         True
     """
-    with torch.no_grad():
+    with watched_if_traced():
         data = bounded(moments(x) if data is None else data, x.dtype)
         wide = data.mean.dtype
         if estimates is None:
