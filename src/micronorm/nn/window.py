@@ -183,7 +183,9 @@ _live: weakref.WeakValueDictionary[int, Window] = weakref.WeakValueDictionary()
 
 def _open(ticket: Tensor, *, group_elements: int) -> Window | None:
     """The window a ticket stands for, or None if this forward must leave no trace."""
-    window = _live[int(ticket[1])]
+    window = _live.get(int(ticket[1]))
+    if window is None:  # an exported graph whose layer is gone: there is nobody to gather for
+        return None
     if group_elements < _FEW_ELEMENTS and not window.warned:
         window.warned = True
         warnings.warn(
@@ -242,8 +244,8 @@ def sequential_estimates(
     data = bounded(Moments(mean, var), running_var.dtype)
     window = _open(ticket, group_elements=group_elements)
     if window is None:
-        source = _live[int(ticket[1])]
-        if inside_backward() and not source.paused:
+        source = _live.get(int(ticket[1]))
+        if source is not None and inside_backward() and not source.paused:
             again = _repeated(source, data)
             return again.mean.clone(), again.var.clone()
         rows = mean.shape[0]

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from micronorm.ops.moments import Moments, as_ncs, bounded, compute_dtype, moments, over_space, pool
+from micronorm.ops.bcn.passes import combine, reduce, transform
+from micronorm.ops.blocks import can_block
+from micronorm.ops.moments import Moments, as_ncs, bounded, compute_dtype, moments, over_space, pool, wide_dtype
 
 
 class _Affine(NamedTuple):
@@ -157,14 +159,15 @@ class _OnePass(torch.autograd.Function):
         ctx.groups, ctx.eps, ctx.from_batch, ctx.relu = groups, eps, from_batch, relu
         affine = _widen(weight, bias, group_weight, group_bias, blend, dtype=mean_nc.dtype)
         terms = _terms(Moments(mean_nc, var_nc), Moments(stat_mean, stat_var), affine, groups=groups, eps=eps)
-        scale_nc, offset_nc = _coefficients(terms, affine, groups)
-        t, residue_nc = _centered(x, mean_nc, mean_nc)
-        # Eager code works in place. While tracing, torch 2.11 loses the gradient of an output made by an in-place
-        # operation or by a cast that changes nothing, so there the last operation makes a new tensor.
-        reuse = None if torch.compiler.is_compiling() else t
-        y = torch.add(t.mul_(_spread(scale_nc, t)), _spread(offset_nc - scale_nc * residue_nc, t), out=reuse)
+        pivot_nc = mean_nc.to(compute_dtype(x.dtype))
+        scale_nc, offset_nc = _about_pivot(*_coefficients(terms, affine, groups), mean_nc, pivot_nc)
+        if can_block(x):
+            return transform(x, pivot_nc, scale_nc, offset_nc, relu=relu)
+        # While tracing, torch 2.11 loses the gradient of an output made by an in-place operation or by a cast that
+        # changes nothing, so the last operation makes a new tensor.
+        y = (x.to(pivot_nc.dtype) - over_space(pivot_nc, x)).mul_(over_space(scale_nc, x)) + over_space(offset_nc, x)
         if relu:
-            y = torch.clamp(y, min=0, out=reuse)
+            y = y.clamp(min=0)
         return y if y.dtype == x.dtype else y.to(x.dtype)
 
     @staticmethod
@@ -177,19 +180,17 @@ class _OnePass(torch.autograd.Function):
             if ctx.from_batch:
                 estimates = batch_statistics(data)
         affine = _widen(weight, bias, group_weight, group_bias, blend, dtype=mean_nc.dtype)
-        t, residue_nc = _centered(x, mean_nc, data.mean)
-        g = grads[0].to(t.dtype)
+        pivot_nc = mean_nc.to(compute_dtype(x.dtype))
+        residue_nc = data.mean - pivot_nc
+        gate = None
         if ctx.relu:
             terms = _terms(data, estimates, affine, groups=ctx.groups, eps=ctx.eps)
-            scale_nc, offset_nc = _coefficients(terms, affine, ctx.groups)
-            # The very expression of the forward, so that the mask is the forward's to the last bit.
-            open_gate = (t * _spread(scale_nc, t)).add_(_spread(offset_nc - scale_nc * residue_nc, t)) > 0
-            g = torch.where(open_gate, g, 0.0)  # not a product: an infinite gradient behind a closed gate is none
-        sum_g_nc = as_ncs(g).sum(-1).to(residue_nc.dtype)
-        sum_gx_nc = as_ncs(g * t).sum(-1).to(residue_nc.dtype) - residue_nc * sum_g_nc
+            gate = _about_pivot(*_coefficients(terms, affine, ctx.groups), data.mean, pivot_nc)
+        blocked = can_block(x)
+        g, sum_g_nc, sum_gt_nc = (reduce if blocked else _reduce)(grads[0], x, pivot_nc, gate)
         grad = _gradients(
             sum_g_nc,
-            sum_gx_nc,
+            sum_gt_nc - residue_nc * sum_g_nc,
             data,
             estimates,
             affine,
@@ -199,8 +200,8 @@ class _OnePass(torch.autograd.Function):
             from_batch=ctx.from_batch,
         )
         shift_nc = grad.shift_nc - grad.curve_nc * residue_nc
-        # t first: dx takes the memory format of x, whatever that of g
-        dx = (t * _spread(grad.curve_nc, t)).add_(_spread(shift_nc, t)).add_(g * _spread(grad.slope_nc, t))
+        coefficients = (v.to(pivot_nc.dtype) for v in (grad.slope_nc, grad.curve_nc, shift_nc))
+        dx = (combine if blocked else _combine)(g, x, pivot_nc, *coefficients, overwrite=g is not grads[0])
         return (
             dx.to(x.dtype),
             grad.weight.to(weight.dtype),
@@ -215,15 +216,31 @@ def _widen(*tensors: Tensor, dtype: torch.dtype) -> _Affine:
     return _Affine(*(t.to(dtype) for t in tensors))
 
 
-def _spread(values_nc: Tensor, t: Tensor) -> Tensor:
-    return over_space(values_nc.to(t.dtype), t)
+def _about_pivot(scale_nc: Tensor, offset_nc: Tensor, mean_nc: Tensor, pivot_nc: Tensor) -> tuple[Tensor, Tensor]:
+    """A and B of y = A·(x − c) + B in the dtype of the pass, c being the mean rounded to it."""
+    return scale_nc.to(pivot_nc.dtype), (offset_nc - scale_nc * (mean_nc - pivot_nc)).to(pivot_nc.dtype)
 
 
-def _centered(x: Tensor, pivot_nc: Tensor, mean_nc: Tensor) -> tuple[Tensor, Tensor]:
-    """t = x − c with c the pivot rounded to the dtype of the pass, and mean − c, which that rounding left over."""
-    x = x.to(compute_dtype(x.dtype))
-    pivot_nc = pivot_nc.to(x.dtype)
-    return x - over_space(pivot_nc, x), mean_nc - pivot_nc
+def _reduce(
+    grad_y: Tensor, x: Tensor, pivot_nc: Tensor, gate: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`passes.reduce` in operations that autograd and tracers can follow."""
+    t = x.to(pivot_nc.dtype) - over_space(pivot_nc, x)
+    g = grad_y.to(t.dtype)
+    if gate is not None:
+        # Not a product: an infinite gradient behind a closed gate is none.
+        g = torch.where(t * over_space(gate[0], t) + over_space(gate[1], t) > 0, g, 0.0)
+    wide = wide_dtype(x.device)
+    return g, as_ncs(g).sum(-1).to(wide), as_ncs(g * t).sum(-1).to(wide)
+
+
+def _combine(
+    g: Tensor, x: Tensor, pivot_nc: Tensor, slope_nc: Tensor, curve_nc: Tensor, shift_nc: Tensor, *, overwrite: bool
+) -> Tensor:
+    """`passes.combine` in operations that autograd and tracers can follow; `overwrite` is not for them."""
+    t = x.to(pivot_nc.dtype) - over_space(pivot_nc, x)
+    # t first: dx takes the memory format of x, whatever that of g
+    return t * over_space(curve_nc, t) + over_space(shift_nc, t) + g.to(t.dtype) * over_space(slope_nc, t)
 
 
 def batch_statistics(data: Moments) -> Moments:
