@@ -61,36 +61,41 @@ def scan(estimates: Moments, parts_nc: Moments, *, rate: Tensor | float, micro_b
     batches_tc = pool_micro_batches(parts_nc, micro_batch=micro_batch)
     wide = wide_dtype(parts_nc.mean.device)
     last = Moments(*(e.to(wide) for e in estimates))
+    recurrence = _Recurrence(rate, min(batches_tc.mean.shape[0], _SCAN_BLOCK), like=batches_tc.mean)
     blocks = []
     for mean_tc, var_tc in zip(batches_tc.mean.split(_SCAN_BLOCK), batches_tc.var.split(_SCAN_BLOCK), strict=True):
-        mean_after_tc = _recur(last.mean, mean_tc, rate)
+        mean_after_tc = recurrence.solve(last.mean, mean_tc)
         mean_before_tc = torch.cat([last.mean.unsqueeze(0), mean_after_tc[:-1]])
         # Algorithm 1's line 2 measures around the estimate as it stood before this micro-batch.
-        var_after_tc = _recur(last.var, var_tc + (mean_tc - mean_before_tc).square(), rate)
+        var_after_tc = recurrence.solve(last.var, var_tc + (mean_tc - mean_before_tc).square())
         blocks.append(Moments(mean_after_tc, var_after_tc))
         last = Moments(mean_after_tc[-1], var_after_tc[-1])
-    per_sample = Moments(
-        *(
-            spread_to_samples(torch.cat(rows), micro_batch=micro_batch, samples=samples)
-            for rows in zip(*blocks, strict=True)
-        )
-    )
+    rows = Moments(*(torch.cat(parts) for parts in zip(*blocks, strict=True)))
+    per_sample = Moments(*(spread_to_samples(r, micro_batch=micro_batch, samples=samples) for r in rows))
     return per_sample, last
 
 
-def _recur(start_c: Tensor, inputs_tc: Tensor, rate: Tensor | float) -> Tensor:
-    """All terms of u_t = (1−r)·u_{t−1} + r·i_t, by one product with the lower-triangular matrix of powers of 1−r.
+class _Recurrence:
+    """u_t = (1−r)·u_{t−1} + r·i_t for t = 1 … T, by one product with the lower-triangular matrix of powers of 1−r.
 
     Powers of a number in [0, 1] and a sum of non-negative weights: nothing here amplifies rounding.
     """
-    steps = torch.arange(inputs_tc.shape[0], dtype=inputs_tc.dtype, device=inputs_tc.device)
-    age_tt = steps.unsqueeze(1) - steps.unsqueeze(0)
-    if isinstance(rate, Tensor):
-        rate = rate.to(inputs_tc.dtype)  # 1 − r in float32 would forget small rates
-    keep = 1 - rate
-    weights_tt = torch.where(age_tt >= 0, rate * keep ** age_tt.clamp(min=0), 0.0)
-    # A zero weight times inf is NaN: what is not finite must not reach back to the micro-batches before it.
-    finite_tc = inputs_tc.isfinite()
-    terms_tc = keep ** (steps + 1).unsqueeze(1) * start_c + weights_tt @ torch.where(finite_tc, inputs_tc, 0.0)
-    spoiled_tc = finite_tc.logical_not().int().cummax(0).values.bool()
-    return torch.where(spoiled_tc, torch.nan, terms_tc)
+
+    def __init__(self, rate: Tensor | float, steps: int, *, like: Tensor) -> None:
+        if isinstance(rate, Tensor):
+            rate = rate.to(like.dtype)  # 1 − r in float32 would forget small rates
+        powers_t = (1 - rate) ** torch.arange(steps + 1, dtype=like.dtype, device=like.device)
+        self.decay_t1 = powers_t[1:].unsqueeze(1)
+        # Row t holds r·(1−r)^(t−s) at s ≤ t: the same numbers, one place further in each row.
+        reach = torch.cat([torch.zeros_like(powers_t[2:]), rate * powers_t[:-1]])
+        self.weights_tt = reach.unfold(0, steps, 1).flip(1)
+
+    def solve(self, start_c: Tensor, inputs_tc: Tensor) -> Tensor:
+        """u_1 … u_T from u_0 and i_1 … i_T; the last block of a scan may be shorter than T."""
+        steps = inputs_tc.shape[0]
+        # A zero weight times inf is NaN: what is not finite must not reach back to the micro-batches before it, but it
+        # turns itself and all later terms into NaN.
+        spoilt_tc = (inputs_tc * 0).cumsum(0)
+        clean_tc = inputs_tc.nan_to_num(0.0, 0.0, 0.0)
+        from_start_tc = self.decay_t1[:steps] * start_c + spoilt_tc
+        return torch.addmm(from_start_tc, self.weights_tt[:steps, :steps], clean_tc)
