@@ -58,7 +58,7 @@ test-slow: setup ## the tests over ten seconds
 test-gpu: setup ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
 
-bench: setup ## the benchmarks; results as CSV under benchmarks/results
+bench: setup ## the CPU benchmark; prints, writes nothing
 	$(BIN)/python benchmarks/run.py
 
 clean: ## remove caches and build products; .venv and runs/ stay

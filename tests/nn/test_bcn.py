@@ -333,7 +333,8 @@ def test_an_exported_graph_has_the_layers_gradients(statistics, training):
     norm = BatchChannelNorm(8, 4, statistics=statistics, rate=0.1, activation="relu")
     model = nn.Sequential(nn.Conv2d(3, 8, 3), norm).double().train(training)
     x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
-    exported = torch.export.export(copy.deepcopy(model), (x,)).module()
+    twin = copy.deepcopy(model)  # kept: an exported graph gathers for its layer as long as that lives
+    exported = torch.export.export(twin, (x,)).module()
     g = torch.randn(2, 8, 6, 6, dtype=torch.float64)
     model(x).backward(g)
     exported(x).backward(g)

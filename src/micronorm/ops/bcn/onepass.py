@@ -76,12 +76,12 @@ class _Gradients(NamedTuple):
 def _gradients(
     sum_g_nc: Tensor,
     sum_gx_nc: Tensor,
+    terms: _Terms,
     data: Moments,
     estimates: Moments,
     affine: _Affine,
     *,
     groups: int,
-    eps: float,
     elements: int,
     from_batch: bool,
 ) -> _Gradients:
@@ -90,7 +90,6 @@ def _gradients(
     def by_group(values_nc: Tensor) -> Tensor:
         return values_nc.unflatten(1, (groups, -1))
 
-    terms = _terms(data, estimates, affine, groups=groups, eps=eps)
     rstd_nc, a_nc, _, apart_ngk, inv_ng = terms
     alpha, gamma_g = affine.blend, affine.group_weight
     size = apart_ngk.shape[-1]
@@ -182,20 +181,20 @@ class _OnePass(torch.autograd.Function):
         affine = _widen(weight, bias, group_weight, group_bias, blend, dtype=mean_nc.dtype)
         pivot_nc = mean_nc.to(compute_dtype(x.dtype))
         residue_nc = data.mean - pivot_nc
+        terms = _terms(data, estimates, affine, groups=ctx.groups, eps=ctx.eps)
         gate = None
         if ctx.relu:
-            terms = _terms(data, estimates, affine, groups=ctx.groups, eps=ctx.eps)
             gate = _about_pivot(*_coefficients(terms, affine, ctx.groups), data.mean, pivot_nc)
         blocked = can_block(x)
         g, sum_g_nc, sum_gt_nc = (reduce if blocked else _reduce)(grads[0], x, pivot_nc, gate)
         grad = _gradients(
             sum_g_nc,
             sum_gt_nc - residue_nc * sum_g_nc,
+            terms,
             data,
             estimates,
             affine,
             groups=ctx.groups,
-            eps=ctx.eps,
             elements=as_ncs(x).shape[-1],
             from_batch=ctx.from_batch,
         )
