@@ -6,8 +6,11 @@ from micronorm.nn.inputs import check_count, check_input
 
 @pytest.mark.parametrize("shape", [(2, 3), (2, 3, 4), (2, 3, 4, 5), (2, 3, 1, 4, 5), (0, 3, 4, 5)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_floating_input_of_rank_2_to_5_passes(shape, dtype):
-    check_input(torch.empty(shape, dtype=dtype), 3, "Norm")
+def test_floating_input_of_rank_2_to_5_passes_with_its_own_channel_count_alone(shape, dtype):
+    x = torch.empty(shape, dtype=dtype)
+    check_input(x, 3, "Norm")
+    with pytest.raises(ValueError, match="4 channels, got 3"):
+        check_input(x, 4, "Norm")
 
 
 @pytest.mark.parametrize(
