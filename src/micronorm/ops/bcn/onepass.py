@@ -1,7 +1,7 @@
 """Batch-Channel Normalization in one reduction and one elementwise pass, each way. The derivation is in README.md.
 
-Shapes: x, y and their gradients are N×C×…; names ending in _nc hold N×C numbers (or 1×C), _ng N×G, _ngk N×G×k with
-k = C/G. Everything between the passes is float64 arithmetic on those small tensors.
+Shapes: x, y and their gradients are N×C×…; names ending in _nc hold N×C numbers (or 1×C), _ngk the same as N×G×k with
+k = C/G, _ng N×G×1. Everything between the passes is float64 arithmetic on those small tensors.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from micronorm.ops.moments import Moments, as_ncs, bounded, compute_dtype, momen
 
 
 class _Affine(NamedTuple):
-    """The learnable part, widened: γ^b, β^b (C), γ^c, β^c (G) and the blend α (a scalar)."""
+    """The learnable part, widened: γ^b, β^b (G×k), γ^c, β^c (G×1) and the blend α (a scalar)."""
 
     weight: Tensor
     bias: Tensor
@@ -28,37 +28,37 @@ class _Affine(NamedTuple):
 class _Terms(NamedTuple):
     """The N×C arithmetic of the forward, kept together because the backward needs all of it."""
 
-    rstd_nc: Tensor  # 1/sqrt(σ̂² + ε)
-    a_nc: Tensor  # γ^b · rstd
-    z_nc: Tensor  # the channel-normalized mean of (n, c)
+    distance_ngk: Tensor  # m − μ̂
+    rstd_ngk: Tensor  # 1/sqrt(σ̂² + ε)
+    a_ngk: Tensor  # γ^b · rstd
+    av_ngk: Tensor  # a·v
+    z_ngk: Tensor  # the channel-normalized mean of (n, c)
     apart_ngk: Tensor  # z − M, the distance to its group's mean
     inv_ng: Tensor  # 1/S
+    gain_ng: Tensor  # γ^c·((1−α) + α/S)
 
 
 def _terms(data: Moments, estimates: Moments, affine: _Affine, *, groups: int, eps: float) -> _Terms:
-    rstd_nc = (estimates.var + eps).rsqrt()
-    a_nc = affine.weight * rstd_nc
-    z_nc = a_nc * (data.mean - estimates.mean) + affine.bias
-    z_ngk = z_nc.unflatten(1, (groups, -1))
+    mean_ngk, var_ngk, stat_mean_ngk, stat_var_ngk = (s.unflatten(1, (groups, -1)) for s in (*data, *estimates))
+    distance_ngk = mean_ngk - stat_mean_ngk
+    rstd_ngk = (stat_var_ngk + eps).rsqrt()
+    a_ngk = affine.weight * rstd_ngk
+    z_ngk = torch.addcmul(affine.bias, a_ngk, distance_ngk)
     apart_ngk = z_ngk - z_ngk.mean(-1, keepdim=True)
-    within_ngk = (a_nc.square() * data.var).unflatten(1, (groups, -1))
+    av_ngk = a_ngk * var_ngk
     # Two non-negative terms: the variance within the channels, and that between their means.
-    var_ng = within_ngk.mean(-1) + apart_ngk.square().mean(-1)
-    return _Terms(rstd_nc, a_nc, z_nc, apart_ngk, (var_ng + eps).rsqrt())
+    var_ng = torch.addcmul(av_ngk * a_ngk, apart_ngk, apart_ngk).mean(-1, keepdim=True)
+    inv_ng = (var_ng + eps).rsqrt()
+    gain_ng = affine.group_weight * torch.lerp(torch.ones_like(inv_ng), inv_ng, affine.blend)
+    return _Terms(distance_ngk, rstd_ngk, a_ngk, av_ngk, z_ngk, apart_ngk, inv_ng, gain_ng)
 
 
-def _coefficients(terms: _Terms, affine: _Affine, groups: int) -> tuple[Tensor, Tensor]:
-    """A and B of y = A·(x − m) + B."""
-    alpha = affine.blend
-    scale_ng = affine.group_weight * ((1 - alpha) + alpha * terms.inv_ng)
-    scale_nc = (scale_ng.unsqueeze(-1) * terms.a_nc.unflatten(1, (groups, -1))).flatten(1)
-    offset_ngk = _blended(terms, alpha, groups) * affine.group_weight.unsqueeze(-1) + affine.group_bias.unsqueeze(-1)
-    return scale_nc, offset_ngk.flatten(1)
-
-
-def _blended(terms: _Terms, alpha: Tensor, groups: int) -> Tensor:
-    """(1−α)·z + α·(z − M)/S, what the group affine acts on at x = m."""
-    return (1 - alpha) * terms.z_nc.unflatten(1, (groups, -1)) + alpha * terms.apart_ngk * terms.inv_ng.unsqueeze(-1)
+def _coefficients(terms: _Terms, affine: _Affine, residue_nc: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A and B of y = A·(x − c) + B in the dtype of the pass; c is the mean rounded to it, `residue` what that lost."""
+    scale_nc = (terms.gain_ng * terms.a_ngk).flatten(1)
+    at_mean_ngk = torch.lerp(terms.z_ngk, terms.apart_ngk * terms.inv_ng, affine.blend)
+    offset_nc = torch.addcmul(affine.group_bias, at_mean_ngk, affine.group_weight).flatten(1)
+    return scale_nc.to(dtype), torch.addcmul(offset_nc, scale_nc, residue_nc, value=-1).to(dtype)
 
 
 class _Gradients(NamedTuple):
@@ -77,59 +77,51 @@ def _gradients(
     sum_g_nc: Tensor,
     sum_gx_nc: Tensor,
     terms: _Terms,
-    data: Moments,
-    estimates: Moments,
     affine: _Affine,
     *,
-    groups: int,
     elements: int,
     from_batch: bool,
 ) -> _Gradients:
     """The backward of `_terms` and `_coefficients`, from Σg and Σg·(x − m) per (n, c). A prefix d_ means dL/d."""
-
-    def by_group(values_nc: Tensor) -> Tensor:
-        return values_nc.unflatten(1, (groups, -1))
-
-    rstd_nc, a_nc, _, apart_ngk, inv_ng = terms
+    distance_ngk, rstd_ngk, a_ngk, av_ngk, z_ngk, apart_ngk, inv_ng, gain_ng = terms
     alpha, gamma_g = affine.blend, affine.group_weight
-    size = apart_ngk.shape[-1]
-    scale_nc, _ = _coefficients(terms, affine, groups)
-    d_scale_ngk, d_offset_ngk = by_group(sum_gx_nc), by_group(sum_g_nc)
+    samples, groups, size = apart_ngk.shape
+    d_scale_ngk, d_offset_ngk = (s.unflatten(1, (groups, size)) for s in (sum_gx_nc, sum_g_nc))
 
     # γ^c and β^c
-    mix_ng = (1 - alpha) + alpha * inv_ng
-    d_mix_ng = (d_scale_ngk * by_group(a_nc)).sum(-1)
-    d_group_weight = (d_mix_ng * mix_ng + (d_offset_ngk * _blended(terms, alpha, groups)).sum(-1)).sum(0)
-    d_group_bias = d_offset_ngk.sum((0, 2))
+    sum_scale_ng = (d_scale_ngk * a_ngk).sum(-1, keepdim=True)
+    sum_offset_ng = d_offset_ngk.sum(-1, keepdim=True)
+    from_group_ng = inv_ng * (sum_scale_ng + (d_offset_ngk * apart_ngk).sum(-1, keepdim=True))
+    from_channel_ng = sum_scale_ng + (d_offset_ngk * z_ngk).sum(-1, keepdim=True)
+    d_group_weight = torch.lerp(from_channel_ng, from_group_ng, alpha).sum(0)
+    d_group_bias = sum_offset_ng.sum(0)
 
-    # 1/S, and through it the group variance
-    d_inv_ng = alpha * gamma_g * (d_mix_ng + (d_offset_ngk * apart_ngk).sum(-1))
-    d_var_ng = -0.5 * inv_ng.pow(3) * d_inv_ng
-    pull_nc = (2 / size * d_var_ng).unsqueeze(-1).expand_as(apart_ngk).flatten(1)
+    # 1/S, and through it the group variance: pull = 2/k · dL/dvar
+    steep_ng = alpha * gamma_g * inv_ng
+    pull_ng = steep_ng * inv_ng * from_group_ng / -size
+    # z: directly, and through its distance to the group mean; the second part is all the data's mean feels
+    through_mean_ngk = torch.addcmul(steep_ng * sum_offset_ng / -size, pull_ng, apart_ngk)
+    d_z_ngk = torch.addcmul(through_mean_ngk, gain_ng, d_offset_ngk)
+    d_bias = d_z_ngk.sum(0)
 
-    # z: directly where the blend keeps it, and through its distance to the group mean
-    d_apart_ngk = alpha * (gamma_g * inv_ng).unsqueeze(-1) * d_offset_ngk
-    d_z_nc = (
-        (1 - alpha) * gamma_g.unsqueeze(-1) * d_offset_ngk + d_apart_ngk - d_apart_ngk.mean(-1, keepdim=True)
-    ).flatten(1) + pull_nc * apart_ngk.flatten(1)
-    d_a_nc = (
-        sum_gx_nc * (gamma_g * mix_ng).unsqueeze(-1).expand_as(apart_ngk).flatten(1)
-        + pull_nc * a_nc * data.var
-        + d_z_nc * (data.mean - estimates.mean)
-    )
-    d_weight, d_bias = (d_a_nc * rstd_nc).sum(0), d_z_nc.sum(0)
+    d_a_ngk = torch.addcmul(torch.addcmul(gain_ng * d_scale_ngk, d_z_ngk, distance_ngk), pull_ng, av_ngk)
+    d_weight = (d_a_ngk * rstd_ngk).sum(0)
 
-    # the data's moments; in "batch" mode the statistics are moments of the data too
-    d_mean_nc = d_z_nc * a_nc - scale_nc * sum_g_nc
-    d_var_nc = 0.5 * pull_nc * a_nc.square()
+    shift_ngk = through_mean_ngk * a_ngk
+    curve_ngk = pull_ng * a_ngk.square()
     if from_batch:
-        samples = data.mean.shape[0]
-        d_stat_mean_c = -(d_z_nc * a_nc).sum(0)
-        d_stat_var_c = (-0.5 * d_a_nc * affine.weight * rstd_nc.pow(3)).sum(0)
-        d_mean_nc = d_mean_nc + (d_stat_mean_c + 2 * d_stat_var_c * (data.mean - estimates.mean)) / samples
-        d_var_nc = d_var_nc + d_stat_var_c / samples
+        # The statistics are moments of the data too: dL/dμ̂ = −a·dL/dβ^b, dL/dσ̂² = −γ^b·rstd²/2 · dL/dγ^b.
+        d_stat_var = d_weight * a_ngk[0] * rstd_ngk[0] / -samples
+        shift_ngk = shift_ngk + torch.addcmul(d_bias * a_ngk[0] / -samples, d_stat_var, distance_ngk)
+        curve_ngk = curve_ngk + d_stat_var
     return _Gradients(
-        scale_nc, 2 / elements * d_var_nc, d_mean_nc / elements, d_weight, d_bias, d_group_weight, d_group_bias
+        (gain_ng * a_ngk).flatten(1),
+        curve_ngk.flatten(1) / elements,
+        shift_ngk.flatten(1) / elements,
+        d_weight.flatten(),
+        d_bias.flatten(),
+        d_group_weight.flatten(),
+        d_group_bias.flatten(),
     )
 
 
@@ -156,10 +148,10 @@ class _OnePass(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight, bias, group_weight, group_bias, blend, mean_nc, var_nc, stat_mean, stat_var)
         ctx.groups, ctx.eps, ctx.from_batch, ctx.relu = groups, eps, from_batch, relu
-        affine = _widen(weight, bias, group_weight, group_bias, blend, dtype=mean_nc.dtype)
+        affine = _widen(weight, bias, group_weight, group_bias, blend, dtype=mean_nc.dtype, groups=groups)
         terms = _terms(Moments(mean_nc, var_nc), Moments(stat_mean, stat_var), affine, groups=groups, eps=eps)
         pivot_nc = mean_nc.to(compute_dtype(x.dtype))
-        scale_nc, offset_nc = _about_pivot(*_coefficients(terms, affine, groups), mean_nc, pivot_nc)
+        scale_nc, offset_nc = _coefficients(terms, affine, mean_nc - pivot_nc, pivot_nc.dtype)
         if can_block(x):
             return transform(x, pivot_nc, scale_nc, offset_nc, relu=relu)
         # While tracing, torch 2.11 loses the gradient of an output made by an in-place operation or by a cast that
@@ -178,27 +170,22 @@ class _OnePass(torch.autograd.Function):
             data = bounded(moments(x), x.dtype)
             if ctx.from_batch:
                 estimates = batch_statistics(data)
-        affine = _widen(weight, bias, group_weight, group_bias, blend, dtype=mean_nc.dtype)
+        affine = _widen(weight, bias, group_weight, group_bias, blend, dtype=mean_nc.dtype, groups=ctx.groups)
+        terms = _terms(data, estimates, affine, groups=ctx.groups, eps=ctx.eps)
         pivot_nc = mean_nc.to(compute_dtype(x.dtype))
         residue_nc = data.mean - pivot_nc
-        terms = _terms(data, estimates, affine, groups=ctx.groups, eps=ctx.eps)
-        gate = None
-        if ctx.relu:
-            gate = _about_pivot(*_coefficients(terms, affine, ctx.groups), data.mean, pivot_nc)
+        gate = _coefficients(terms, affine, residue_nc, pivot_nc.dtype) if ctx.relu else None
         blocked = can_block(x)
         g, sum_g_nc, sum_gt_nc = (reduce if blocked else _reduce)(grads[0], x, pivot_nc, gate)
         grad = _gradients(
             sum_g_nc,
-            sum_gt_nc - residue_nc * sum_g_nc,
+            torch.addcmul(sum_gt_nc, residue_nc, sum_g_nc, value=-1),
             terms,
-            data,
-            estimates,
             affine,
-            groups=ctx.groups,
             elements=as_ncs(x).shape[-1],
             from_batch=ctx.from_batch,
         )
-        shift_nc = grad.shift_nc - grad.curve_nc * residue_nc
+        shift_nc = torch.addcmul(grad.shift_nc, grad.curve_nc, residue_nc, value=-1)
         coefficients = (v.to(pivot_nc.dtype) for v in (grad.slope_nc, grad.curve_nc, shift_nc))
         dx = (combine if blocked else _combine)(g, x, pivot_nc, *coefficients, overwrite=g is not grads[0])
         return (
@@ -211,13 +198,8 @@ class _OnePass(torch.autograd.Function):
         )
 
 
-def _widen(*tensors: Tensor, dtype: torch.dtype) -> _Affine:
-    return _Affine(*(t.to(dtype) for t in tensors))
-
-
-def _about_pivot(scale_nc: Tensor, offset_nc: Tensor, mean_nc: Tensor, pivot_nc: Tensor) -> tuple[Tensor, Tensor]:
-    """A and B of y = A·(x − c) + B in the dtype of the pass, c being the mean rounded to it."""
-    return scale_nc.to(pivot_nc.dtype), (offset_nc - scale_nc * (mean_nc - pivot_nc)).to(pivot_nc.dtype)
+def _widen(*tensors: Tensor, dtype: torch.dtype, groups: int) -> _Affine:
+    return _Affine(*(t.to(dtype).reshape((groups, -1) if t.ndim else ()) for t in tensors))
 
 
 def _reduce(
