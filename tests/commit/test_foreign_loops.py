@@ -175,6 +175,7 @@ def test_lightning_commits_once_per_accumulated_step(model, tmp_path):
     assert_same_state(model.state_dict(), expected.state_dict(), tol=tolerance("one_step", torch.float32))
 
 
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="FSDP2 of torch 2.6 needs a GPU's streams")
 def test_fsdp2_commits_over_its_shards():
     model = SmallResNet(weight=mn.WS()).double()
     expected = copy.deepcopy(model)
