@@ -1,0 +1,104 @@
+"""The flow by a run on example inputs: what tensors went from call to call."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from micronorm.flow.graph import Node
+
+
+def record(
+    model: nn.Module, is_leaf: Callable[[nn.Module], bool], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Node]:
+    """Run the model in eval mode without gradients and write down its calls. Flags and random state are put back."""
+    recorder = _Recorder()
+    with _undisturbed(model), ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if is_leaf(module) or (
+                type(module).__module__.startswith("torch.nn") and next(module.children(), None) is None
+            ):
+                before, after = recorder.around(name)
+                hooks.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+                hooks.callback(module.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
+        with recorder:
+            model(*args, **kwargs)
+    return recorder.nodes
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    training = {module: module.training for module in model.modules()}
+    with torch.no_grad(), torch.random.fork_rng():
+        try:
+            model.eval()
+            yield
+        finally:
+            for module, flag in training.items():
+                module.training = flag
+
+
+class _Recorder(TorchFunctionMode):
+    """Maps each living tensor to the call that made it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nodes: list[Node] = []
+        self._made_by = WeakTensorKeyDictionary()
+        self._depth = 0  # of leaf modules being run: what happens inside them is theirs
+
+    def around(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
+        """The hooks that make one call of a leaf module."""
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._depth += 1
+
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            self._depth -= 1
+            if self._depth == 0:
+                self._add(Node(name, module, self._sources((args, kwargs))), output)
+
+        return before, after
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        name = getattr(func, "__name__", str(func))
+        if self._depth == 0 and (
+            name == "__setitem__" or any(isinstance(leaf, Tensor) for leaf in tree_leaves(output))
+        ):
+            as_node = tree_map(lambda leaf: self._source(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+            node = Node(name, None, self._sources((args, kwargs)), *as_node)
+            self._add(node, args[0] if name == "__setitem__" else output)
+        return output
+
+    def _add(self, node: Node, output: Any) -> None:
+        tensors = _tensors(output)
+        if tensors:
+            node.shape = tuple(tensors[0].shape)
+        self.nodes.append(node)
+        for tensor in tensors:
+            self._made_by[tensor] = node
+
+    def _sources(self, values: Any) -> tuple[Node, ...]:
+        tensors = (
+            leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)
+        )
+        return tuple(dict.fromkeys(map(self._source, tensors)))
+
+    def _source(self, tensor: Tensor) -> Node:
+        node = self._made_by.get(tensor)
+        if node is None:
+            node = Node("input", shape=tuple(tensor.shape))
+            self.nodes.append(node)
+            self._made_by[tensor] = node
+        return node
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]

@@ -1,0 +1,119 @@
+"""What the calls of a flow do to a signal: let its scale pass, or reduce a map to one element per channel."""
+
+from typing import Any
+
+from torch import nn
+
+from micronorm.flow.graph import Node
+
+# Multiplied input, multiplied output: a scale given to the input is still there for a norm further on. An underscore
+# at the end of a name (in-place) and the underscores of operators are stripped before looking it up.
+_PASSING_WORDS = """
+    add iadd radd sub isub rsub mul imul rmul div truediv itruediv neg sum mean max amax maximum stack cat concat
+    concatenate chunk split tensor_split unbind getitem setitem narrow select view view_as reshape reshape_as flatten
+    unflatten permute transpose movedim moveaxis swapaxes contiguous squeeze unsqueeze expand expand_as repeat
+    repeat_interleave to float half bfloat16 double type type_as clone detach roll flip pad relu leaky_relu dropout
+    dropout2d dropout3d drop_path stochastic_depth max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d
+    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool2d interpolate pixel_shuffle
+    pixel_unshuffle channel_shuffle boolean_dispatch
+"""
+_PASSING_FUNCTIONS = frozenset(_PASSING_WORDS.split())
+_PASSING_MODULES = (
+    nn.Identity,
+    nn.ReLU,
+    nn.LeakyReLU,
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.MaxPool1d,
+    nn.MaxPool2d,
+    nn.MaxPool3d,
+    nn.AvgPool1d,
+    nn.AvgPool2d,
+    nn.AvgPool3d,
+    nn.AdaptiveAvgPool1d,
+    nn.AdaptiveAvgPool2d,
+    nn.AdaptiveAvgPool3d,
+    nn.AdaptiveMaxPool2d,
+    nn.ZeroPad1d,
+    nn.ZeroPad2d,
+    nn.ZeroPad3d,
+    nn.ReflectionPad1d,
+    nn.ReflectionPad2d,
+    nn.ReplicationPad2d,
+    nn.Upsample,
+    nn.PixelShuffle,
+    nn.PixelUnshuffle,
+    nn.ChannelShuffle,
+    nn.Flatten,
+    nn.Unflatten,
+)
+_PASSING_TYPES = frozenset({"DropPath", "StochasticDepth", "Permute"})  # of timm and torchvision, which may be absent
+
+_GLOBAL_POOLS = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool2d)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_REARRANGING = frozenset({"permute", "transpose", "movedim", "moveaxis", "swapaxes"})
+_GROWING = frozenset({"interpolate", "upsample", "expand", "expand_as", "repeat", "pad", "roll", "pixel_shuffle"})
+
+
+def function_name(name: str) -> str:
+    """`relu_` and `__iadd__` as `relu` and `iadd`."""
+    return name.strip("_")
+
+
+def passes_scale(node: Node) -> bool:
+    """Whether a factor on the input is a factor on the output, so that a norm behind the call still removes it."""
+    if node.module is not None:
+        return isinstance(node.module, _PASSING_MODULES) or type(node.module).__name__ in _PASSING_TYPES
+    return function_name(node.name) in _PASSING_FUNCTIONS
+
+
+def one_element_per_channel(node: Node, *, flat: bool) -> bool:
+    """Whether the output of a call holds one number per sample and channel, judged by the calls that made it.
+
+    True behind a global pooling, until something spreads the map again; with `flat` (the norm takes N×C) also behind a
+    linear layer. Where the model was run, its shape decides.
+    """
+    if node.shape is not None:
+        return len(node.shape) == 2 or (len(node.shape) > 2 and all(size == 1 for size in node.shape[2:]))
+    return _by_history(node, flat, {})
+
+
+def _by_history(node: Node, flat: bool, known: dict[Node, bool]) -> bool:
+    if node not in known:
+        known[node] = False  # for cycles, of which a flow has none
+        known[node] = _is_global_pool(node) or _keeps_one(node, flat, known)
+    return known[node]
+
+
+def _keeps_one(node: Node, flat: bool, known: dict[Node, bool]) -> bool:
+    if isinstance(node.module, nn.Linear):
+        return flat
+    if isinstance(node.module, _CONVOLUTIONS) and any(size != 1 for size in node.module.kernel_size):
+        return False
+    if node.module is None and function_name(node.name) in _REARRANGING | _GROWING:
+        return False
+    if isinstance(node.module, nn.Upsample | nn.PixelShuffle | nn.ConvTranspose2d):
+        return False
+    return bool(node.inputs) and all(_by_history(source, flat, known) for source in node.inputs)
+
+
+def _is_global_pool(node: Node) -> bool:
+    if isinstance(node.module, _GLOBAL_POOLS):
+        return _is_one(node.module.output_size)
+    name = function_name(node.name)
+    if node.module is not None:
+        return False
+    if name.startswith("adaptive_"):
+        size = node.kwargs.get("output_size", node.args[1] if len(node.args) > 1 else None)
+        return _is_one(size)
+    if name in ("mean", "amax", "sum"):
+        dims = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
+        return isinstance(dims, list | tuple) and set(dims) in ({2, 3}, {-1, -2}, {2, 3, 4}, {-1, -2, -3})
+    return False
+
+
+def _is_one(size: Any) -> bool:
+    sizes = size if isinstance(size, list | tuple) else (size,)
+    return all(s == 1 for s in sizes)
