@@ -6,6 +6,7 @@ from micronorm.nn.bcn import BCN, BatchChannelNorm
 from micronorm.nn.evonorm import EvoNorm, EvoNormS0
 from micronorm.nn.frn import FRN, FilterResponseNorm
 from micronorm.nn.group import GN, IN, LN
+from micronorm.nn.norm_act import BatchChannelNormAct, ChannelsLast, NormAct, norm_act_layer
 from micronorm.nn.spec import NormSpec, WeightSpec
 from micronorm.nn.switchable import SN, SwitchableNorm
 from micronorm.nn.weight import (
@@ -14,6 +15,7 @@ from micronorm.nn.weight import (
     WS,
     CWNConv1d,
     CWNConv2d,
+    CWNConv2dSame,
     CWNConv3d,
     CWNConvTranspose1d,
     CWNConvTranspose2d,
@@ -21,6 +23,7 @@ from micronorm.nn.weight import (
     CWNLinear,
     WNConv1d,
     WNConv2d,
+    WNConv2dSame,
     WNConv3d,
     WNConvTranspose1d,
     WNConvTranspose2d,
@@ -28,6 +31,7 @@ from micronorm.nn.weight import (
     WNLinear,
     WSConv1d,
     WSConv2d,
+    WSConv2dSame,
     WSConv3d,
     WSConvTranspose1d,
     WSConvTranspose2d,
@@ -43,9 +47,12 @@ SPECS: dict[str, type[NormSpec] | type[WeightSpec]] = {
 __all__ = [
     "SPECS",
     "BatchChannelNorm",
+    "BatchChannelNormAct",
     "BatchRenorm",
+    "ChannelsLast",
     "CWNConv1d",
     "CWNConv2d",
+    "CWNConv2dSame",
     "CWNConv3d",
     "CWNConvTranspose1d",
     "CWNConvTranspose2d",
@@ -54,10 +61,12 @@ __all__ = [
     "EvoNorm",
     "FilterResponseNorm",
     "GhostBatchNorm",
+    "NormAct",
     "NormSpec",
     "SwitchableNorm",
     "WNConv1d",
     "WNConv2d",
+    "WNConv2dSame",
     "WNConv3d",
     "WNConvTranspose1d",
     "WNConvTranspose2d",
@@ -65,10 +74,12 @@ __all__ = [
     "WNLinear",
     "WSConv1d",
     "WSConv2d",
+    "WSConv2dSame",
     "WSConv3d",
     "WSConvTranspose1d",
     "WSConvTranspose2d",
     "WSConvTranspose3d",
     "WSLinear",
     "WeightSpec",
+    "norm_act_layer",
 ]

@@ -79,7 +79,7 @@ class BatchChannelNorm(WideBuffers):
         super().__init__()
         self.num_channels = num_channels
         self.num_groups = choose_groups(num_channels) if num_groups is None else num_groups
-        self.statistics = statistics
+        self.statistics: Statistics = statistics
         self.rate = rate
         self.micro_batch = micro_batch
         self.eps = eps
@@ -217,6 +217,9 @@ class BatchChannelNorm(WideBuffers):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x; see the class."""
+        return self._normalize(x, relu=self.activation == "relu")
+
+    def _normalize(self, x: Tensor, *, relu: bool) -> Tensor:
         check_input(x, self.num_channels, "BatchChannelNorm")
         if x.numel() == 0:
             return self._empty(x)
@@ -227,7 +230,6 @@ class BatchChannelNorm(WideBuffers):
             estimates = self._estimates(seen, elements=x.numel() // (x.shape[0] * self.num_channels))
         affine = (self.weight, self.bias, self.group_weight, self.group_bias)
         options: dict[str, Any] = {"groups": self.num_groups, "eps": self.eps, "blend": self.blend}
-        relu = self.activation == "relu"
         if self.backend == "reference":
             y = batch_channel_norm_reference(x, estimates, *affine, **options)
             return y.relu() if relu else y

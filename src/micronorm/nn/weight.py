@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from micronorm.nn.inputs import check_eps
 from micronorm.nn.spec import WeightSpec
+from micronorm.ops.moments import compute_dtype
 from micronorm.ops.weight import (
     centered_weight_normalize,
     check_fan_in,
+    row_statistics,
     weight_normalize,
     weight_standardize,
 )
@@ -45,6 +47,24 @@ class _Layer:
 class _Conv(_Layer):
     def forward(self, input: Tensor) -> Tensor:
         return self._conv_forward(input, self.effective_weight(), self.bias)  # type: ignore[attr-defined]
+
+
+class _SameConv(_Layer):
+    """TensorFlow's SAME padding, computed from the size of each input: the convolutions of timm's `tf_` models."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        layer: Any = self
+        pads = []
+        for size, kernel, stride, dilation in zip(
+            reversed(input.shape[-2:]),
+            reversed(layer.kernel_size),
+            reversed(layer.stride),
+            reversed(layer.dilation),
+            strict=True,
+        ):
+            missing = max((-(-size // stride) - 1) * stride + (kernel - 1) * dilation + 1 - size, 0)
+            pads += [missing // 2, missing - missing // 2]
+        return layer._conv_forward(F.pad(input, pads), self.effective_weight(), self.bias)
 
 
 class _Linear(_Layer):
@@ -88,21 +108,62 @@ class _ConvTranspose(_Layer):
 
 
 class _WS(_Layer):
-    """Weight Standardization over the fan-in of each output channel."""
+    """Weight Standardization over the fan-in of each output channel.
+
+    `absorb()` keeps the present mean and scale of every row in the buffers `absorbed_mean` and `absorbed_scale`; the
+    effective weight is from then on scale·Ŵ + mean, which starts as the weight itself.
+    """
+
+    absorbed_mean: Tensor | None
+    absorbed_scale: Tensor | None
 
     def __init__(self, *args: Any, center: bool = True, scale: bool = True, eps: float = 1e-5, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._standardize(center=center, scale=scale, eps=eps)
+
+    def _standardize(self, *, center: bool, scale: bool, eps: float) -> None:
         check_fan_in(self.rows(self.weight)[0].numel())
         check_eps(eps)
         self.center, self.scale, self.eps = center, scale, eps
+        layer: Any = self
+        layer.register_buffer("absorbed_mean", None)
+        layer.register_buffer("absorbed_scale", None)
 
     def effective_weight(self) -> Tensor:
+        options: dict[str, Any] = {"center": self.center, "scale": self.scale, "eps": self.eps}
+        rows = self.rows(self.weight)
+        if self.absorbed_mean is None or self.absorbed_scale is None:
+            return self.from_rows(weight_standardize(rows, **options))
+        wide = rows.to(compute_dtype(rows.dtype))  # rounded once, after the scale
+        shape = (-1,) + (1,) * (rows.ndim - 1)
+        mean, scale = (b.to(wide.dtype).reshape(shape) for b in (self.absorbed_mean, self.absorbed_scale))
+        return self.from_rows(torch.addcmul(mean, weight_standardize(wide, **options), scale).to(rows.dtype))
+
+    def absorb(self) -> None:
+        """Keep the mean and scale that standardization takes away, so that the layer goes on computing what it does.
+
+        Example:
+            >>> conv = WSConv2d(3, 8, 3)
+            >>> conv.absorb()
+            >>> torch.allclose(conv.effective_weight(), conv.weight, atol=1e-6)
+            True
+        """
         options = {"center": self.center, "scale": self.scale, "eps": self.eps}
-        return self.from_rows(weight_standardize(self.rows(self.weight), **options))  # type: ignore[arg-type]
+        with torch.no_grad():
+            mean, scale = row_statistics(self.rows(self.weight), **options)  # type: ignore[arg-type]
+        self.absorbed_mean, self.absorbed_scale = mean, scale
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        for name in ("absorbed_mean", "absorbed_scale"):
+            saved = state_dict.get(prefix + name)
+            if saved is not None and getattr(self, name) is None:  # the state of a layer that had absorbed
+                setattr(self, name, torch.empty_like(saved, device=self.weight.device))
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # type: ignore[misc]
 
     def extra_repr(self) -> str:
         switches = "".join(f", {name}=False" for name in ("center", "scale") if not getattr(self, name))
-        return f"{super().extra_repr()}{switches}, eps={self.eps}"  # type: ignore[misc]
+        absorbed = "" if self.absorbed_mean is None else ", absorbed"
+        return f"{super().extra_repr()}{switches}, eps={self.eps}{absorbed}"  # type: ignore[misc]
 
 
 class _WithLength(_Layer):
@@ -112,9 +173,11 @@ class _WithLength(_Layer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        rows = self.rows(self.weight)
-        check_fan_in(rows[0].numel())
-        self.length = nn.Parameter(self._natural_length(self.weight))
+        self._standardize()
+
+    def _standardize(self) -> None:
+        check_fan_in(self.rows(self.weight)[0].numel())
+        self.length = nn.Parameter(self._natural_length(self.weight), requires_grad=self.weight.requires_grad)
 
     def reset_length(self) -> None:
         """Set g so that the effective weight has the length of the raw (for CWN: centred) one."""
@@ -174,6 +237,10 @@ class WSConv2d(_WS, _Conv, nn.Conv2d):
     """
 
 
+class WSConv2dSame(_WS, _SameConv, nn.Conv2d):
+    """timm's Conv2dSame (TensorFlow's SAME padding), its weight standardized over the fan-in of each output channel."""
+
+
 class WSConv3d(_WS, _Conv, nn.Conv3d):
     """torch.nn.Conv3d, its weight standardized over the fan-in of each output channel."""
 
@@ -202,6 +269,10 @@ class WNConv2d(_WN, _Conv, nn.Conv2d):
     """torch.nn.Conv2d, its weight normalized to a learnable length."""
 
 
+class WNConv2dSame(_WN, _SameConv, nn.Conv2d):
+    """timm's Conv2dSame (TensorFlow's SAME padding), its weight normalized to a learnable length."""
+
+
 class WNConv3d(_WN, _Conv, nn.Conv3d):
     """torch.nn.Conv3d, its weight normalized to a learnable length."""
 
@@ -228,6 +299,10 @@ class CWNConv1d(_CWN, _Conv, nn.Conv1d):
 
 class CWNConv2d(_CWN, _Conv, nn.Conv2d):
     """torch.nn.Conv2d, its weight centred and normalized to a learnable length."""
+
+
+class CWNConv2dSame(_CWN, _SameConv, nn.Conv2d):
+    """timm's Conv2dSame (TensorFlow's SAME padding), its weight centred and normalized to a learnable length."""
 
 
 class CWNConv3d(_CWN, _Conv, nn.Conv3d):
@@ -262,32 +337,45 @@ _PLAIN = (
     nn.Linear,
 )
 
+# Convolutions of timm with a forward of their own that ours can stand for.
+_SAME_PADDED = ("timm.layers.conv2d_same.Conv2dSame", "timm.layers.std_conv.StdConv2dSame")
+_STANDARDIZED = ("timm.layers.std_conv.StdConv2d", "timm.layers.std_conv.StdConv2dSame")
+
+
+def counterpart_kind(layer: nn.Module) -> str | None:
+    """The name that follows WS, WN or CWN in the class standing for `layer`; None where there is none.
+
+    Subclasses count where they leave the computation alone, and so do the convolutions of timm listed above.
+    """
+    name = f"{type(layer).__module__}.{type(layer).__qualname__}"
+    if name in _SAME_PADDED:
+        return "Conv2dSame" if getattr(layer, "same_pad", True) else "Conv2d"
+    if name in _STANDARDIZED:
+        return "Conv2d"
+    for kind in _PLAIN:
+        methods = [m for m in ("forward", "_conv_forward") if hasattr(kind, m)]
+        if isinstance(layer, kind) and all(getattr(type(layer), m) is getattr(kind, m) for m in methods):
+            return kind.__name__
+    return None
+
+
+def is_standardized_by_timm(layer: nn.Module) -> bool:
+    """Whether `layer` is a standardized convolution of timm's: our WS at its eps is the same function."""
+    return f"{type(layer).__module__}.{type(layer).__qualname__}" in _STANDARDIZED
+
 
 def _counterpart(layer: nn.Module, prefix: str, **options: Any) -> Any:
-    """The layer of one method that stands for a plain one, around the same parameters."""
-    kind = type(layer)
-    if kind not in _PLAIN:
+    """The layer of one method that stands for a plain one, around the same parameters, hooks and attributes."""
+    kind = counterpart_kind(layer)
+    if kind is None:
         known = ", ".join(k.__name__ for k in _PLAIN)
-        raise TypeError(f"{prefix} has no counterpart for {kind.__name__}; it knows {known}")
-    if isinstance(layer, nn.Linear):
-        shape: dict[str, Any] = {"in_features": layer.in_features, "out_features": layer.out_features}
-    else:
-        names = [
-            "in_channels",
-            "out_channels",
-            "kernel_size",
-            "stride",
-            "padding",
-            "dilation",
-            "groups",
-            "padding_mode",
-        ]
-        names += ["output_padding"] if "Transpose" in kind.__name__ else []
-        shape = {name: getattr(layer, name) for name in names}
-    # On the meta device: no memory and no random numbers are spent on weights that are replaced at once.
-    made = globals()[prefix + kind.__name__](**shape, **options, bias=layer.bias is not None, device="meta")
-    made.weight, made.bias = layer.weight, layer.bias
-    made.train(layer.training)
+        raise TypeError(f"{prefix} has no counterpart for {type(layer).__name__}; it knows {known}")
+    made = object.__new__(globals()[prefix + kind])
+    made.__dict__.update(layer.__dict__)
+    # The two share hooks, so that handles stay valid, but not the tables that registration writes to.
+    for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+        made.__dict__[table] = layer.__dict__[table].copy()
+    made._standardize(**options)
     return made
 
 
@@ -308,14 +396,13 @@ class WS(WeightSpec):
         check_eps(self.eps)
 
     def __call__(self, layer: nn.Module) -> nn.Module:
-        return _counterpart(layer, "WS", center=self.center, scale=self.scale, eps=self.eps)
+        eps: Any = layer.eps if is_standardized_by_timm(layer) and self.center and self.scale else self.eps
+        return _counterpart(layer, "WS", center=self.center, scale=self.scale, eps=eps)
 
 
 class _LengthSpec(WeightSpec):
     def __call__(self, layer: nn.Module) -> nn.Module:
-        made = _counterpart(layer, type(self).__name__)
-        made.length = nn.Parameter(made._natural_length(made.weight))
-        return made
+        return _counterpart(layer, type(self).__name__)
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,15 @@ def weight_standardize(w: Tensor, *, center: bool = True, scale: bool = True, ep
     return _Standardize.apply(w.to(compute_dtype(w.dtype)), center, scale, eps).to(w.dtype)  # type: ignore[union-attr]
 
 
+def row_statistics(w: Tensor, *, center: bool, scale: bool, eps: float) -> tuple[Tensor, Tensor]:
+    """The mean and scale of each row that standardization takes away: W = scale·Ŵ + mean. Both hold O numbers."""
+    wide = w.to(compute_dtype(w.dtype))
+    rows = _row_moments(wide)
+    _, rstd = _standardized(wide, rows, center, scale, eps)
+    mean = rows.mean if center else torch.zeros_like(rows.mean)
+    return mean.flatten().to(wide.dtype), rstd.flatten().reciprocal()
+
+
 def weight_normalize(w: Tensor, length: Tensor) -> Tensor:
     """g·W/‖W‖, row by row; `length` holds g, one number per output channel.
 

@@ -1,0 +1,171 @@
+"""Norms with what follows them: timm keeps norm, dropout and activation in one layer, so ours must fit in its place."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from micronorm.nn.bcn import BatchChannelNorm, Statistics
+from micronorm.nn.spec import NormSpec
+
+Act = type[nn.Module] | Callable[..., nn.Module]
+
+
+class BatchChannelNormAct(BatchChannelNorm):
+    """`BatchChannelNorm`, then dropout, then an activation, with the arguments and state-dict keys of timm's norm-acts.
+
+    y = act(drop(BCN(x))). A plain nn.ReLU without dropout is fused into the normalization.
+
+    Args:
+        num_channels: C.
+        num_groups: as in `BatchChannelNorm`.
+        apply_act: without it the activation is the identity.
+        act_layer: builds the activation.
+        act_kwargs: arguments for `act_layer`.
+        inplace: handed to `act_layer` where it takes it.
+        drop_layer: builds the layer between norm and activation.
+        statistics: as in `BatchChannelNorm`, like all the others.
+
+    Example:
+        >>> layer = BatchChannelNormAct(64, act_layer=nn.SiLU)
+        >>> layer(torch.randn(1, 64, 8, 8)).shape
+        torch.Size([1, 64, 8, 8])
+    """
+
+    def __init__(
+        self,
+        num_channels: int,
+        num_groups: int | None = None,
+        *,
+        apply_act: bool = True,
+        act_layer: Act | None = nn.ReLU,
+        act_kwargs: dict[str, Any] | None = None,
+        inplace: bool = True,
+        drop_layer: Callable[[], nn.Module] | None = None,
+        statistics: Statistics = "step",
+        rate: float | str = "lr",
+        micro_batch: int = 1,
+        eps: float = 1e-5,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            num_channels,
+            num_groups,
+            statistics=statistics,
+            rate=rate,
+            micro_batch=micro_batch,
+            eps=eps,
+            backend=backend,
+            device=device,
+            dtype=dtype,
+        )
+        self.drop = drop_layer() if drop_layer is not None else nn.Identity()
+        self.act = _activation(act_layer, act_kwargs, inplace=inplace) if apply_act else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """act(drop(BCN(x)))."""
+        fused = type(self.act) is nn.ReLU and type(self.drop) is nn.Identity
+        if fused and not (self.act._forward_hooks or self.act._forward_pre_hooks):
+            return self._normalize(x, relu=True)
+        return self.act(self.drop(self._normalize(x, relu=False)))
+
+
+class NormAct(nn.Module):
+    """Any norm, then dropout, then an activation: y = act(drop(norm(x))).
+
+    Example:
+        >>> layer = NormAct(nn.GroupNorm(4, 16), act=nn.SiLU())
+        >>> layer(torch.randn(1, 16, 8, 8)).shape
+        torch.Size([1, 16, 8, 8])
+    """
+
+    def __init__(self, norm: nn.Module, *, drop: nn.Module | None = None, act: nn.Module | None = None) -> None:
+        super().__init__()
+        self.norm = norm
+        self.drop = nn.Identity() if drop is None else drop
+        self.act = nn.Identity() if act is None else act
+
+    def forward(self, x: Tensor) -> Tensor:
+        """act(drop(norm(x)))."""
+        return self.act(self.drop(self.norm(x)))
+
+
+class ChannelsLast(nn.Module):
+    """A norm over axis 1, applied to an input whose channels are the last axis: N×…×C, as layer norms over tokens have.
+
+    Example:
+        >>> ChannelsLast(nn.GroupNorm(4, 16))(torch.randn(1, 49, 16)).shape
+        torch.Size([1, 49, 16])
+    """
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        """norm(x) with the channels moved to axis 1 and back."""
+        return self.norm(x.movedim(-1, 1)).movedim(1, -1)
+
+
+def norm_act_layer(spec: NormSpec, act_layer: Act = nn.ReLU) -> Callable[..., nn.Module]:
+    """A function that builds norm-with-activation layers, for the `norm_layer=` of timm's models that want one.
+
+    timm takes types and functions there, no other callables, and gives a function no activation.
+
+    Example:
+        >>> from micronorm.nn import BCN
+        >>> make = norm_act_layer(BCN(groups=8), act_layer=nn.SiLU)
+        >>> make(64).act
+        SiLU(inplace=True)
+    """
+
+    def make(
+        num_channels: int,
+        *,
+        apply_act: bool = True,
+        act_kwargs: dict[str, Any] | None = None,
+        inplace: bool = True,
+        drop_layer: Callable[[], nn.Module] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> nn.Module:
+        norm = spec(num_channels).to(device=device, dtype=dtype)
+        act = _activation(act_layer, act_kwargs, inplace=inplace) if apply_act else None
+        return with_activation(norm, drop=drop_layer() if drop_layer is not None else None, act=act)
+
+    return make
+
+
+def with_activation(
+    norm: nn.Module, *, drop: nn.Module | None = None, act: nn.Module | None = None
+) -> BatchChannelNormAct | NormAct:
+    """One layer of a fresh norm and what follows it: `BatchChannelNormAct` for BatchChannelNorm, else `NormAct`."""
+    if type(norm) is not BatchChannelNorm:
+        return NormAct(norm, drop=drop, act=act)
+    made = BatchChannelNormAct(
+        norm.num_channels,
+        norm.num_groups,
+        apply_act=False,
+        statistics=norm.statistics,
+        rate=norm.rate,
+        micro_batch=norm.micro_batch,
+        eps=norm.eps,
+        backend=norm.backend,
+        device=norm.weight.device,
+        dtype=norm.weight.dtype,
+    )
+    made.drop = nn.Identity() if drop is None else drop
+    made.act = nn.Identity() if act is None else act
+    return made
+
+
+def _activation(act_layer: Act | None, act_kwargs: dict[str, Any] | None, *, inplace: bool) -> nn.Module:
+    if act_layer is None:
+        return nn.Identity()
+    try:
+        return act_layer(**{"inplace": inplace, **(act_kwargs or {})})
+    except TypeError:  # GELU and its like have no such argument
+        return act_layer(**(act_kwargs or {}))
