@@ -2,6 +2,7 @@
 
 from micronorm import functional, nn
 from micronorm.commit import attach
+from micronorm.convert import calibrate, convert, plan
 from micronorm.nn.batch import BN
 from micronorm.nn.batch_renorm import BRN
 from micronorm.nn.bcn import BCN
@@ -27,6 +28,9 @@ __all__ = [
     "WS",
     "EvoNormS0",
     "attach",
+    "calibrate",
+    "convert",
     "functional",
     "nn",
+    "plan",
 ]

@@ -1,0 +1,138 @@
+"""`mn.calibrate`: the exact statistics of what each norm sees, over as many batches as are given."""
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from micronorm.nn.bcn import BatchChannelNorm
+from micronorm.ops.moments import Moments, moments, pool, wide_dtype
+
+
+def calibrate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+) -> int:
+    """Set the running statistics of every norm that has them to the mean and variance of what it sees on `batches`.
+
+    Counts are merged: the result is that of all the elements together, however they were cut into batches or ranks, and
+    not an average of the batches' variances. The model runs in eval mode, so each layer sees what its predecessors give
+    with the statistics they have now; where those change much, a second call comes closer to the fixed point.
+
+    Args:
+        model: any model with BatchChannelNorm or torch's BatchNorm layers.
+        batches: what the model is called on: a tensor each, or a tuple or list whose first entry is one (a data
+            loader's images and labels).
+        forward: forward(model, batch), for other batches.
+
+    Returns:
+        how many batches there were (on this rank).
+
+    Example:
+        >>> norm = BatchChannelNorm(4, 2)
+        >>> calibrate(norm, [torch.zeros(1, 4, 2, 2), torch.ones(3, 4, 2, 2)])
+        2
+        >>> norm.running_mean, norm.running_var
+        (tensor([0.7500, 0.7500, 0.7500, 0.7500]), tensor([0.1875, 0.1875, 0.1875, 0.1875]))
+    """
+    norms = {
+        module: _Seen(name)
+        for name, module in model.named_modules()
+        if isinstance(module, BatchChannelNorm | nn.modules.batchnorm._BatchNorm) and module.running_mean is not None
+    }
+    if not norms:
+        raise ValueError("no layer with running statistics in the model; there is nothing to calibrate")
+    training = {module: module.training for module in model.modules()}
+    count = 0
+    with torch.no_grad(), ExitStack() as hooks:
+        for module, seen in norms.items():
+            hooks.callback(module.register_forward_pre_hook(seen.look).remove)
+        try:
+            model.eval()
+            for batch in batches:
+                (forward or _call)(model, batch)
+                count += 1
+        finally:
+            for module, flag in training.items():
+                module.training = flag
+    _merge_ranks(list(norms.values()), next(iter(norms)).running_mean.device)  # type: ignore[union-attr]
+    for seen in norms.values():  # all of them before the first is written
+        seen.check()
+    for module, seen in norms.items():
+        seen.write(module)
+    return count
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    return model(batch[0] if isinstance(batch, tuple | list) else batch)
+
+
+class _Seen:
+    """The merged moments of what one layer was given."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.count = 0
+        self.data: Moments | None = None
+
+    def look(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        x: Tensor = args[0].detach()
+        if x.numel() == 0:
+            return
+        elements = x.numel() // x.shape[1]
+        self.merge(pool(moments(x), dim=0), elements)
+
+    def merge(self, new: Moments, count: int) -> None:
+        """The union of two sets of elements: their variances weighted, plus that between their means."""
+        if self.data is None:
+            self.data, self.count = new, count
+            return
+        share = count / (self.count + count)
+        distance = new.mean - self.data.mean
+        mean = self.data.mean + share * distance
+        var = (1 - share) * self.data.var + share * new.var + share * (1 - share) * distance.square()
+        self.data, self.count = Moments(mean, var), self.count + count
+
+    def check(self) -> None:
+        """Refuse statistics that are none."""
+        if self.data is None:
+            raise ValueError(f"{self.name!r} saw no element: the batches never reached it. No statistics were changed")
+        if not all(bool(torch.isfinite(m).all()) for m in self.data):
+            raise ValueError(f"{self.name!r} saw values that are not finite. No statistics were changed")
+
+    def write(self, module: Any) -> None:
+        """Into the layer's running statistics."""
+        assert self.data is not None
+        # BatchNorm keeps the unbiased variance, BCN the biased one
+        unbiased = not isinstance(module, BatchChannelNorm) and self.count > 1
+        module.running_mean.copy_(self.data.mean)
+        module.running_var.copy_(self.data.var * (self.count / (self.count - 1) if unbiased else 1))
+
+
+def _merge_ranks(layers: list[_Seen], device: torch.device) -> None:
+    """Every rank's moments merged, in the order of ranks, so that all write the same."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    channels = [0 if seen.data is None else seen.data.mean.numel() for seen in layers]
+    sizes = torch.tensor(channels, device=device)
+    dist.all_reduce(sizes, dist.ReduceOp.MAX)
+    mine = []
+    for seen, size in zip(layers, sizes.tolist(), strict=True):
+        zero = torch.zeros(size, dtype=wide_dtype(device), device=device)
+        mean, var = (zero, zero) if seen.data is None else seen.data
+        mine.append(torch.cat([zero.new_tensor([float(seen.count)]), mean, var]))
+    flat = torch.cat(mine)
+    gathered = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, flat)
+    for seen in layers:
+        seen.data, seen.count = None, 0
+    for row in gathered:
+        for seen, part in zip(layers, row.split([1 + 2 * size for size in sizes.tolist()]), strict=True):
+            count, mean, var = int(part[0]), *part[1:].chunk(2)
+            if count:
+                seen.merge(Moments(mean, var), count)

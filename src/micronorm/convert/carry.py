@@ -1,0 +1,108 @@
+"""The new normalization layer in place of an old one, with everything the old one had learned."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from micronorm.convert.rules import Norm
+from micronorm.nn.bcn import BatchChannelNorm
+from micronorm.nn.norm_act import ChannelsLast, with_activation
+from micronorm.nn.spec import GroupedSpec, NormSpec
+from micronorm.surgery import adopt_hooks
+
+# Where a norm sees one number per channel, a group of few channels normalizes to nearly a sign; see `fit`.
+_CHANNELS_WHERE_ONE_ELEMENT = 16
+
+
+def fit(spec: NormSpec, norm: Norm, *, one_element: bool) -> tuple[NormSpec, list[str]]:
+    """The spec for one layer, and what is worth saying about the difference."""
+    remarks = []
+    if one_element and isinstance(spec, GroupedSpec):
+        most = min(spec.groups, norm.channels // _CHANNELS_WHERE_ONE_ELEMENT)
+        groups = next((g for g in range(most, 1, -1) if norm.channels % g == 0), 1)
+        spec = replace(spec, groups=groups, min_channels_per_group=1)
+        remarks.append(
+            f"one element per channel: {groups} group{'s' * (groups > 1)} of {norm.channels // groups} channels"
+        )
+    default = type(spec).__dataclass_fields__.get("eps")
+    if default is not None and spec.eps == default.default != norm.eps:  # type: ignore[attr-defined]
+        spec = replace(spec, eps=norm.eps)  # type: ignore[call-arg]
+        remarks.append(f"eps {norm.eps:g} kept")
+    return spec, remarks
+
+
+def zero_initialized(norm: Norm, groups: int) -> Tensor | None:
+    """For a norm that starts a residual branch at a constant: that constant, one number per group; else None.
+
+    As γ^b = 0 its group variance would be 0, and the division by sqrt(ε) multiply its gradient by hundreds.
+    """
+    weight, bias = norm.tensor("weight"), norm.tensor("bias")
+    if weight is None or weight.is_meta or bool(weight.detach().ne(0).any()):
+        return None
+    if bias is None:
+        return weight.new_zeros(groups)
+    by_group = bias.detach().unflatten(0, (groups, -1))
+    return by_group[:, 0].clone() if bool(by_group.eq(by_group[:, :1]).all()) else None
+
+
+def build(spec: NormSpec, norm: Norm, *, trainable: bool, warm_steps: int) -> nn.Module:
+    """The layer `spec` describes, around the parameters, statistics, hooks and flags of `norm`."""
+    reference = next((t for t in (norm.tensor("weight"), norm.tensor("running_var")) if t is not None), None)
+    device = reference.device if reference is not None else torch.get_default_device()
+    with torch.device(device):
+        bare = spec(norm.channels, dims=2 if norm.dims is None else norm.dims)
+    if reference is not None:
+        bare.to(reference.dtype)
+    whole = _with_tail(bare, norm.tail) if norm.tail else bare
+    made = whole if isinstance(whole, BatchChannelNorm) else bare
+    if isinstance(made, BatchChannelNorm):
+        _carry_into_bcn(made, norm)
+        if warm_steps and norm.tensor("running_mean") is not None:
+            made.warm(warm_steps)
+    else:
+        _carry(made, norm, ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"))
+    for parameter in made.parameters():
+        parameter.requires_grad_(trainable)
+    if norm.channels_last:
+        whole = ChannelsLast(whole)
+    whole.train(norm.module.training)
+    adopt_hooks(whole, norm.module)
+    return whole
+
+
+def _with_tail(made: nn.Module, tail: dict[str, nn.Module]) -> nn.Module:
+    act = tail.get("act")
+    if "aa" in tail:
+        act = nn.Sequential(act if act is not None else nn.Identity(), tail["aa"])
+    return with_activation(made, drop=tail.get("drop"), act=act)
+
+
+def _carry_into_bcn(made: BatchChannelNorm, norm: Norm) -> None:
+    _carry(made, norm, ("running_mean", "running_var"))
+    constant = zero_initialized(norm, made.num_groups)
+    if constant is None:
+        _carry(made, norm, ("weight", "bias"))
+        return
+    with torch.no_grad():
+        made.group_weight.zero_()
+        made.group_bias.copy_(constant)
+        for name, value in (("weight", 1), ("bias", 0)):
+            old = norm.tensor(name)
+            if isinstance(old, nn.Parameter):
+                made._parameters[name] = old.fill_(value)  # type: ignore[assignment]
+
+
+def _carry(made: nn.Module, norm: Norm, names: tuple[str, ...]) -> None:
+    """Parameters go over as the objects they are, so that tied ones stay tied; buffers are copied."""
+    layer: Any = made
+    for name in names:
+        old, new = norm.tensor(name), getattr(layer, name, None)
+        if old is None or new is None or old.shape != new.shape:
+            continue
+        if isinstance(old, nn.Parameter) and isinstance(new, nn.Parameter):
+            layer._parameters[name] = old
+        else:
+            with torch.no_grad():
+                new.copy_(old)

@@ -1,0 +1,151 @@
+"""What conversion knows of other people's layers: which normalize, which convolve, and what must be refused."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+Family = Literal["batch", "frozen", "group", "instance", "layer"]
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+# (base class of torch, family, spatial dimensions where the class fixes them)
+_OF_TORCH: tuple[tuple[type[nn.Module], Family, int | None], ...] = (
+    (nn.BatchNorm1d, "batch", None),
+    (nn.BatchNorm2d, "batch", 2),
+    (nn.BatchNorm3d, "batch", 3),
+    (nn.SyncBatchNorm, "batch", None),
+    (nn.GroupNorm, "group", None),
+    (nn.InstanceNorm1d, "instance", 1),
+    (nn.InstanceNorm2d, "instance", 2),
+    (nn.InstanceNorm3d, "instance", 3),
+    (nn.LayerNorm, "layer", None),
+)
+# Layers of timm and torchvision with a forward of their own. Named, not imported: they may not be installed.
+_NAMED: dict[str, Family] = {
+    "timm.layers.norm_act.BatchNormAct2d": "batch",
+    "timm.layers.norm_act.SyncBatchNormAct": "batch",
+    "timm.layers.norm_act.FrozenBatchNormAct2d": "frozen",
+    "timm.layers.norm_act.GroupNormAct": "group",
+    "timm.layers.norm_act.GroupNorm1Act": "group",
+    "timm.layers.norm.GroupNorm": "group",
+    "timm.layers.norm.GroupNorm1": "group",
+    "timm.layers.norm.LayerNorm": "layer",
+    "timm.layers.norm.LayerNorm2d": "layer",
+    "timm.layers.norm_act.LayerNormAct": "layer",
+    "timm.layers.norm_act.LayerNormAct2d": "layer",
+    "torchvision.models.convnext.LayerNorm2d": "layer",
+}
+_CHANNELS_FIRST = ("LayerNorm2d", "LayerNormAct2d")
+_WRAPPERS = {
+    "DistributedDataParallel": "wrap the converted model",
+    "DataParallel": "wrap the converted model, and prefer DistributedDataParallel",
+    "FullyShardedDataParallel": "shard the converted model",
+    "FSDPModule": "call fully_shard on the converted model",
+    "OptimizedModule": "compile the converted model",
+    "ScriptModule": "script the converted model",
+}
+
+
+@dataclass(frozen=True)
+class Norm:
+    """What conversion needs to know of a normalization layer, whoever wrote it.
+
+    `tail` holds what the layer applies after normalizing, by the attribute it is kept in (timm's `drop`, `act`).
+    """
+
+    module: nn.Module
+    family: Family
+    channels: int
+    dims: int | None
+    eps: float
+    tail: dict[str, nn.Module]
+    channels_last: bool = False
+
+    @property
+    def takes_flat(self) -> bool:
+        """Whether the layer may take N×C."""
+        return isinstance(self.module, nn.BatchNorm1d | nn.SyncBatchNorm)
+
+    def tensor(self, name: str) -> Tensor | None:
+        """One of weight, bias, running_mean, running_var, where the layer has it."""
+        return getattr(self.module, name, None)
+
+
+def _qualified(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def read_norm(module: nn.Module) -> Norm | None:
+    """The layer as a `Norm`; None where it is none, or one whose computation is not known."""
+    family, dims = _family(module)
+    if family is None:
+        return None
+    layer: Any = module
+    if family == "layer":
+        if len(layer.normalized_shape) != 1:
+            return None
+        channels = layer.normalized_shape[0]
+    else:
+        sizes = (getattr(layer, name, None) for name in ("num_features", "num_channels"))
+        channels = next((size for size in sizes if size is not None), None)
+        if channels is None:
+            channels = layer.running_var.numel()
+    tail = {
+        name: getattr(layer, name)
+        for name in ("drop", "act", "aa")
+        if isinstance(getattr(layer, name, None), nn.Module)
+    }
+    last = family == "layer" and type(module).__name__ not in _CHANNELS_FIRST
+    return Norm(module, family, channels, dims, float(layer.eps), tail, channels_last=last)
+
+
+def _family(module: nn.Module) -> tuple[Family | None, int | None]:
+    named = _NAMED.get(_qualified(module))
+    if named is not None:
+        return named, 2 if isinstance(module, nn.BatchNorm2d) or named == "frozen" else None
+    if type(module).__name__ == "FrozenBatchNorm2d" and isinstance(getattr(module, "running_var", None), Tensor):
+        return "frozen", 2  # torchvision's and detectron2's
+    for base, family, dims in _OF_TORCH:
+        if isinstance(module, base) and type(module).forward is base.forward:  # type: ignore[comparison-overlap]
+            return family, dims
+    return None, None
+
+
+def looks_like_a_norm(module: nn.Module) -> bool:
+    """Whether the layer descends from a norm of torch, known or not."""
+    return isinstance(module, tuple(base for base, *_ in _OF_TORCH))
+
+
+def refuse_wrappers(model: nn.Module) -> None:
+    """A wrapper holds on to the parameters it was given; conversion comes before it."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a torch.nn.Module is needed, got {type(model).__name__}")
+    for name, module in model.named_modules():
+        for base in type(module).__mro__:
+            if base.__name__ in _WRAPPERS:
+                where = f"{name!r} is" if name else "the model is"
+                raise ValueError(f"{where} wrapped in {base.__name__}: convert first, then {_WRAPPERS[base.__name__]}")
+
+
+def refuse_reparameterized(layers: Iterable[tuple[str, nn.Module]]) -> None:
+    """A parametrized weight is not a parameter but what is computed from one; to replace its layer would lose that."""
+    found = []
+    for name, module in layers:
+        if parametrize.is_parametrized(module):
+            found.append(f"{name!r} ({', '.join(type(p[0]).__name__ for p in module.parametrizations.values())})")  # type: ignore[union-attr, index]
+        elif isinstance(module, CONVOLUTIONS) and module._parameters.get("weight") is None:
+            found.append(
+                f"{name!r} (its weight is computed by a hook, as old weight_norm, spectral_norm and pruning do)"
+            )
+        elif isinstance(module._parameters.get("weight"), torch.nn.parameter.UninitializedParameter):
+            found.append(f"{name!r} (lazy: run one forward first)")
+    if found:
+        raise ValueError(
+            f"these layers carry a parametrization already: {', '.join(found)}. Remove it "
+            "(torch.nn.utils.parametrize.remove_parametrizations, torch.nn.utils.remove_weight_norm, prune.remove) or "
+            "leave them out with filter="
+        )
