@@ -1,0 +1,1 @@
+"""Conversion of networks, and of other people's weights."""
