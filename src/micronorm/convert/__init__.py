@@ -2,6 +2,7 @@
 
 from micronorm.convert.calibrate import calibrate
 from micronorm.convert.decide import convert, plan
+from micronorm.convert.foreign import ForeignReport, load_foreign
 from micronorm.convert.plan import Decision, Plan
 
-__all__ = ["Decision", "Plan", "calibrate", "convert", "plan"]
+__all__ = ["Decision", "ForeignReport", "Plan", "calibrate", "convert", "load_foreign", "plan"]
