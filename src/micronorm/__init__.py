@@ -1,6 +1,7 @@
 """micronorm: train any vision network one image at a time, as accurately as with a large batch."""
 
 from micronorm import functional, nn
+from micronorm.check import check_cuts
 from micronorm.commit import attach
 from micronorm.nn.batch import BN
 from micronorm.nn.batch_renorm import BRN
@@ -27,6 +28,7 @@ __all__ = [
     "WS",
     "EvoNormS0",
     "attach",
+    "check_cuts",
     "functional",
     "nn",
 ]

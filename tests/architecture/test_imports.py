@@ -30,6 +30,7 @@ ALLOWED: Mapping[str, frozenset[str] | None] = {
     "nn": frozenset({"ops"}),
     "commit": frozenset({"ops", "nn"}),
     "surgery": frozenset(),
+    "check": frozenset({"ops", "nn", "commit", "surgery"}),
     "convert": frozenset({"ops", "nn", "surgery", "commit"}),
     "export": frozenset({"ops", "nn", "surgery"}),
     "diagnostics": frozenset({"ops", "nn", "surgery"}),

@@ -23,6 +23,8 @@ PUBLIC = {
         "EvoNormS0",
         # control
         "attach",
+        # the law on a model of your own
+        "check_cuts",
         # modules
         "nn",
         "functional",
