@@ -147,6 +147,21 @@ def test_models_whose_calls_depend_on_the_cut_do_not_crash_the_search():
     assert not mn.check_cuts(Twice(), images(), summed)
 
 
+def test_random_numbers_that_another_seed_does_not_show_are_seen_to_be_drawn():
+    class OnlyWhenCut(nn.Module):
+        def forward(self, x):
+            return x + torch.randn_like(x) if len(x) < 6 else x
+
+    class InTheLoss:
+        def __call__(self, model, part):
+            x, labels = part
+            return summed(model, (x + torch.randn_like(x) if len(x) < 6 else x, labels))
+
+    for model, loss, where in ((Net(OnlyWhenCut()), summed, "middle"), (Net(nn.Identity()), InTheLoss(), "loss")):
+        report = mn.check_cuts(model, images(), loss)
+        assert [(f.where, f.cause) for f in report.findings] == [(where, "randomness")]
+
+
 def test_state_outside_the_model_is_told_from_randomness():
     calls = []
 

@@ -62,7 +62,7 @@ class Diagnosis:
         return finding(call.name, call.type, cause, **{f"raises with {samples} of {self.samples} samples": message})
 
     def _cause(self, fault: Fault, other: Run) -> tuple[Cause, dict[str, object]]:
-        if fault.call.draws:
+        if fault.call.draws or any(call.draws for trace in other.traces for call in trace.calls(fault.call.name)):
             return "randomness", {"random numbers drawn during the call": True}
         if self._agrees_when_fresh(fault, other):
             return "state", {"with a fresh copy for each part": "agrees"}

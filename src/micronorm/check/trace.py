@@ -51,6 +51,10 @@ class Trace:
     open: list[Call] = field(default_factory=list)
     """The calls now running; after an exception, those it came out of."""
 
+    def calls(self, name: str) -> list[Call]:
+        """The calls of one module; of the loss itself by its own name, unless a module has taken that."""
+        return self.by_name.get(name, [self.root] if name == LOSS else [])
+
 
 class Tracer:
     """Hooks on every module of a private copy. Recomputed forwards are not recorded: they repeat what was."""
