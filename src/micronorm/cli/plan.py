@@ -7,17 +7,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from micronorm.cli.specs import norm_spec, weight_spec
-from micronorm.cli.targets import resolve_model
+from micronorm.cli.specs import Groups, Norm, Statistics, Weight, norm_spec, weight_spec
+from micronorm.cli.targets import MISUSE, TargetError, resolve_model
 from micronorm.convert import Plan
 from micronorm.convert import plan as make_plan
 
-Norm = Annotated[str, typer.Option(help="The normalization: bcn, gn, bn, sn, …, or none to leave it.")]
-Groups = Annotated[int | None, typer.Option(help="Channel groups, where they divide the channels.")]
-Weight = Annotated[str, typer.Option(help="The weight: ws, wn, cwn, or none to leave it.")]
-Statistics = Annotated[str | None, typer.Option(help="BCN's estimates: step, sequential or batch.")]
-Absorb = Annotated[bool, typer.Option("--absorb", help="Keep each kernel's old mean and scale.")]
-WarmSteps = Annotated[int, typer.Option(min=0, help="Become BCN over so many steps, starting as the given network.")]
+NOTHING = 1
 
 
 def plan(
@@ -28,12 +23,17 @@ def plan(
     groups: Groups = None,
     weight: Weight = "ws",
     statistics: Statistics = None,
-    absorb: Absorb = False,
-    warm_steps: WarmSteps = 0,
+    absorb: Annotated[bool, typer.Option("--absorb", help="Keep each kernel's old mean and scale.")] = False,
+    warm_steps: Annotated[
+        int, typer.Option(min=0, help="Become BCN over so many steps, starting as the given network.")
+    ] = 0,
     layer_norm: Annotated[bool, typer.Option("--layer-norm", help="Convert layer norms too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
-    """Show what converting a model would do to each convolution and normalization, and why. Nothing is changed."""
+    """Show what converting a model would do to each convolution and normalization, and why. Nothing is changed.
+
+    Exit code 0: there is something to convert. 1: there is nothing. 2: the target or an option is wrong.
+    """
     try:
         made = make_plan(
             resolve_model(target),
@@ -43,9 +43,10 @@ def plan(
             warm_steps=warm_steps,
             layer_norm=layer_norm,
         )
-    except (TypeError, ValueError) as fault:
-        typer.echo(f"{target}: {fault}", err=True)
-        raise typer.Exit(1) from None
+    except (TargetError, TypeError, ValueError) as fault:
+        typer.echo(f"micronorm plan: {fault}", err=True)
+        nothing = isinstance(fault, ValueError) and str(fault).startswith("nothing to convert")
+        raise typer.Exit(NOTHING if nothing else MISUSE) from None
     console = Console(highlight=False)
     if as_json:
         typer.echo(json.dumps({"target": target, **made.to_dict()}, indent=1, ensure_ascii=False))

@@ -1,13 +1,18 @@
 """Specs from the words of a command line: `--norm bcn --groups 32 --weight ws`."""
 
-import difflib
 from dataclasses import fields
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
+from micronorm.cli.targets import TargetError, unknown
 from micronorm.nn import SPECS
 from micronorm.nn.spec import NormSpec, WeightSpec
+
+Norm = Annotated[str, typer.Option(help="The normalization: bcn, gn, bn, sn, …, or none to leave it.")]
+Groups = Annotated[int | None, typer.Option(help="Channel groups, where they divide the channels.")]
+Weight = Annotated[str, typer.Option(help="The weight: ws, wn, cwn, or none to leave it.")]
+Statistics = Annotated[str | None, typer.Option(help="BCN's estimates: step, sequential or batch.")]
 
 
 def norm_spec(name: str, **options: Any) -> NormSpec | None:
@@ -25,20 +30,10 @@ def _spec(name: str, kind: type, options: dict[str, Any]) -> Any:
     if name.lower() == "none":
         return None
     if name.lower() not in known:
-        raise typer.BadParameter(unknown("spec", name.lower(), [*known, "none"]))
+        raise TargetError(unknown(f"no spec {name!r}", name.lower(), [*known, "none"]))
     spec = known[name.lower()]
     given = {key: value for key, value in options.items() if value is not None}
     foreign = sorted(given.keys() - {field.name for field in fields(spec)})
     if foreign:
-        raise typer.BadParameter(f"{name} takes no {', '.join(foreign)}")
-    try:
-        return spec(**given)
-    except (TypeError, ValueError) as fault:
-        raise typer.BadParameter(str(fault)) from fault
-
-
-def unknown(what: str, name: str, known: list[str]) -> str:
-    """A message for a name that is not known, with the ones nearest to it."""
-    near = difflib.get_close_matches(name, known, n=5, cutoff=0.5)
-    hint = f"did you mean {', '.join(near)}?" if near else f"known are {', '.join(known[:20])}"
-    return f"no {what} {name!r}; {hint}"
+        raise TargetError(f"{name} takes no --{', --'.join(foreign)}")
+    return spec(**given)
