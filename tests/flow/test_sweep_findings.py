@@ -1,7 +1,9 @@
 """Flows that the sweep over timm and torchvision found missing or wrong; each law by the smallest model."""
 
 import pytest
+import timm
 import torch
+from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from micronorm.flow import Flow, trace_flow
@@ -13,6 +15,32 @@ def flow_of(model: nn.Module, **options) -> Flow:
         return isinstance(module, nn.Conv2d | nn.BatchNorm2d)
 
     return trace_flow(model, is_leaf, pairs=lambda *_: False, **options)
+
+
+@register_notrace_module
+class Branching(nn.Module):
+    """What timm asks torch.fx not to look into, because its forward depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) if x.numel() else x
+
+
+class WithBlock(nn.Module):
+    """A convolution, a block that torch.fx cannot trace, and a norm; with `size`, for that input size alone."""
+
+    def __init__(self, size: int | None = None) -> None:
+        super().__init__()
+        self.stem, self.block, self.norm, self.size = nn.Conv2d(3, 4, 1), Branching(), nn.BatchNorm2d(4), size
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        if self.size is not None:
+            x = x.view(-1, 4, self.size, self.size)
+        return self.norm(self.block(x))
 
 
 class Chain(nn.Module):
@@ -28,6 +56,33 @@ class Chain(nn.Module):
 
     def between(self, x: Tensor) -> Tensor:
         return x * self.gamma
+
+
+def test_a_block_that_timm_wants_untraced_is_looked_into_where_it_holds_layers():
+    model = WithBlock()
+    flow = flow_of(model)
+    assert flow.method == "execution"
+    [norm] = flow.calls[model.norm]
+    assert flow.sole_source(norm).module is model.block.inner
+
+
+def test_a_block_is_one_call_where_the_model_neither_traces_nor_runs():
+    model = WithBlock(size=17)
+    flow = flow_of(model)
+    assert flow.method == "fx"
+    assert "example_inputs" in flow.detail
+    assert model.block in flow.calls
+    assert model.block.inner not in flow.calls
+    given = flow_of(model, example_inputs=torch.zeros(1, 3, 17, 17))
+    assert model.block.inner in given.calls
+
+
+@pytest.mark.parametrize("name", ["mobilevitv2_050", "tiny_vit_5m_224"])
+def test_every_convolution_of_a_network_with_untraced_blocks_is_in_the_flow(name):
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    flow = flow_of(model)
+    assert {m for m in model.modules() if isinstance(m, nn.Conv2d)} <= flow.calls.keys()
 
 
 @pytest.mark.parametrize("first, pooled", [(nn.AdaptiveAvgPool2d(1), True), (nn.Identity(), False)])

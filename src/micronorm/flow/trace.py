@@ -1,7 +1,8 @@
-"""Three ways to learn a model's flow: symbolic tracing, a run on example inputs, and the order of registration."""
+"""The ways to learn a model's flow: symbolic tracing, a run on example inputs, and the order of registration."""
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -43,6 +44,10 @@ def trace_flow(
             reasons.append(f"not runnable on {label} ({_first_line(fault)})")
         else:
             return Flow(nodes, "execution", f"run on {label}; {reasons[0]}")
+    with suppress(Exception):
+        flow = trace_symbolically(model, is_leaf, opaque=True)
+        flow.detail = f"some blocks as a whole: {'; '.join(reasons)}; pass example_inputs to see into them"
+        return flow
     return Flow(_by_order(model, pairs), "order", "; ".join(reasons) + "; pass example_inputs for the real data flow")
 
 
