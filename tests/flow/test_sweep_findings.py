@@ -85,6 +85,33 @@ def test_every_convolution_of_a_network_with_untraced_blocks_is_in_the_flow(name
     assert {m for m in model.modules() if isinstance(m, nn.Conv2d)} <= flow.calls.keys()
 
 
+class Dropping(Chain):
+    def between(self, x: Tensor) -> Tensor:
+        keep = x.new_empty((x.shape[0], 1, 1, 1)).bernoulli_(0.5)
+        return x * keep + torch.zeros_like(x)
+
+
+class DroppingByValue(Dropping):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.sum() == 0 else x
+
+
+@pytest.mark.parametrize("kind, method", [(Dropping, "fx"), (DroppingByValue, "execution")])
+def test_a_fresh_tensor_of_another_ones_shape_carries_none_of_its_signal(kind, method):
+    model = kind([nn.Conv2d(3, 4, 1)])
+    flow = flow_of(model)
+    assert flow.method == method
+    [convolution] = flow.calls[model.layers[0]]
+    assert [node.name.strip("_") for node in flow.consumers[convolution]] == ["mul"]
+
+
+def test_a_parameter_does_not_spread_what_was_pooled():
+    model = Chain([nn.AdaptiveAvgPool2d(1)])
+    flow = flow_of(model)
+    [source] = flow.calls[model.norm][0].inputs
+    assert one_element_per_channel(source, flat=False)
+
+
 @pytest.mark.parametrize("first, pooled", [(nn.AdaptiveAvgPool2d(1), True), (nn.Identity(), False)])
 def test_a_network_may_be_deeper_than_the_stack(first, pooled):
     model = Chain([first, *(nn.Conv2d(4, 4, 1) for _ in range(1500))])

@@ -51,6 +51,12 @@ _PASSING_MODULES = (
 )
 _PASSING_TYPES = frozenset({"DropPath", "StochasticDepth", "Permute"})  # of timm and torchvision, which may be absent
 
+# Calls that take a tensor's shape, dtype and device, and nothing of what is in it.
+_FRESH_WORDS = """
+    new_empty new_zeros new_ones new_full new_tensor empty_like zeros_like ones_like full_like rand_like randn_like
+"""
+FRESH = frozenset(_FRESH_WORDS.split())
+
 _GLOBAL_POOLS = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool2d)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _REARRANGING = frozenset({"permute", "transpose", "movedim", "moveaxis", "swapaxes"})

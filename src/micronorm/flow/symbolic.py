@@ -7,6 +7,7 @@ import torch.fx
 from torch import nn
 
 from micronorm.flow.graph import Flow, Node
+from micronorm.flow.kinds import FRESH
 
 
 def trace_symbolically(model: nn.Module, is_leaf: Callable[[nn.Module], bool], *, opaque: bool = False) -> Flow:
@@ -20,7 +21,10 @@ def trace_symbolically(model: nn.Module, is_leaf: Callable[[nn.Module], bool], *
     made: dict[torch.fx.Node, Node] = {}
     metadata: set[torch.fx.Node] = set()
     for entry in graph.nodes:
-        inputs = tuple(made[source] for source in entry.all_input_nodes if source not in metadata)
+        # Parameters and sizes are no signal: like a run, the flow is of what is computed from the model's input.
+        inputs = tuple(
+            made[source] for source in entry.all_input_nodes if source not in metadata and source.op != "get_attr"
+        )
         if _is_metadata(entry, metadata):
             metadata.add(entry)
             inputs = ()
@@ -39,7 +43,9 @@ def _is_metadata(entry: torch.fx.Node, known: set[torch.fx.Node]) -> bool:
     """Whether a value is a size or an attribute of a tensor, or computed from such alone: it carries no data."""
     if entry.op == "call_function" and getattr(entry.target, "__name__", "") == "getattr":
         return entry.args[1] in ("shape", "device", "dtype", "ndim", "requires_grad", "is_cuda")
-    if entry.op == "call_method" and entry.target in ("size", "dim", "numel", "stride", "is_contiguous"):
+    if entry.op == "call_method" and entry.target in ("size", "dim", "numel", "stride", "is_contiguous", *FRESH):
+        return True
+    if entry.op == "call_function" and getattr(entry.target, "__name__", "") in FRESH:
         return True
     sources = entry.all_input_nodes
     return entry.op in ("call_function", "call_method") and bool(sources) and all(s in known for s in sources)
