@@ -117,3 +117,26 @@ def test_a_network_may_be_deeper_than_the_stack(first, pooled):
     model = Chain([first, *(nn.Conv2d(4, 4, 1) for _ in range(1500))])
     [source] = flow_of(model).calls[model.norm][0].inputs
     assert one_element_per_channel(source, flat=False) is pooled
+
+
+class Untraceable(nn.Module):
+    def __init__(self, convolution: nn.Module, least: int) -> None:
+        super().__init__()
+        self.convolution, self.least = convolution, least
+
+    def forward(self, x: Tensor) -> Tensor:
+        if min(x.shape[-2:]) < self.least:
+            raise ValueError("too small")
+        return self.convolution(x)
+
+
+def test_a_video_network_may_want_larger_frames():
+    flow = flow_of(Untraceable(nn.Conv3d(3, 4, 3, stride=8), least=200))
+    assert (flow.method, flow.detail.split(";")[0]) == ("execution", "run on a guessed input 1×3×16×224×224")
+
+
+def test_a_guess_has_the_channels_of_the_first_convolution():
+    model = Untraceable(nn.Conv2d(1, 4, 3), least=1)
+    model.pretrained_cfg = {"input_size": (3, 32, 32)}  # type: ignore[assignment]
+    flow = flow_of(model)
+    assert (flow.method, flow.detail.split(";")[0]) == ("execution", "run on a guessed input 1×1×32×32")
