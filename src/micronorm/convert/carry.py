@@ -47,9 +47,12 @@ def zero_initialized(norm: Norm, groups: int) -> Tensor | None:
     return by_group[:, 0].clone() if bool(by_group.eq(by_group[:, :1]).all()) else None
 
 
-def build(spec: NormSpec, norm: Norm, *, trainable: bool, warm_steps: int) -> nn.Module:
-    """The layer `spec` describes, around the parameters, statistics, hooks and flags of `norm`."""
-    reference = next((t for t in (norm.tensor("weight"), norm.tensor("running_var")) if t is not None), None)
+def build(spec: NormSpec, norm: Norm, *, trainable: bool, warm_steps: int, like: Tensor | None = None) -> nn.Module:
+    """The layer `spec` describes, around the parameters, statistics, hooks and flags of `norm`.
+
+    `like` gives device and dtype where the layer has no tensor of its own, as a plain InstanceNorm.
+    """
+    reference = next((t for t in (norm.tensor("weight"), norm.tensor("running_var"), like) if t is not None), None)
     device = reference.device if reference is not None else torch.get_default_device()
     with torch.device(device):
         bare = spec(norm.channels, dims=2 if norm.dims is None else norm.dims)

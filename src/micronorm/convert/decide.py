@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from micronorm.convert.carry import build, fit, zero_initialized
 from micronorm.convert.plan import Decision, Plan
@@ -236,7 +236,7 @@ class _Planner:
             f"{name}({shape})",
             "; ".join(remarks),
             facts.module,
-            partial(build, spec, facts, trainable=trainable, warm_steps=self.warm_steps),
+            partial(build, spec, facts, trainable=trainable, warm_steps=self.warm_steps, like=self._neighbour(sources)),
         )
 
     def _remarks(self, facts: Norm, groups: int | None) -> list[str]:
@@ -260,6 +260,11 @@ class _Planner:
             return weight.requires_grad
         before = [source.module for source in sources if isinstance(source.module, CONVOLUTIONS)]
         return all(module.weight.requires_grad for module in before)
+
+    def _neighbour(self, sources: list[Node]) -> Tensor | None:
+        """A tensor where the layer's input comes from, for layers that have none to tell their device."""
+        before = [source.module.weight for source in sources if isinstance(source.module, CONVOLUTIONS)]
+        return before[0] if before else next(self.model.parameters(), None)
 
     # --- convolutions ------------------------------------------------------------------------------------------------
 
