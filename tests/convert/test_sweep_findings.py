@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import micronorm as mn
 
@@ -18,3 +18,31 @@ def test_a_norm_without_tensors_is_converted_where_its_input_is_computed(device,
 def test_a_norm_without_tensors_and_without_a_convolution_follows_the_model():
     model = nn.Sequential(nn.InstanceNorm2d(3), nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).to(device="meta")
     assert all(parameter.is_meta for parameter in mn.convert(model).parameters())
+
+
+class WithAuxiliary(nn.Module):
+    """A second head that only training reaches, as GoogLeNet has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.main = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+        self.auxiliary = nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 1))
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        x = self.main(x)
+        return (x, self.auxiliary(x)) if self.training else x
+
+
+def test_a_branch_that_eval_mode_does_not_reach_is_paired_by_registration():
+    plan = mn.plan(WithAuxiliary().eval())
+    reasons = {d.name: d.reason for d in plan.decisions}
+    becomes = {d.name: d.becomes for d in plan.decisions}
+    assert plan.pairing == "fx"
+    assert becomes["auxiliary.0"] == "WSConv2d"
+    assert reasons["auxiliary.0"] == "not reached by the data flow, but registered before BatchNorm2d 'auxiliary.1'"
+    assert (becomes["auxiliary.3"], reasons["auxiliary.3"]) == (None, "not reached by the data flow")
+
+
+def test_both_modes_of_a_model_give_the_same_conversion():
+    layers = [[type(m).__name__ for m in mn.convert(WithAuxiliary().train(mode)).modules()] for mode in (True, False)]
+    assert layers[0] == layers[1]

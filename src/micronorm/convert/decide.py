@@ -1,7 +1,7 @@
 """`mn.plan` and `mn.convert`: the decision for every convolution and normalization, from the data flow."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from micronorm.convert.rules import (
 )
 from micronorm.flow import Flow, Node, trace_flow
 from micronorm.flow.kinds import one_element_per_channel, passes_scale
+from micronorm.flow.trace import by_order
 from micronorm.nn.bcn import BCN, BatchChannelNorm
 from micronorm.nn.inputs import check_count
 from micronorm.nn.spec import GroupedSpec, NormSpec, WeightSpec
@@ -283,7 +284,13 @@ class _Planner:
             return decide(None, "fan-in 1: one weight per output channel has nothing to standardize")
         calls = flow.calls.get(module, [])
         if not calls and flow.method != "order":
-            return decide(None, "not reached by the data flow")
+            follower = self._registered_after.get(module)
+            if follower not in met or follower in flow.calls:
+                return decide(None, "not reached by the data flow")
+            label = f"{type(follower).__name__} {self.names[follower][0]!r}"
+            return self._convert_convolution(
+                module, kind, f"not reached by the data flow, but registered before {label}"
+            )
         meets = [
             node for call in calls for node in flow.downstream(call, lambda n: passes_scale(n) and n.module not in met)
         ]
@@ -292,13 +299,23 @@ class _Planner:
             where = " and ".join(dict.fromkeys(node.label for node in meets[:2]))
             where = "it is the model's output" if where in ("", "output") else f"it goes to {where}"
             return decide(None, f"its output meets no converted norm: {where}")
-        reason = f"its output meets {norm.label}"
+        return self._convert_convolution(module, kind, f"its output meets {norm.label}")
+
+    @cached_property
+    def _registered_after(self) -> dict[nn.Module, nn.Module]:
+        """The norm that may belong to a convolution by the order of registration: for branches that no run reaches."""
+        nodes = by_order(self.model, self._could_pair)
+        return {node.inputs[0].module: node.module for node in nodes if node.inputs}  # type: ignore[misc]
+
+    def _convert_convolution(self, module: nn.Module, kind: str, reason: str) -> Decision:
         if is_standardized_by_timm(module):
             reason += "; timm's standardization goes on as ours, eps kept"
         if self.absorb:
             reason += "; mean and scale absorbed"
+        assert self.weight is not None
         make = partial(_reparameterize, self.weight, module, absorb=self.absorb)
-        return decide(f"{type(self.weight).__name__}{kind}", reason, make=make)
+        becomes = f"{type(self.weight).__name__}{kind}"
+        return Decision(self.names[module], "convolution", type(module).__name__, becomes, reason, module, make)
 
     def _refuse_no_change(self, decisions: list[Decision]) -> None:
         if any(decision.make is not None for decision in decisions):
