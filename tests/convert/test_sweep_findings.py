@@ -1,7 +1,9 @@
 """Layers that the sweep over timm and torchvision found left, lost or misplaced; each law by the smallest model."""
 
 import pytest
+import timm
 import torch
+from timm.layers import GroupNorm1, LayerNorm2d
 from torch import Tensor, nn
 
 import micronorm as mn
@@ -46,3 +48,43 @@ def test_a_branch_that_eval_mode_does_not_reach_is_paired_by_registration():
 def test_both_modes_of_a_model_give_the_same_conversion():
     layers = [[type(m).__name__ for m in mn.convert(WithAuxiliary().train(mode)).modules()] for mode in (True, False)]
     assert layers[0] == layers[1]
+
+
+class Renamed(GroupNorm1):
+    """As timm's GroupNorm1NoBias: another constructor, the same computation."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.bias = None
+
+
+class Shifted(GroupNorm1):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 1
+
+
+class RenamedLayerNorm(LayerNorm2d):
+    pass
+
+
+def test_a_subclass_that_leaves_the_computation_alone_is_what_it_descends_from():
+    model = mn.convert(nn.Sequential(nn.Conv2d(3, 8, 1), Renamed(8)))
+    assert [type(layer).__name__ for layer in model] == ["WSConv2d", "BatchChannelNorm"]
+    with pytest.raises(ValueError, match="Shifted computes something of its own"):
+        mn.plan(nn.Sequential(nn.Conv2d(3, 8, 1), Shifted(8)))
+
+
+def test_a_subclass_of_a_channels_first_layer_norm_is_channels_first():
+    model = mn.convert(nn.Sequential(nn.Conv2d(3, 8, 1), RenamedLayerNorm(8)), layer_norm=True)
+    assert isinstance(model[1], mn.nn.BatchChannelNorm)
+    assert model(torch.randn(1, 3, 5, 7)).shape == (1, 8, 5, 7)
+
+
+@pytest.mark.parametrize("name", ["mobileone_s0", "poolformerv2_s12", "mobilevit_xxs"])
+def test_an_architecture_that_was_refused_or_half_converted_is_converted(name):
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    plan = mn.plan(model)
+    reasons = [d.reason for d in plan.decisions if d.becomes is None]
+    assert plan.totals["norms converted"] > 0
+    assert not any("not reached" in reason for reason in reasons)
