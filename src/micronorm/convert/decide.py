@@ -1,11 +1,11 @@
 """`mn.plan` and `mn.convert`: the decision for every convolution and normalization, from the data flow."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from micronorm.convert.carry import build, fit, zero_initialized
 from micronorm.convert.plan import Decision, Plan
@@ -19,6 +19,7 @@ from micronorm.convert.rules import (
 )
 from micronorm.flow import Flow, Node, trace_flow
 from micronorm.flow.kinds import one_element_per_channel, passes_scale
+from micronorm.flow.trace import by_order
 from micronorm.nn.bcn import BCN, BatchChannelNorm
 from micronorm.nn.inputs import check_count
 from micronorm.nn.spec import GroupedSpec, NormSpec, WeightSpec
@@ -154,7 +155,6 @@ class _Planner:
         self.allowed = {
             module: filter is None or bool(filter(module, names[0])) for module, names in self.names.items()
         }
-        self.like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
         self.norms = {module: read for module in self.names if (read := read_norm(module)) is not None}
 
     def plan(self, example_inputs: Any) -> Plan:
@@ -239,7 +239,7 @@ class _Planner:
             f"{name}({shape})",
             "; ".join(remarks),
             facts.module,
-            partial(build, spec, facts, like=self.like, trainable=trainable, warm_steps=self.warm_steps),
+            partial(build, spec, facts, like=self._neighbour(sources), trainable=trainable, warm_steps=self.warm_steps),
         )
 
     def _remarks(self, facts: Norm, groups: int | None) -> list[str]:
@@ -266,6 +266,12 @@ class _Planner:
         before = [source.module for source in sources if isinstance(source.module, CONVOLUTIONS)]
         return all(module.weight.requires_grad for module in before)
 
+    def _neighbour(self, sources: list[Node]) -> Tensor:
+        """A tensor where the layer's input comes from, for layers that have none to tell their device."""
+        before = [source.module.weight for source in sources if isinstance(source.module, CONVOLUTIONS)]
+        floating = (p for p in (*before, *self.model.parameters()) if p.is_floating_point())
+        return next(floating, torch.empty(0))
+
     # --- convolutions ------------------------------------------------------------------------------------------------
 
     def _decide_convolution(self, module: nn.Module, flow: Flow, met: set[nn.Module]) -> Decision:
@@ -283,7 +289,13 @@ class _Planner:
             return decide(None, "fan-in 1: one weight per output channel has nothing to standardize")
         calls = flow.calls.get(module, [])
         if not calls and flow.method != "order":
-            return decide(None, "not reached by the data flow")
+            follower = self._registered_after.get(module)
+            if follower not in met or follower in flow.calls:
+                return decide(None, "not reached by the data flow")
+            label = f"{type(follower).__name__} {self.names[follower][0]!r}"
+            return self._convert_convolution(
+                module, kind, f"not reached by the data flow, but registered before {label}"
+            )
         meets = [
             node for call in calls for node in flow.downstream(call, lambda n: passes_scale(n) and n.module not in met)
         ]
@@ -292,13 +304,23 @@ class _Planner:
             where = " and ".join(dict.fromkeys(node.label for node in meets[:2]))
             where = "it is the model's output" if where in ("", "output") else f"it goes to {where}"
             return decide(None, f"its output meets no converted norm: {where}")
-        reason = f"its output meets {norm.label}"
+        return self._convert_convolution(module, kind, f"its output meets {norm.label}")
+
+    @cached_property
+    def _registered_after(self) -> dict[nn.Module, nn.Module]:
+        """The norm that may belong to a convolution by the order of registration: for branches that no run reaches."""
+        nodes = by_order(self.model, self._is_leaf, self._could_pair)
+        return {node.inputs[0].module: node.module for node in nodes if node.inputs}  # type: ignore[misc]
+
+    def _convert_convolution(self, module: nn.Module, kind: str, reason: str) -> Decision:
         if is_standardized_by_timm(module):
             reason += "; timm's standardization goes on as ours, eps kept"
         if self.absorb:
             reason += "; mean and scale absorbed"
+        assert self.weight is not None
         make = partial(_reparameterize, self.weight, module, absorb=self.absorb)
-        return decide(f"{type(self.weight).__name__}{kind}", reason, make=make)
+        becomes = f"{type(self.weight).__name__}{kind}"
+        return Decision(self.names[module], "convolution", type(module).__name__, becomes, reason, module, make)
 
     def _refuse_no_change(self, decisions: list[Decision]) -> None:
         if any(decision.make is not None for decision in decisions):

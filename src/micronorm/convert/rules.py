@@ -35,11 +35,13 @@ _NAMED: dict[str, Family] = {
     "timm.layers.norm.GroupNorm1": "group",
     "timm.layers.norm.LayerNorm": "layer",
     "timm.layers.norm.LayerNorm2d": "layer",
+    "timm.layers.norm.LayerNormFp32": "layer",
+    "timm.layers.norm.LayerNorm2dFp32": "layer",
     "timm.layers.norm_act.LayerNormAct": "layer",
     "timm.layers.norm_act.LayerNormAct2d": "layer",
     "torchvision.models.convnext.LayerNorm2d": "layer",
 }
-_CHANNELS_FIRST = ("LayerNorm2d", "LayerNormAct2d")
+_CHANNELS_FIRST = ("LayerNorm2d", "LayerNorm2dFp32", "LayerNormAct2d")
 _WRAPPERS = {
     "DistributedDataParallel": "wrap the converted model",
     "DataParallel": "wrap the converted model, and prefer DistributedDataParallel",
@@ -75,8 +77,14 @@ class Norm:
         return getattr(self.module, name, None)
 
 
-def _qualified(module: nn.Module) -> str:
-    return f"{type(module).__module__}.{type(module).__qualname__}"
+def _computed_as(module: nn.Module) -> list[str]:
+    """The classes whose forward the module has: its own, and those it only builds differently (timm's …NoBias)."""
+    own = type(module)
+    return [f"{base.__module__}.{base.__qualname__}" for base in own.__mro__ if _forward(base) is _forward(own)]
+
+
+def _forward(kind: type) -> Any:
+    return getattr(kind, "forward", None)
 
 
 def read_norm(module: nn.Module) -> Norm | None:
@@ -99,12 +107,12 @@ def read_norm(module: nn.Module) -> Norm | None:
         for name in ("drop", "act", "aa")
         if isinstance(getattr(layer, name, None), nn.Module)
     }
-    last = family == "layer" and type(module).__name__ not in _CHANNELS_FIRST
+    last = family == "layer" and not any(name.endswith(_CHANNELS_FIRST) for name in _computed_as(module))
     return Norm(module, family, channels, dims, float(layer.eps), tail, channels_last=last)
 
 
 def _family(module: nn.Module) -> tuple[Family | None, int | None]:
-    named = _NAMED.get(_qualified(module))
+    named: Family | None = next((_NAMED[name] for name in _computed_as(module) if name in _NAMED), None)
     if named is not None:
         return named, 2 if isinstance(module, nn.BatchNorm2d) or named == "frozen" else None
     if type(module).__name__ == "FrozenBatchNorm2d" and isinstance(getattr(module, "running_var", None), Tensor):

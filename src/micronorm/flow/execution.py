@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from micronorm.flow.graph import Node
+from micronorm.flow.kinds import FRESH
 
 
 def record(
@@ -73,7 +74,7 @@ class _Recorder(TorchFunctionMode):
             name == "__setitem__" or any(isinstance(leaf, Tensor) for leaf in tree_leaves(output))
         ):
             as_node = tree_map(lambda leaf: self._source(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
-            node = Node(name, None, self._sources((args, kwargs)), *as_node)
+            node = Node(name, None, () if name in FRESH else self._sources((args, kwargs)), *as_node)
             self._add(node, args[0] if name == "__setitem__" else output)
         return output
 

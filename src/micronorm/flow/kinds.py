@@ -51,6 +51,12 @@ _PASSING_MODULES = (
 )
 _PASSING_TYPES = frozenset({"DropPath", "StochasticDepth", "Permute"})  # of timm and torchvision, which may be absent
 
+# Calls that take a tensor's shape, dtype and device, and nothing of what is in it.
+_FRESH_WORDS = """
+    new_empty new_zeros new_ones new_full new_tensor empty_like zeros_like ones_like full_like rand_like randn_like
+"""
+FRESH = frozenset(_FRESH_WORDS.split())
+
 _GLOBAL_POOLS = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool2d)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _REARRANGING = frozenset({"permute", "transpose", "movedim", "moveaxis", "swapaxes"})
@@ -77,26 +83,27 @@ def one_element_per_channel(node: Node, *, flat: bool) -> bool:
     """
     if node.shape is not None:
         return len(node.shape) == 2 or (len(node.shape) > 2 and all(size == 1 for size in node.shape[2:]))
-    return _by_history(node, flat, {})
+    # Every path back must come to a pooling before anything that spreads, and before the model's input. A loop: the
+    # paths through a deep network are longer than Python's stack.
+    paths, seen = [node], set()
+    while paths:
+        node = paths.pop()
+        if node in seen or _is_global_pool(node) or (flat and isinstance(node.module, nn.Linear)):
+            continue
+        seen.add(node)
+        if not node.inputs or _spreads(node):
+            return False
+        paths.extend(node.inputs)
+    return True
 
 
-def _by_history(node: Node, flat: bool, known: dict[Node, bool]) -> bool:
-    if node not in known:
-        known[node] = False  # for cycles, of which a flow has none
-        known[node] = _is_global_pool(node) or _keeps_one(node, flat, known)
-    return known[node]
-
-
-def _keeps_one(node: Node, flat: bool, known: dict[Node, bool]) -> bool:
-    if isinstance(node.module, nn.Linear):
-        return flat
-    if isinstance(node.module, _CONVOLUTIONS) and any(size != 1 for size in node.module.kernel_size):
-        return False
-    if node.module is None and function_name(node.name) in _REARRANGING | _GROWING:
-        return False
-    if isinstance(node.module, nn.Upsample | nn.PixelShuffle | nn.ConvTranspose2d):
-        return False
-    return bool(node.inputs) and all(_by_history(source, flat, known) for source in node.inputs)
+def _spreads(node: Node) -> bool:
+    """Whether the output of a call may hold several elements per channel where its input holds one."""
+    if node.module is None:
+        return function_name(node.name) in _REARRANGING | _GROWING
+    if isinstance(node.module, _CONVOLUTIONS):
+        return any(size != 1 for size in node.module.kernel_size)
+    return isinstance(node.module, nn.Linear | nn.Upsample | nn.PixelShuffle | nn.ConvTranspose2d)
 
 
 def _is_global_pool(node: Node) -> bool:

@@ -7,16 +7,24 @@ import torch.fx
 from torch import nn
 
 from micronorm.flow.graph import Flow, Node
+from micronorm.flow.kinds import FRESH
 
 
-def trace_symbolically(model: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> Flow:
-    """Trace with torch.fx; raises whatever the model's forward raises on symbolic values."""
-    graph = _Tracer(is_leaf).trace(model)
+def trace_symbolically(model: nn.Module, is_leaf: Callable[[nn.Module], bool], *, opaque: bool = False) -> Flow:
+    """Trace with torch.fx; raises whatever the model's forward raises on symbolic values.
+
+    Modules that timm wants untraced are traced all the same where they hold layers of interest; with `opaque` they are
+    one call each, and what they hold is not in the flow.
+    """
+    graph = _Tracer(is_leaf, opaque).trace(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     made: dict[torch.fx.Node, Node] = {}
     metadata: set[torch.fx.Node] = set()
     for entry in graph.nodes:
-        inputs = tuple(made[source] for source in entry.all_input_nodes if source not in metadata)
+        # Parameters and sizes are no signal: like a run, the flow is of what is computed from the model's input.
+        inputs = tuple(
+            made[source] for source in entry.all_input_nodes if source not in metadata and source.op != "get_attr"
+        )
         if _is_metadata(entry, metadata):
             metadata.add(entry)
             inputs = ()
@@ -35,7 +43,9 @@ def _is_metadata(entry: torch.fx.Node, known: set[torch.fx.Node]) -> bool:
     """Whether a value is a size or an attribute of a tensor, or computed from such alone: it carries no data."""
     if entry.op == "call_function" and getattr(entry.target, "__name__", "") == "getattr":
         return entry.args[1] in ("shape", "device", "dtype", "ndim", "requires_grad", "is_cuda")
-    if entry.op == "call_method" and entry.target in ("size", "dim", "numel", "stride", "is_contiguous"):
+    if entry.op == "call_method" and entry.target in ("size", "dim", "numel", "stride", "is_contiguous", *FRESH):
+        return True
+    if entry.op == "call_function" and getattr(entry.target, "__name__", "") in FRESH:
         return True
     sources = entry.all_input_nodes
     return entry.op in ("call_function", "call_method") and bool(sources) and all(s in known for s in sources)
@@ -44,12 +54,14 @@ def _is_metadata(entry: torch.fx.Node, known: set[torch.fx.Node]) -> bool:
 class _Tracer(torch.fx.Tracer):
     """Layers of torch.nn and whatever `is_leaf` names are one call; timm says what it does not want traced."""
 
-    def __init__(self, is_leaf: Callable[[nn.Module], bool]) -> None:
+    def __init__(self, is_leaf: Callable[[nn.Module], bool], opaque: bool) -> None:
         timm_fx = sys.modules.get("timm.layers._fx")
         functions = timm_fx.get_notrace_functions() if timm_fx is not None else ()
         super().__init__(autowrap_functions=tuple(f for f in functions if callable(f)))
         self._leaf_types = tuple(timm_fx.get_notrace_modules()) if timm_fx is not None else ()
-        self._is_leaf = is_leaf
+        self._is_leaf, self._opaque = is_leaf, opaque
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, self._leaf_types) or self._is_leaf(m) or super().is_leaf_module(m, module_qualified_name)
+        if self._is_leaf(m) or super().is_leaf_module(m, module_qualified_name):
+            return True
+        return isinstance(m, self._leaf_types) and (self._opaque or not any(map(self._is_leaf, m.modules())))

@@ -1,8 +1,8 @@
-"""Three ways to learn a model's flow: symbolic tracing, a run on example inputs, and the order of registration."""
+"""The ways to learn a model's flow: symbolic tracing, a run on example inputs, and the order of registration."""
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -35,20 +35,23 @@ def trace_flow(
             return trace_symbolically(model, is_leaf)
     except Exception as fault:
         reasons.append(f"not traceable by torch.fx ({_first_line(fault)})")
-    candidates = [("the given inputs", example_inputs)] if example_inputs is not None else list(_guesses(model))
+    candidates = [("the given inputs", example_inputs)] if example_inputs is not None else list(guesses(model))
     for label, inputs in candidates:
         try:
             with unchanged(model):
-                nodes = record(model, is_leaf, *_as_call(inputs))
+                nodes = record(model, is_leaf, *as_call(inputs))
         except Exception as fault:
             if example_inputs is not None:
                 raise ValueError(f"the model does not run on example_inputs: {_first_line(fault)}") from fault
             reasons.append(f"not runnable on {label} ({_first_line(fault)})")
         else:
             return Flow(nodes, "execution", f"run on {label}; {reasons[0]}")
-    return Flow(
-        _by_order(model, is_leaf, pairs), "order", "; ".join(reasons) + "; pass example_inputs for the real data flow"
-    )
+    with suppress(Exception), unchanged(model):
+        flow = trace_symbolically(model, is_leaf, opaque=True)
+        flow.detail = f"some blocks as a whole: {'; '.join(reasons)}; pass example_inputs to see into them"
+        return flow
+    detail = "; ".join(reasons) + "; pass example_inputs for the real data flow"
+    return Flow(by_order(model, is_leaf, pairs), "order", detail)
 
 
 @contextmanager
@@ -68,7 +71,8 @@ def _first_line(fault: Exception) -> str:
     return f"{type(fault).__name__}: {text[0][:120]}" if text else type(fault).__name__
 
 
-def _as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments: a tuple is the former, a dictionary the latter, anything else one argument."""
     if isinstance(inputs, tuple):
         return inputs, {}
     if isinstance(inputs, dict):
@@ -76,16 +80,21 @@ def _as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (inputs,), {}
 
 
-def _guesses(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Inputs that the first convolution could take: an image, and a list of one as detectors want it."""
+def guesses(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Inputs that the first convolution could take: images of usual sizes, and a list of one as detectors want it."""
     convolution = next((m for m in model.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)), None)
     if convolution is None:
         return
+    spaces: dict[int, tuple[tuple[int, ...], ...]] = {
+        1: ((256,),),
+        2: ((224, 224),),
+        3: ((16, 112, 112), (16, 224, 224)),
+    }
+    sizes = [(convolution.in_channels, *space) for space in spaces[convolution.weight.ndim - 2]]
     config = getattr(model, "pretrained_cfg", None)
-    size = tuple(config["input_size"]) if isinstance(config, dict) and "input_size" in config else None
-    if size is None:
-        space = {1: (256,), 2: (224, 224), 3: (16, 112, 112)}[convolution.weight.ndim - 2]
-        size = (convolution.in_channels, *space)
+    if isinstance(config, dict) and "input_size" in config:  # timm's; in_chans= may have changed the channels
+        named = tuple(config["input_size"])
+        sizes = list(dict.fromkeys([(convolution.in_channels, *named[1:]), named]))
     like = convolution.weight
     required = [
         p
@@ -97,14 +106,17 @@ def _guesses(model: nn.Module) -> Iterator[tuple[str, Any]]:
         return torch.zeros(shape, device=like.device, dtype=like.dtype)
 
     count = max(1, len(required))
-    text = "×".join(map(str, size))
-    yield f"a guessed input 1×{text}", tuple(sample(1, *size) for _ in range(count))
-    yield f"a guessed list of one {text} image", ([sample(*size)],)
+    for size in sizes:
+        text = "×".join(map(str, size))
+        yield f"a guessed input 1×{text}", tuple(sample(1, *size) for _ in range(count))
+    text = "×".join(map(str, sizes[0]))
+    yield f"a guessed list of one {text} image", ([sample(*sizes[0])],)
 
 
-def _by_order(
+def by_order(
     model: nn.Module, is_leaf: Callable[[nn.Module], bool], pairs: Callable[[nn.Module, nn.Module], bool]
 ) -> list[Node]:
+    """The layers in the order of registration; one has the layer before it as its input where the two may pair."""
     nodes: list[Node] = []
     last: Node | None = None
     for name, module in model.named_modules():
