@@ -63,8 +63,10 @@ def build(spec: NormSpec, norm: Norm, *, trainable: bool, warm_steps: int) -> nn
             made.warm(warm_steps)
     else:
         _carry(made, norm, ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"))
+    kept = set(norm.module.parameters())  # these come with flags of their own, an activation's included
     for parameter in made.parameters():
-        parameter.requires_grad_(trainable)
+        if parameter not in kept:
+            parameter.requires_grad_(trainable)
     if norm.channels_last:
         whole = ChannelsLast(whole)
     whole.train(norm.module.training)
