@@ -1,7 +1,7 @@
 """From a trained BatchNorm network to BCN + WS on digits: abruptly, abruptly with new statistics, and warm.
 
 A BatchNorm network is trained with 32 images per forward, converted in each way, and fine-tuned with one image per
-micro-batch: by the law of BCN the 32 images of a step may go through in one forward, and BatchNorm has its exact batched
+micro-batch: by the law of BCN the 32 images of a step may go through in one forward, and BatchNorm has an exact batched
 form, `mn.BN(micro_batch=1)`. Learning rates are chosen per method on validation images; test error is only recorded.
 
     python benchmarks/warm.py --out benchmarks/results/warm_conversion.csv
