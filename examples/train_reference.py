@@ -110,7 +110,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     parser.add_argument("--image-size", default=64, type=int)
     parser.add_argument("--epochs", default=2, type=int)
     parser.add_argument("--steps", default=None, type=int, help="stop each epoch after so many steps")
-    parser.add_argument("--lr", default=0.05, type=float)
+    parser.add_argument("--lr", default=0.01, type=float)
     parser.add_argument("--momentum", default=0.9, type=float)
     parser.add_argument("--wd", "--weight-decay", default=1e-4, type=float, dest="weight_decay")
     parser.add_argument("--norm-weight-decay", default=0.0, type=float)
