@@ -1,6 +1,7 @@
 """micronorm: train any vision network one image at a time, as accurately as with a large batch."""
 
 from micronorm import functional, nn
+from micronorm.check import check_cuts
 from micronorm.commit import attach
 from micronorm.convert import calibrate, convert, plan
 from micronorm.nn.batch import BN
@@ -29,6 +30,7 @@ __all__ = [
     "EvoNormS0",
     "attach",
     "calibrate",
+    "check_cuts",
     "convert",
     "functional",
     "nn",

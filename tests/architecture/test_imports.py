@@ -33,6 +33,7 @@ ALLOWED: Mapping[str, frozenset[str] | None] = {
     "flow": frozenset(),
     "convert": frozenset({"ops", "nn", "surgery", "flow"}),
     "export": frozenset({"ops", "nn", "surgery", "flow"}),
+    "check": frozenset({"ops", "nn", "commit", "surgery"}),
     "diagnostics": frozenset({"ops", "nn", "surgery"}),
     "records": frozenset(),
     "report": frozenset({"records"}),

@@ -27,6 +27,8 @@ PUBLIC = {
         "plan",
         "convert",
         "calibrate",
+        # the law on a model of your own
+        "check_cuts",
         # modules
         "nn",
         "functional",

@@ -90,9 +90,53 @@ def test_the_report_names_layers_and_says_how_far_back_estimates_look(model):
     assert (row.forwards, row.elements) == (1, 32)
     assert "0.02" in str(report)
     assert "50" in str(report)
-    unknown = mn.attach(layer()).report()[0]
+
+
+def test_the_rate_of_an_optimizer_that_is_not_attached_is_known_from_its_first_step_on():
+    norm = layer()
+    handle = mn.attach(norm)
+    unknown = handle.report()[0]
     assert (unknown.rate, unknown.steps) == (None, None)
-    assert "unknown" in str(mn.attach(layer()).report())
+    assert "no step yet" in str(handle.report())
+    for lr in (0.02, 0.0, torch.tensor(0.5)):
+        optimizer = torch.optim.SGD(norm.parameters(), lr=lr)
+        norm(data())
+        optimizer.step()
+        assert handle.report()[0].rate == lr
+
+
+@pytest.mark.parametrize("name", ["a", "a_name_longer_than_its_heading"])
+def test_the_columns_of_the_report_stand_under_their_headings(name):
+    head, line = str(mn.attach(nn.ModuleDict({name: layer()}), rate=0.05).report()).splitlines()
+    for heading, entry in (("statistics", "step"), ("rate", "0.05"), ("1/rate = steps", "20"), ("lost", "0 forwards")):
+        assert line.startswith(entry, head.index(heading))
+
+
+def test_a_handle_says_what_it_holds_and_who_commits(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    several = mn.attach(nn.Sequential(*(layer() for _ in range(5))), rate=0.1, max_forwards=9)
+    assert repr(several) == (
+        "<Handle: 5 BatchChannelNorm layers (0, 1, 2, …); committed by any optimizer; rate=0.1; max_forwards=9>"
+    )
+    handle = mn.attach(model, optimizer)
+    assert repr(handle).startswith("<Handle: layer 1; committed by SGD; the layers' own rates;")
+    handle.detach()
+    assert repr(handle).endswith("detached>")
+
+
+def test_weights_of_zero_are_named_in_one_warning_where_nothing_waits_for_the_device():
+    norms = [layer() for _ in range(6)]
+    model = nn.Sequential(*norms)
+    for norm in norms[:5]:
+        nn.init.zeros_(norm.weight)
+    with pytest.warns(UserWarning, match=r"0, 1, 2, 3 and 1 more is all zero.*zero group_weight") as attached:
+        handle = mn.attach(model)
+    with pytest.warns(UserWarning, match="is all zero") as reported:
+        handle.report()
+    assert len(attached) == len(reported) == 1
+    model(data())  # a forward warns of nothing
+    model[:5].requires_grad_(False)  # what is frozen at zero stays there
+    handle.report()
 
 
 def test_the_report_of_a_rate_of_zero_looks_back_forever():

@@ -1,7 +1,6 @@
 """What scripts written for BatchNorm do to a converted model, and the line that does it right: docs/migration.md."""
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -446,8 +445,7 @@ def test_a_batch_norm_checkpoint_does_not_load_after_a_warm_conversion():
 def test_a_zeroed_batch_norm_loaded_after_conversion_is_not_mended():
     state = batch_norm_net(zero_last=True).state_dict()
     model = converted()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the layer may say so; here it is about what it does
+    with pytest.warns(UserWarning, match="zero"):
         model.load_state_dict(state)
     assert not model.block1.norm2.weight.any()
     assert model.block1.norm2.group_weight.all()
@@ -479,3 +477,17 @@ def test_an_optimizer_made_before_conversion_commits_but_lacks_the_new_parameter
     optimizer.zero_grad()
     take_step(model, optimizer)
     assert not any((norm.group_weight == 1).all() for norm in norms_of(model))
+
+
+def test_an_optimizer_made_before_conversion_does_not_hold_the_weight_of_a_norm_that_was_zero():
+    net = batch_norm_net(zero_last=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = mn.convert(net)
+    before = estimates(model)
+    take_step(model, optimizer)
+    still = {name for name, value in estimates(model).items() if torch.equal(value, before[name])}
+    assert still == {"block1.norm2.running_mean", "block1.norm2.running_var"}
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    optimizer.add_param_group({"params": [p for p in model.parameters() if p not in held]})
+    take_step(model, optimizer)
+    assert all(not torch.equal(value, before[name]) for name, value in estimates(model).items())

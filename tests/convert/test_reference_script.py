@@ -67,7 +67,6 @@ def test_with_the_line_an_unequal_cut_gives_the_same_step_too():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(mn, "check_cuts"), reason="needs mn.check_cuts")
 @pytest.mark.parametrize("options, holds", [((), False), (("--micronorm",), True)], ids=["without", "with"])
 def test_check_cuts_agrees(options, holds):
     model = run(*options)

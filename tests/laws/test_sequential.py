@@ -11,7 +11,7 @@ from torch import nn
 
 import micronorm as mn
 from micronorm.functional import Moments, algorithm1, scan
-from tests.networks import SmallResNet, assert_same_state, samples
+from tests.networks import SmallResNet, assert_same_state, samples, train
 from tests.tolerances import assert_close_to_max, tolerance
 
 
@@ -75,6 +75,18 @@ def test_fifty_batched_steps_equal_algorithm_1_run_on_each_micro_batch(micro_bat
         for optimizer in optimizers:
             optimizer.step()
     assert_same_state(batched.state_dict(), loop.state_dict(), tol=1e-10)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+def test_a_step_does_not_depend_on_cuts_at_whole_micro_batches(micro_batch):
+    spec = mn.BCN(groups=4, statistics="sequential", rate=0.05, micro_batch=micro_batch)
+    model = SmallResNet(spec, mn.WS())
+    whole = train(model, [24])
+    for cut in ([4, 8, 12], [micro_batch] * (24 // micro_batch)):
+        assert_same_state(train(model, cut), whole, tol=tolerance("one_step", torch.float64))
+    if micro_batch > 1:  # other cuts make other micro-batches
+        with pytest.raises(AssertionError, match="relative error"):
+            assert_same_state(train(model, [7, 17]), whole, tol=tolerance("one_step", torch.float64))
 
 
 @given(

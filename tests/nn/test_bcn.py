@@ -184,6 +184,26 @@ def test_loading_a_state_dict_clears_the_window():
     assert layer._window.sums.data_ptr() == address
 
 
+def test_loading_a_weight_of_zero_warns_and_names_the_way_out():
+    bn = nn.BatchNorm2d(4)
+    nn.init.zeros_(bn.weight)
+    with pytest.warns(UserWarning, match=r"is all zero.*divided by sqrt\(eps\).*zero group_weight"):
+        BatchChannelNorm(4, 2).load_state_dict(bn.state_dict())
+
+
+def test_a_weight_of_zero_multiplies_gradients_by_hundreds_and_a_group_weight_of_zero_does_not():
+    x, g = torch.randn(2, 3, 8, 4, 4, dtype=torch.float64)
+    norms = {}
+    for zeroed in (None, "weight", "group_weight"):
+        layer = BatchChannelNorm(8, 4).double()
+        if zeroed:
+            nn.init.zeros_(getattr(layer, zeroed))
+        (layer(x) * g).sum().backward()
+        norms[zeroed] = torch.cat([p.grad for p in layer.parameters()]).norm()
+    assert norms["weight"] > 100 * norms[None]
+    assert norms["group_weight"] <= norms[None]
+
+
 def test_the_window_stays_at_its_address_between_commits_and_out_of_sight():
     layer = BatchChannelNorm(4, 2)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)

@@ -117,3 +117,12 @@ def test_unknown_arguments_are_refused(method):
 def test_switches_show_in_the_repr():
     assert "center=False" in repr(mn.nn.WSConv2d(3, 4, 3, center=False))
     assert "scale" not in repr(mn.nn.WSConv2d(3, 4, 3))
+
+
+def test_a_spec_that_is_given_the_layer_itself_says_how_to_call_it():
+    with pytest.raises(TypeError, match=r"write mn\.WS\(\)\(layer\)"):
+        mn.WS(nn.Conv2d(3, 4, 3))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="scale must be True or False, got 2"):
+        mn.WS(scale=2)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="center must be True or False"):
+        mn.nn.WSConv2d(3, 4, 3, center=0)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from micronorm.commit.hook import group_rate, refresh_rate
 from micronorm.commit.merge import commit
-from micronorm.nn.bcn import BatchChannelNorm, check_rate
+from micronorm.nn.bcn import BatchChannelNorm, check_rate, warn_of_zero_weights
 from micronorm.nn.inputs import check_count
 from micronorm.nn.window import BATCH_MOMENTUM, MAX_FORWARDS, Control, Window
 
@@ -59,10 +59,16 @@ class LayerReport:
     name: str
     statistics: str
     rate: float | None
+    """By how much the next commit moves the estimates. Where only an optimizer that is not attached knows, the last
+    commit's, and None before the first."""
     forwards: int
+    """Training forwards since the last commit."""
     elements: int
+    """Elements per channel they held: what the next commit averages over."""
     lost_forwards: int
+    """Forwards left out so far because their statistics were not finite."""
     lost_windows: int
+    """Windows dropped whole so far, for the same reason."""
 
     @property
     def steps(self) -> float | None:
@@ -71,28 +77,44 @@ class LayerReport:
 
 
 class Report(list[LayerReport]):
-    """The layers of a handle; prints as a table."""
+    """The layers of a handle, a list of `LayerReport`; prints as a table."""
 
     def __str__(self) -> str:
-        width = max(len(row.name) for row in self)
-        lines = [f"{'layer':<{width}}  statistics  rate      1/rate  forwards  elements    lost forwards/windows"]
+        rows = [("layer", "statistics", "rate", "1/rate = steps looked back", "forwards", "elements", "lost")]
         for r in self:
-            rate = "unknown" if r.rate is None else f"{r.rate:.3g}"
+            rate = "no step yet" if r.rate is None else f"{r.rate:.3g}"
             steps = "" if r.steps is None else f"{r.steps:.3g}"
-            lines.append(
-                f"{r.name:<{width}}  {r.statistics:<10}  {rate:<8}  {steps:<6}  {r.forwards:<8}  {r.elements:<10}  "
-                f"{r.lost_forwards}/{r.lost_windows}"
-            )
+            lost = f"{r.lost_forwards} forwards, {r.lost_windows} windows"
+            rows.append((r.name, r.statistics, rate, steps, str(r.forwards), str(r.elements), lost))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
         return "\n".join(lines)
 
 
 class Handle:
-    """Explicit control over the layers of one model; made by `attach`."""
+    """Explicit control over the BatchChannelNorm layers of one model; made by `attach`.
+
+    It keeps the layers alive. What it set stays in force when the handle is dropped, until `detach`.
+    """
 
     def __init__(self, windows: Sequence[Window], controls: Sequence[Control]) -> None:
         self._windows = list(windows)
         self._layers = [window.layer for window in windows]  # windows know their layers by weak reference
         self._controls = list(controls)
+
+    def __repr__(self) -> str:
+        shown = ", ".join(control.name for control in self._controls[:3]) + (", …" if len(self._controls) > 3 else "")
+        first = self._controls[0]
+        names = [type(o).__name__ for o in (ref() for c in self._controls for ref in c.optimizers[:1]) if o is not None]
+        parts = [
+            f"{len(self._layers)} BatchChannelNorm layers ({shown})" if len(self._layers) > 1 else f"layer {shown}",
+            "committed by " + (", ".join(dict.fromkeys(names)) or "any optimizer"),
+            "the layers' own rates" if first.rate is None else f"rate={first.rate!r}",
+            f"max_forwards={first.max_forwards}",
+        ]
+        if not any(c is first for c in self._windows[0].controls):
+            parts.append("detached")
+        return f"<Handle: {'; '.join(parts)}>"
 
     def commit(self) -> None:
         """Move the estimates by what was gathered, for loops that update parameters without a torch.optim optimizer.
@@ -126,8 +148,12 @@ class Handle:
                 window.paused -= 1
 
     def report(self) -> Report:
-        """What each layer gathered and lost, and how fast its estimates move. Reads the device."""
+        """What each layer gathered and lost, and how fast its estimates move. Reads the device.
+
+        Warns of layers that lost something since the last warning and of weights that are zero throughout.
+        """
         rows = Report()
+        warn_of_zero_weights(_zero_weights(self._controls, self._layers))
         for window in self._windows:
             window.warn_of_losses()
             layer: BatchChannelNorm = window.layer
@@ -136,6 +162,10 @@ class Handle:
                 rate = BATCH_MOMENTUM
             elif rate is None and window.control.learning_rate is not None:
                 rate = float(window.control.learning_rate())
+            elif rate is None:
+                # A commit wrote its rate there. Zero, which it also starts at, is known only from the host's copy.
+                last = float(window.device_rate)
+                rate = last if last or window.host_rate is not None else None
             lost_forwards, lost_windows = window.lost.tolist()
             rows.append(
                 LayerReport(
@@ -227,7 +257,13 @@ def attach(
                 max_forwards=max_forwards,
             )
         )
-    return Handle(windows, [window.control for window in windows])
+    controls = [window.control for window in windows]
+    warn_of_zero_weights(_zero_weights(controls, [layer for _, layer in layers]))
+    return Handle(windows, controls)
+
+
+def _zero_weights(controls: Iterable[Control], layers: Iterable[BatchChannelNorm]) -> list[str]:
+    return [control.name for control, layer in zip(controls, layers, strict=True) if layer.has_zero_weight()]
 
 
 def _optimizers(optimizer: Any) -> list[Any]:

@@ -47,14 +47,15 @@ def zero_initialized(norm: Norm, groups: int) -> Tensor | None:
     return by_group[:, 0].clone() if bool(by_group.eq(by_group[:, :1]).all()) else None
 
 
-def build(spec: NormSpec, norm: Norm, *, trainable: bool, warm_steps: int) -> nn.Module:
-    """The layer `spec` describes, around the parameters, statistics, hooks and flags of `norm`."""
-    reference = next((t for t in (norm.tensor("weight"), norm.tensor("running_var")) if t is not None), None)
-    device = reference.device if reference is not None else torch.get_default_device()
-    with torch.device(device):
+def build(spec: NormSpec, norm: Norm, *, like: Tensor, trainable: bool, warm_steps: int) -> nn.Module:
+    """The layer `spec` describes, around the parameters, statistics, hooks and flags of `norm`; `norm` is not changed.
+
+    `like` says on which device and in which dtype, where the layer has no tensor of its own.
+    """
+    reference = next((t for t in (norm.tensor("weight"), norm.tensor("running_var")) if t is not None), like)
+    with torch.device(reference.device):
         bare = spec(norm.channels, dims=2 if norm.dims is None else norm.dims)
-    if reference is not None:
-        bare.to(reference.dtype)
+    bare.to(reference.dtype)
     whole = _with_tail(bare, norm.tail) if norm.tail else bare
     made = whole if isinstance(whole, BatchChannelNorm) else bare
     if isinstance(made, BatchChannelNorm):
@@ -63,9 +64,9 @@ def build(spec: NormSpec, norm: Norm, *, trainable: bool, warm_steps: int) -> nn
             made.warm(warm_steps)
     else:
         _carry(made, norm, ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"))
-    kept = set(norm.module.parameters())  # these come with flags of their own, an activation's included
+    inherited = set(norm.module.parameters())  # these come with flags of their own, an activation's included
     for parameter in made.parameters():
-        if parameter not in kept:
+        if parameter not in inherited:
             parameter.requires_grad_(trainable)
     if norm.channels_last:
         whole = ChannelsLast(whole)
@@ -87,13 +88,9 @@ def _carry_into_bcn(made: BatchChannelNorm, norm: Norm) -> None:
     if constant is None:
         _carry(made, norm, ("weight", "bias"))
         return
-    with torch.no_grad():
+    with torch.no_grad():  # γ^b = 1 and β^b = 0 as they were made
         made.group_weight.zero_()
         made.group_bias.copy_(constant)
-        for name, value in (("weight", 1), ("bias", 0)):
-            old = norm.tensor(name)
-            if isinstance(old, nn.Parameter):
-                made._parameters[name] = old.fill_(value)  # type: ignore[assignment]
 
 
 def _carry(made: nn.Module, norm: Norm, names: tuple[str, ...]) -> None:

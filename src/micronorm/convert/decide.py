@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 
+import torch
 from torch import nn
 
 from micronorm.convert.carry import build, fit, zero_initialized
@@ -25,6 +26,7 @@ from micronorm.nn.weight import CWN, WS, counterpart_kind, is_standardized_by_ti
 from micronorm.surgery import names_of
 
 Filter = Callable[[nn.Module, str], bool]
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def plan(
@@ -72,7 +74,7 @@ def plan(
 
 
 def convert(
-    model: nn.Module,
+    model: Model,
     norm: NormSpec | None = BCN(),  # noqa: B008
     weight: WeightSpec | None = WS(),  # noqa: B008
     *,
@@ -81,7 +83,7 @@ def convert(
     absorb: bool | None = None,
     warm_steps: int = 0,
     layer_norm: bool = False,
-) -> nn.Module:
+) -> Model:
     """`plan` and `apply` in one: convert `model` in place and return it. The arguments are those of `mn.plan`.
 
     Example:
@@ -101,7 +103,7 @@ def convert(
         warm_steps=warm_steps,
         layer_norm=layer_norm,
     )
-    return made.apply()
+    return cast(Model, made.apply())  # the model itself, unless it is nothing but a norm
 
 
 def _check_options(norm: NormSpec | None, weight: WeightSpec | None, *, absorb: bool | None, warm_steps: int) -> bool:
@@ -152,6 +154,7 @@ class _Planner:
         self.allowed = {
             module: filter is None or bool(filter(module, names[0])) for module, names in self.names.items()
         }
+        self.like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
         self.norms = {module: read for module in self.names if (read := read_norm(module)) is not None}
 
     def plan(self, example_inputs: Any) -> Plan:
@@ -238,7 +241,7 @@ class _Planner:
             f"{name}({shape})",
             "; ".join(remarks),
             facts.module,
-            partial(build, spec, facts, trainable=trainable, warm_steps=self.warm_steps),
+            partial(build, spec, facts, like=self.like, trainable=trainable, warm_steps=self.warm_steps),
         )
 
     def _remarks(self, facts: Norm, groups: int | None) -> list[str]:
@@ -254,6 +257,8 @@ class _Planner:
             if zero_initialized(facts, groups) is not None:
                 return ["statistics carried over; weight is all zero: γ^b = 1, γ^c = 0, β^c = its bias"]
             remarks.append("weight is all zero but the bias varies within groups: carried as it is")
+        if getattr(facts.module, "process_group", None) is not None:
+            remarks.append("was synchronized over a group of its own: give it to mn.attach(process_group=…)")
         return remarks
 
     def _trains(self, facts: Norm, sources: list[Node]) -> bool:

@@ -102,7 +102,7 @@ def load_foreign(
         ('1.group_weight', '1.weight')
     """
     expected = _expected(model)
-    file, prefix = _strip(_unwrap(_read(source)), expected)
+    file, prefix = _strip(read_state(source), expected)
     problems: list[str] = []
     state, renamed, dropped, unmoved = dict(file), {}, [], []
     for name, norm in _norms(model):
@@ -132,6 +132,11 @@ def load_foreign(
 
 
 # --- the file --------------------------------------------------------------------------------------------------------
+
+
+def read_state(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Tensor]:
+    """The state dict in a file (torch.save's or safetensors), read as tensors and nothing else, out of its wrapping."""
+    return _unwrap(_read(source))
 
 
 def _read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[str, Any]:

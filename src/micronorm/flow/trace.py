@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,20 +31,36 @@ def trace_flow(
     """
     reasons = []
     try:
-        return trace_symbolically(model, is_leaf)
+        with unchanged(model):
+            return trace_symbolically(model, is_leaf)
     except Exception as fault:
         reasons.append(f"not traceable by torch.fx ({_first_line(fault)})")
     candidates = [("the given inputs", example_inputs)] if example_inputs is not None else list(_guesses(model))
     for label, inputs in candidates:
         try:
-            nodes = record(model, is_leaf, *_as_call(inputs))
+            with unchanged(model):
+                nodes = record(model, is_leaf, *_as_call(inputs))
         except Exception as fault:
             if example_inputs is not None:
                 raise ValueError(f"the model does not run on example_inputs: {_first_line(fault)}") from fault
             reasons.append(f"not runnable on {label} ({_first_line(fault)})")
         else:
             return Flow(nodes, "execution", f"run on {label}; {reasons[0]}")
-    return Flow(_by_order(model, pairs), "order", "; ".join(reasons) + "; pass example_inputs for the real data flow")
+    return Flow(
+        _by_order(model, is_leaf, pairs), "order", "; ".join(reasons) + "; pass example_inputs for the real data flow"
+    )
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Put back what a forward writes to its modules' attributes: under a tracer these would be symbolic values."""
+    before = {module: dict(module.__dict__) for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, attributes in before.items():
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
 
 
 def _first_line(fault: Exception) -> str:
@@ -68,7 +85,7 @@ def _guesses(model: nn.Module) -> Iterator[tuple[str, Any]]:
     size = tuple(config["input_size"]) if isinstance(config, dict) and "input_size" in config else None
     if size is None:
         space = {1: (256,), 2: (224, 224), 3: (16, 112, 112)}[convolution.weight.ndim - 2]
-        size = (convolution.in_channels * (convolution.groups if convolution.in_channels == 1 else 1), *space)
+        size = (convolution.in_channels, *space)
     like = convolution.weight
     required = [
         p
@@ -85,11 +102,13 @@ def _guesses(model: nn.Module) -> Iterator[tuple[str, Any]]:
     yield f"a guessed list of one {text} image", ([sample(*size)],)
 
 
-def _by_order(model: nn.Module, pairs: Callable[[nn.Module, nn.Module], bool]) -> list[Node]:
+def _by_order(
+    model: nn.Module, is_leaf: Callable[[nn.Module], bool], pairs: Callable[[nn.Module, nn.Module], bool]
+) -> list[Node]:
     nodes: list[Node] = []
     last: Node | None = None
     for name, module in model.named_modules():
-        if next(module.children(), None) is not None and not isinstance(module, nn.modules.batchnorm._NormBase):
+        if next(module.children(), None) is not None and not is_leaf(module):
             continue
         inputs = (last,) if last is not None and last.module is not None and pairs(last.module, module) else ()
         last = Node(name, module, inputs)

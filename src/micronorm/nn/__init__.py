@@ -42,7 +42,11 @@ from micronorm.nn.weight import (
 SPECS: dict[str, type[NormSpec] | type[WeightSpec]] = {
     spec.__name__: spec for spec in (BN, GN, LN, IN, BCN, SN, BRN, FRN, EvoNormS0, WS, WN, CWN)
 }
-"""The one registry: every spec by its name."""
+"""The one registry: every spec class by its name, for command lines and tables of results.
+
+`SPECS["BCN"]` is `mn.BCN`; its arguments are those of the class. Whatever lists the methods of this library reads them
+here.
+"""
 
 __all__ = [
     "SPECS",

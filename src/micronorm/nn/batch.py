@@ -83,6 +83,7 @@ class BN(NormSpec):
     momentum: float | None = 0.1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_micro_batch(self.micro_batch)
         check_eps(self.eps)
         check_momentum(self.momentum)

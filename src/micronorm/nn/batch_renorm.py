@@ -110,7 +110,10 @@ class BatchRenorm(RunningNorm):
 
 @dataclass(frozen=True)
 class BRN(NormSpec):
-    """Batch renormalization.
+    """Batch renormalization; see `mn.nn.BatchRenorm`.
+
+    `schedule` says how far the correction may go at each step; the default is that of the paper's long training, 40,000
+    steps, and shorter ones want one of their own.
 
     Example:
         >>> BRN()(8).schedule.warmup
@@ -122,6 +125,7 @@ class BRN(NormSpec):
     schedule: RenormSchedule = RenormSchedule()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_eps(self.eps)
         check_momentum(self.momentum, cumulative=False)
 

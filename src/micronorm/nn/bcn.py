@@ -1,8 +1,9 @@
 """Batch-Channel Normalization as a layer (Sec. `sec:norm` of the paper), and its spec."""
 
 import math
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -204,13 +205,22 @@ class BatchChannelNorm(WideBuffers):
             setattr(self, name, buffer.to(torch.promote_types(buffer.dtype, torch.float32)))
         self._window.to(self.running_mean.device)
         self._window.clear()
+        if prefix + "weight" in state_dict and self.has_zero_weight():
+            # Without its name: Python shows equal warnings once, and a network has many such layers.
+            warn_of_zero_weights(["a BatchChannelNorm in the state dict"])
+
+    def has_zero_weight(self) -> bool:
+        """Whether γ^b is trained from zero throughout, so that gradients meet 1/sqrt(eps). Reads the device."""
+        # A sharded weight, which is not of this very type, would be read by a collective the other ranks need not join.
+        here = type(self.weight) is nn.Parameter and not self.weight.is_meta
+        return here and self.weight.requires_grad and not self.weight.any()
 
     def _replicate_for_data_parallel(self) -> Self:
         if not self.training:
             return super()._replicate_for_data_parallel()  # type: ignore[misc]
         raise RuntimeError(
-            "nn.DataParallel runs replicas that are thrown away after each forward, and what BatchChannelNorm gathered "
-            "with them. Use torch.nn.parallel.DistributedDataParallel."
+            "nn.DataParallel with several GPUs runs replicas that are thrown away after each forward, and what "
+            "BatchChannelNorm gathered with them. Use torch.nn.parallel.DistributedDataParallel."
         )
 
     # --- forward -------------------------------------------------------------------------------------------------
@@ -278,6 +288,20 @@ class BatchChannelNorm(WideBuffers):
         return ", ".join(parts)
 
 
+def warn_of_zero_weights(names: Sequence[str]) -> None:
+    """Warn of layers whose `has_zero_weight`, by their names, in one warning; nothing for none."""
+    if names:
+        shown = ", ".join(names[:4])
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        warnings.warn(
+            f"the weight of {shown}{more} is all zero: its groups have no variance, and gradients are divided by "
+            "sqrt(eps), multiplied by hundreds. For a residual branch that starts at zero leave weight at one and zero "
+            "group_weight (zero_init_residual=False in torchvision, zero_init_last=False in timm).",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
 def check_rate(rate: object) -> float:
     """A rate as a float in [0, 1]."""
     if isinstance(rate, bool) or not isinstance(rate, int | float):
@@ -289,7 +313,9 @@ def check_rate(rate: object) -> float:
 
 @dataclass(frozen=True)
 class BCN(GroupedSpec):
-    """Batch-Channel Normalization; see `mn.nn.BatchChannelNorm`.
+    """Batch-Channel Normalization; see `mn.nn.BatchChannelNorm`, whose arguments these are.
+
+    `backend`, `activation`, `device` and `dtype` are of the layer alone: build it yourself where they matter.
 
     Example:
         >>> BCN(groups=32)(48).num_groups

@@ -65,7 +65,7 @@ class EvoNorm(nn.Module):
 
 @dataclass(frozen=True)
 class EvoNormS0(GroupedSpec):
-    """EvoNorm-S0, which holds its own activation.
+    """EvoNorm-S0; see `mn.nn.EvoNorm`. It holds its own activation, so none follows.
 
     Example:
         >>> EvoNormS0()(64)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from micronorm.nn.inputs import check_count, check_eps, check_input
+from micronorm.nn.inputs import check_count, check_eps, check_flag, check_input
 from micronorm.nn.spec import NormSpec
 from micronorm.ops.frn import filter_response_norm
 from micronorm.ops.moments import compute_dtype
@@ -38,6 +38,8 @@ class FilterResponseNorm(nn.Module):
     ) -> None:
         check_count("num_channels", num_channels)
         check_eps(eps)
+        check_flag("tlu", tlu)
+        check_flag("learnable_eps", learnable_eps)
         super().__init__()
         self.num_channels = num_channels
         self.eps = eps
@@ -76,7 +78,9 @@ class FilterResponseNorm(nn.Module):
 
 @dataclass(frozen=True)
 class FRN(NormSpec):
-    """Filter response normalization; with `tlu` it holds its own activation.
+    """Filter response normalization; see `mn.nn.FilterResponseNorm`.
+
+    With `tlu` it holds its own activation, so none follows; `learnable_eps` is for maps of 1×1.
 
     Example:
         >>> FRN()(8)
@@ -88,7 +92,10 @@ class FRN(NormSpec):
     learnable_eps: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_eps(self.eps)
+        check_flag("tlu", self.tlu)
+        check_flag("learnable_eps", self.learnable_eps)
 
     def __call__(self, num_channels: int, *, dims: int = 2) -> FilterResponseNorm:
         """A FilterResponseNorm, which takes any rank."""

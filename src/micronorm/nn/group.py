@@ -41,6 +41,7 @@ class LN(NormSpec):
     eps: float = 1e-5
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_eps(self.eps)
 
     def __call__(self, num_channels: int, *, dims: int = 2) -> nn.GroupNorm:
@@ -85,6 +86,7 @@ class IN(NormSpec):
     eps: float = 1e-5
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_eps(self.eps)
 
     def __call__(self, num_channels: int, *, dims: int = 2) -> InstanceNorm:

@@ -15,9 +15,14 @@ def check_input(x: Tensor, num_channels: int, name: str) -> None:
             "a single sample needs a batch axis: x.unsqueeze(0)"
         )
     if x.shape[1] != num_channels:
+        unbatched = x.ndim == 3 and x.shape[0] == num_channels
         raise ValueError(
             f"{name} has {num_channels} channels, got {x.shape[1]} in axis 1 of shape {tuple(x.shape)}; "
-            "channels come second, whatever the memory format: x.movedim(-1, 1) if yours are last"
+            + (
+                "if that is one sample, add a batch axis: x.unsqueeze(0)"
+                if unbatched
+                else "channels come second, whatever the memory format: x.movedim(-1, 1) if yours are last"
+            )
         )
     if 0 in x.shape[2:]:
         raise ValueError(f"{name} takes an empty batch but no empty map, got shape {tuple(x.shape)}; drop such inputs")
@@ -29,6 +34,12 @@ def check_count(name: str, value: int) -> None:
         raise TypeError(f"{name} must be an int, got {value!r}")
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def check_flag(name: str, value: bool) -> None:
+    """Refuse anything but True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def check_micro_batch(value: int | None) -> None:

@@ -7,7 +7,7 @@ parameters.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from torch import nn
 
@@ -16,7 +16,22 @@ from micronorm.ops.group import choose_groups
 
 @dataclass(frozen=True)
 class NormSpec(ABC):
-    """Builds one normalization layer for a channel count."""
+    """Builds one normalization layer for a channel count.
+
+    Its arguments are those that all layers share; the channel count comes with the call: `mn.GN(groups=8)(64)`. Specs
+    compare and hash by value. A subclass is a frozen dataclass with `__call__`; where it checks its arguments it calls
+    `super().__post_init__()` first.
+    """
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, nn.Module):
+                spec = f"mn.{type(self).__name__}"
+                raise TypeError(
+                    f"{spec}({field.name}=...) got a module, {type(value).__name__}. A norm spec builds a layer for a "
+                    f"number of channels: did you mean {spec}()(num_channels)?"
+                )
 
     @abstractmethod
     def __call__(self, num_channels: int, *, dims: int = 2) -> nn.Module:
@@ -25,12 +40,18 @@ class NormSpec(ABC):
 
 @dataclass(frozen=True)
 class GroupedSpec(NormSpec):
-    """A norm spec with a number of groups; `choose_groups` fits it to each layer."""
+    """A norm spec with a number of groups, which `mn.functional.choose_groups` fits to each layer.
+
+    Args:
+        groups: the number wanted; a layer whose channels do not divide into so many gets fewer.
+        min_channels_per_group: how many channels a group must have at least for `groups` to be taken.
+    """
 
     groups: int = 32
     min_channels_per_group: int = 2
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.groups_for(1)  # refuses bad values where they are written, not layers later
 
     def groups_for(self, num_channels: int) -> int:
@@ -40,7 +61,10 @@ class GroupedSpec(NormSpec):
 
 @dataclass(frozen=True)
 class WeightSpec(ABC):
-    """Builds the reparameterized counterpart of a convolution or linear layer."""
+    """Builds the reparameterized counterpart of a convolution or linear layer: `mn.WS()(conv)`.
+
+    The counterpart holds the same parameter objects, so an optimizer made before still moves them.
+    """
 
     @abstractmethod
     def __call__(self, layer: nn.Module) -> nn.Module:

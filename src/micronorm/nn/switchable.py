@@ -69,7 +69,9 @@ class SwitchableNorm(RunningNorm):
 
 @dataclass(frozen=True)
 class SN(NormSpec):
-    """Switchable normalization; `micro_batch` samples share the batch part, None: the whole batch.
+    """Switchable normalization; see `mn.nn.SwitchableNorm`.
+
+    `micro_batch` samples share the batch part, None: the whole batch, and then a step depends on the cut.
 
     Example:
         >>> SN(micro_batch=2)(8)
@@ -81,6 +83,7 @@ class SN(NormSpec):
     momentum: float | None = 0.1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_micro_batch(self.micro_batch)
         check_eps(self.eps)
         check_momentum(self.momentum)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from micronorm.nn.inputs import check_eps
+from micronorm.nn.inputs import check_eps, check_flag
 from micronorm.nn.spec import WeightSpec
 from micronorm.ops.moments import compute_dtype
 from micronorm.ops.weight import (
@@ -123,6 +123,8 @@ class _WS(_Layer):
 
     def _standardize(self, *, center: bool, scale: bool, eps: float) -> None:
         check_fan_in(self.rows(self.weight)[0].numel())
+        check_flag("center", center)
+        check_flag("scale", scale)
         check_eps(eps)
         self.center, self.scale, self.eps = center, scale, eps
         layer: Any = self
@@ -393,6 +395,10 @@ class WS(WeightSpec):
     eps: float = 1e-5
 
     def __post_init__(self) -> None:
+        for name in ("center", "scale"):
+            if isinstance(getattr(self, name), nn.Module):
+                raise TypeError("mn.WS(...) takes options; to build a layer's counterpart write mn.WS()(layer)")
+            check_flag(name, getattr(self, name))
         check_eps(self.eps)
 
     def __call__(self, layer: nn.Module) -> nn.Module:

@@ -203,8 +203,9 @@ def _count_forward(window: Window, ticket: Tensor) -> None:
             f"{window.describe()} has gathered {int(ticket[0])} training forwards without a commit: its estimates do "
             "not move. A torch.optim optimizer that holds the layer's weight commits when it steps; for any other loop "
             "keep handle = mn.attach(model, rate=...) and call handle.commit() after each update. Forwards that do not "
-            "train, such as a validation loss in train mode, belong into `with handle.paused():`. If a step really "
-            "takes more forwards, raise mn.attach(model, max_forwards=...)."
+            "train belong after model.eval(), or into `with handle.paused():` where they need train mode. A layer that "
+            "no optimizer holds is frozen by layer.requires_grad_(False). If a step really takes more forwards, raise "
+            "the limit: mn.attach(model, max_forwards=...)."
         )
     ticket[0] += 1
 

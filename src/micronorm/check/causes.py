@@ -1,0 +1,240 @@
+"""Why a call gives a sample another output in another cut, told by experiments on that call."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from micronorm.check.blame import Comparison, Fault, Point
+from micronorm.check.digest import Leaf, aligned, relative
+from micronorm.check.inputs import named_members
+from micronorm.check.report import Cause, Finding, finding
+from micronorm.check.step import Experiment, Run
+from micronorm.nn.batch import GhostBatchNorm
+from micronorm.nn.batch_renorm import BatchRenorm
+from micronorm.nn.bcn import BatchChannelNorm
+from micronorm.nn.switchable import SwitchableNorm
+
+_SAME = 1e-8  # experiments compare values that differ by far more than this or by rounding
+
+
+def uses_batch_statistics(module: nn.Module | None) -> bool:
+    """Whether this is a normalization known to use statistics of the batch while it trains."""
+    if isinstance(module, BatchChannelNorm):
+        return module.statistics != "step"
+    return isinstance(module, (nn.modules.batchnorm._BatchNorm, GhostBatchNorm, SwitchableNorm, BatchRenorm))
+
+
+@dataclass
+class Diagnosis:
+    """The experiments; each is a forward or two of a copy, and runs only where a fault was found."""
+
+    experiment: Experiment
+    whole: Run
+    tol: float
+    noise: Run | None = None
+
+    def __post_init__(self) -> None:
+        names = named_members(self.experiment.model, self.experiment.loss)
+        self.modules = {name: module for module, name in names.items()}
+        self.samples = len(self.whole.cut[0])
+
+    def explain(self, fault: Fault, other: Run) -> Finding:
+        """The cause of a fault that the run `other` shows against the whole one."""
+        evidence: dict[str, object] = {"seen": _describe(fault)}
+        if fault.match.status != "shape":
+            evidence["relative error"] = fault.match.error
+        cause, more = self._cause(fault, other)
+        return finding(fault.call.name, fault.call.type, cause, **evidence, **more)
+
+    def explain_error(self, run: Run) -> Finding:
+        """A part that raised where the whole did not; the fault may lie before the call that raised."""
+        fresh = self.experiment.run(run.cut, backward=False, fresh=True)  # every part up to where it raises
+        fault = Comparison(self.whole, fresh, tol=self.tol).first_faulty_call()
+        if fault is not None:
+            return self.explain(fault, fresh)
+        call = run.traces[-1].open[-1]
+        known = uses_batch_statistics(self.modules.get(call.name))
+        cause: Cause = "batch_statistics" if known else "fails_when_cut"
+        samples = run.traces[-1].samples
+        message = f"{type(run.error).__name__}: {run.error}"
+        return finding(call.name, call.type, cause, **{f"raises with {samples} of {self.samples} samples": message})
+
+    def _cause(self, fault: Fault, other: Run) -> tuple[Cause, dict[str, object]]:
+        if fault.call.draws or any(call.draws for trace in other.traces for call in trace.calls(fault.call.name)):
+            return "randomness", {"random numbers drawn during the call": True}
+        if self._agrees_when_fresh(fault, other):
+            return "state", {"with a fresh copy for each part": "agrees"}
+        if fault.point is None:
+            return self._reduction(None)
+        module = self.modules.get(fault.call.name)
+        if uses_batch_statistics(module):
+            alike = sum(uses_batch_statistics(m) for m in self.modules.values())
+            return "batch_statistics", {"modules of this kind in the model": alike}
+        if fault.match.status == "shape":
+            return self._shapes(fault)
+        if {math.prod(shape) for shape in (fault.match.whole, *fault.match.parts)} == {1}:
+            return self._reduction(fault.point)
+        return self._mixture(fault.point, fault, other)
+
+    def _agrees_when_fresh(self, fault: Fault, other: Run) -> bool:
+        """Whether parts that never meet what another part left behind make up the whole: then history is to blame."""
+        fresh = self.experiment.run(other.cut, backward=False, fresh=True)
+        if fresh.error is not None:
+            return False
+        comparison = Comparison(self.whole, fresh, tol=self.tol, noise=self.noise)
+        if fault.point is None:
+            return comparison.first_fault() is None
+        match = comparison.at(fault.point)
+        return match is not None and match.status == "agree"
+
+    # --- shapes --------------------------------------------------------------------------------------------------
+
+    def _shapes(self, fault: Fault) -> tuple[Cause, dict[str, object]]:
+        whole, parts = fault.match.whole, fault.match.parts
+        evidence: dict[str, object] = {"shape in the whole": whole, "shapes in the parts": list(parts)}
+        ranks = {len(s) for s in (whole, *parts)}
+        if len(ranks) == 1 and whole:
+            largest = tuple(max(s[a] for s in parts) for a in range(len(whole)))
+            # The batch axis is longer in the whole; an axis that was padded is as long as in the largest part.
+            if sum(w != m for w, m in zip(whole, largest, strict=True)) <= 1:
+                return "padding", evidence
+        return "mixes_samples", evidence
+
+    # --- one value for the part ----------------------------------------------------------------------------------
+
+    def _reduction(self, point: Point | None) -> tuple[Cause, dict[str, object]]:
+        """A number per part that does not add up: an average, or a term between samples?"""
+        everyone = list(range(self.samples))
+
+        def value(indices: list[int]) -> float:
+            run = self.experiment.run([indices], backward=False)
+            if run.error is not None:
+                return math.nan
+            if point is None:
+                return run.sums[0]
+            leaf = point.read(run)
+            return math.nan if leaf is None or leaf.first is None else leaf.first.flatten()[0].item()
+
+        whole, doubled = value(everyone), value(everyone + everyone)
+        singles = [value([i]) for i in everyone]
+        if not whole:
+            return "cross_sample_loss", {"whole": whole, "sum of single samples": sum(singles)}
+        evidence: dict[str, object] = {
+            "sum of single samples / whole": sum(singles) / whole,
+            "every sample twice / whole": doubled / whole,
+        }
+        if _close(doubled, whole) and _is_weighted_mean(value, whole, singles):
+            return "averaged_loss", evidence
+        power = math.log2(doubled / whole) if doubled / whole > 0 else math.nan
+        if not _close(power, 1) and _close(sum(singles) / whole, self.samples ** (1 - power)):
+            return "batch_size", {**evidence, "as a power of the number of samples": power - 1}
+        return "cross_sample_loss", evidence
+
+    # --- values per sample ---------------------------------------------------------------------------------------
+
+    def _mixture(self, point: Point, fault: Fault, other: Run) -> tuple[Cause, dict[str, object]]:
+        whole = point.read(self.whole)
+        parts = [point.read(other, k) for k in range(len(other.cut))]
+        present = [p for p in parts if p is not None]
+        if whole is None or len(present) != len(parts):
+            return "mixes_samples", {}
+        power = _power_of_size(whole, present, other.sizes)
+        if power is not None:
+            return "batch_size", {"output as a power of the number of samples": power}
+        moved = self._with_other_companions(point, whole)
+        evidence: dict[str, object] = {} if moved is None else {"relative change with other companions": moved}
+        if moved is not None and moved <= self.tol:
+            return "batch_size", evidence
+        if self._agrees_in_eval(point, fault.call.name, other):
+            return "batch_statistics", {**evidence, "in eval mode": "agrees"}
+        return "mixes_samples", evidence
+
+    def _with_other_companions(self, point: Point, whole: Leaf) -> float | None:
+        """How much the first half of the samples changes when copies of itself replace the others."""
+        n, half = self.samples, self.samples // 2
+        run = self.experiment.run([[i % half for i in range(n)]], backward=False)
+        leaf = point.read(run) if run.error is None else None
+        for layout in ("axis 0", "axis 1"):
+            pair = None if leaf is None else aligned(whole, [leaf], [n], layout)
+            axis = int(layout[-1])
+            if pair is not None and len(whole.shape) > axis and whole.shape[axis] % n == 0:
+                kept = len(pair[0]) * half // n
+                return relative(pair[0][:kept], pair[1][:kept])
+        return None
+
+    def _agrees_in_eval(self, point: Point, name: str, other: Run) -> bool:
+        module = self.modules.get(name)
+        if module is None or not any(b.is_floating_point() for b in module.buffers(recurse=False)):
+            return False  # nothing that could stand in for the batch's statistics
+        if name.startswith("loss."):
+            return False
+        everyone = list(range(self.samples))
+        run, cut = (self.experiment.run(c, backward=False, evaluating=name) for c in ([everyone], other.cut))
+        if run.error is not None or cut.error is not None:
+            return False
+        match = Comparison(run, cut, tol=self.tol).at(point)
+        return match is not None and match.status == "agree"
+
+
+def _describe(fault: Fault) -> str:
+    if fault.point is None:
+        return "its inputs agree and its parts do not add up to the whole"
+    term = "".join(f"[{step!r}]" for step in fault.point.path)
+    if fault.point.side == "output":
+        return f"its inputs agree and its output{term} does not"
+    return f"its inputs agree and what it passes to {fault.point.name} does not"
+
+
+def _close(a: float, b: float) -> bool:
+    return abs(a - b) <= _SAME * max(abs(a), abs(b))
+
+
+def _power_of_size(whole: Leaf, parts: list[Leaf], sizes: list[int]) -> float | None:
+    """p if each part is the whole's share times (part's samples / whole's samples)^p, exactly; else None."""
+    for axis in (0, 1):
+        pair = aligned(whole, parts, sizes, f"axis {axis}")
+        rows = [p.first if axis == 0 else p.second for p in parts]
+        lengths = [len(r) for r in rows if r is not None]
+        if pair is None or len(lengths) != len(parts):
+            continue
+        powers = set()
+        for w, p, n in zip(pair[0].split(lengths), pair[1].split(lengths), sizes, strict=True):
+            ratio = ((w * p).sum() / (w * w).sum()).item()
+            if n == sum(sizes) or not ratio > 0 or relative(p, ratio * w) > _SAME:
+                return None
+            powers.add(round(math.log(ratio) / math.log(n / sum(sizes)), 6))
+        if len(powers) == 1:
+            return powers.pop()
+    return None
+
+
+def _is_weighted_mean(value: Callable[[list[int]], float], whole: float, singles: list[float]) -> bool:
+    """Whether the whole is a mean of the single samples' values, with weights as pairs of samples show them.
+
+    A mean over pixels weighs samples by their pixels; a term between samples gives a pair no mean of its two values, or
+    weights that do not give the whole.
+    """
+    high = max(range(len(singles)), key=lambda i: singles[i])
+    low = min(range(len(singles)), key=lambda i: singles[i])
+    if not all(map(math.isfinite, singles)):
+        return False
+    if _close(singles[high], singles[low]):
+        return _close(whole, singles[low])
+
+    def weight(j: int, anchor: int, anchor_weight: float) -> float:
+        pair = value([anchor, j])
+        apart = pair - singles[j]
+        return anchor_weight * (singles[anchor] - pair) / apart if apart else math.nan
+
+    weights = {high: 1.0}
+    weights[low] = weight(low, high, 1.0)
+    for j in range(len(singles)):
+        if j not in weights:
+            anchor = high if singles[high] - singles[j] >= singles[j] - singles[low] else low
+            weights[j] = weight(j, anchor, weights[anchor])
+    if not all(w > 0 for w in weights.values()):  # false for what is not a number, too
+        return False
+    mean = sum(w * singles[j] for j, w in weights.items()) / sum(weights.values())
+    return abs(mean - whole) <= 1e-6 * max(map(abs, singles))  # weights are ratios of small differences

@@ -1,0 +1,153 @@
+"""What users hand to `check_cuts`: checked, taken to float64, and cut along samples."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_WRAPPERS = {
+    "DistributedDataParallel": "pass model.module: the ranks' law is the same law, and one process can check it",
+    "DataParallel": "pass model.module",
+    "FullyShardedDataParallel": "pass the model as it was before it was sharded",
+    "OptimizedModule": "pass model._orig_mod, as it was before torch.compile: a compiled graph hides its modules",
+}
+
+
+def check_model(model: Any) -> None:
+    """Refuse what is not a plain module in training mode."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+    for name, module in model.named_modules():
+        kind = next((c.__name__ for c in type(module).__mro__ if c.__name__ in _WRAPPERS), None)
+        if kind is not None:
+            raise TypeError(f"model must be a plain nn.Module, {name or 'it'} is a {kind}; {_WRAPPERS[kind]}")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(f"model must be a plain nn.Module, {name or 'it'} is scripted; pass the Python module")
+    for name, p in model.named_parameters():
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise ValueError(f"parameters must have shapes, {name} is lazy; run one forward first")
+        if type(p).__name__ == "DTensor":
+            raise TypeError(f"parameters must be plain tensors, {name} is a DTensor; pass the model before sharding it")
+        if p.device.type in ("meta", "mps"):
+            raise ValueError(
+                f"the check runs in float64, which {p.device.type} tensors cannot ({name}); use model.cpu()"
+            )
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError("a step needs a parameter that requires grad, the model has none; unfreeze what you train")
+    if not model.training:
+        raise ValueError("the check is of a training step, the model is in eval mode; call model.train() first")
+
+
+def check_batch(batch: Any) -> int:
+    """The number of samples; refuses a batch that is not a tuple of tensors and lists of that one length."""
+    if not isinstance(batch, tuple):
+        raise TypeError(
+            f"batch must be a tuple of tensors or lists indexed by sample, got {type(batch).__name__}; "
+            "for one tensor write (images,)"
+        )
+    if not batch:
+        raise ValueError("batch must hold at least one tensor or list, got an empty tuple")
+    lengths = []
+    for i, item in enumerate(batch):
+        if not isinstance(item, (Tensor, list)):
+            raise TypeError(
+                f"batch must hold tensors or lists indexed by sample, batch[{i}] is a {type(item).__name__}; "
+                "use torch.as_tensor(...) or list(...)"
+            )
+        if isinstance(item, Tensor) and item.ndim == 0:
+            raise ValueError(
+                f"batch[{i}] must be indexed by sample, it is a tensor without axes; constants belong into the loss"
+            )
+        lengths.append(len(item))
+    if len(set(lengths)) > 1:
+        raise ValueError(f"all of batch must have one length, the number of samples, got lengths {lengths}")
+    if lengths[0] < 2:
+        raise ValueError(
+            f"a cut needs at least 2 samples, got {lengths[0]}; try six, so that halves differ from single samples"
+        )
+    return lengths[0]
+
+
+def to_float64(value: Any) -> Any:
+    """A private copy with every floating-point tensor in float64; containers of the plain kinds are walked."""
+    if isinstance(value, Tensor):
+        value = value.detach()
+        return value.to(torch.float64, copy=True) if value.is_floating_point() else value.clone()
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(to_float64(v) for v in value))
+    if type(value) in (list, tuple):
+        return type(value)(to_float64(v) for v in value)
+    if isinstance(value, dict):
+        return {k: to_float64(v) for k, v in value.items()}
+    return copy.deepcopy(value)
+
+
+def select(batch: tuple, indices: Sequence[int]) -> tuple:
+    """The samples of these indices, as copies: a loss that writes into its part must not change the next run's."""
+    return tuple(
+        item[torch.as_tensor(indices, device=item.device)]
+        if isinstance(item, Tensor)
+        else to_float64([item[i] for i in indices])
+        for item in batch
+    )
+
+
+def read_loss(result: Any) -> tuple[Tensor, float | None]:
+    """The sum and its count; None where the loss gave one tensor."""
+    total, count = result, None
+    if isinstance(result, (tuple, list)):
+        if len(result) != 2:
+            raise ValueError(f"loss must return (sum, count) or one tensor, got {len(result)} values")
+        total, count = result
+        if isinstance(count, Tensor) and count.numel() == 1:
+            count = count.item()
+        if isinstance(count, bool) or not isinstance(count, (int, float)):
+            raise TypeError(
+                f"loss must return (sum, count) with a number as count, got {type(count).__name__}; "
+                "add terms up into one sum"
+            )
+    if not isinstance(total, Tensor):
+        raise TypeError(
+            f"loss must return (sum, count) or one tensor, got {type(total).__name__}; return the loss itself"
+        )
+    if total.numel() != 1:
+        raise ValueError(f"loss must return a sum over the part, one number, got shape {tuple(total.shape)}; .sum() it")
+    if not total.requires_grad:
+        raise ValueError("the loss must depend on the model's parameters, it has no gradient; is it detached?")
+    return total.reshape(()), None if count is None else float(count)
+
+
+def owner_of(loss: Callable) -> nn.Module | None:
+    """The module that the loss is, or is a method of."""
+    owner = loss if isinstance(loss, nn.Module) else getattr(loss, "__self__", None)
+    return owner if isinstance(owner, nn.Module) else None
+
+
+def copy_together(model: nn.Module, loss: Callable) -> tuple[nn.Module, Callable]:
+    """Private float64 copies; a loss that is a module, or a module's method, is copied too, shared parts shared."""
+    try:
+        twin, loss_twin = copy.deepcopy((model, loss if owner_of(loss) is not None else None))
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"the check runs on a deep copy, and {type(model).__name__} cannot be copied: {error}. A tensor kept from "
+            "an earlier forward is the usual reason; detach it or drop it."
+        ) from error
+    loss_twin = loss if loss_twin is None else loss_twin
+    for module in (twin, owner_of(loss_twin)):
+        if module is not None:
+            module.double().zero_grad()
+    return twin, loss_twin
+
+
+def named_members(model: nn.Module, loss: Callable) -> dict[nn.Module, str]:
+    """Every module once, by the name reports use: "model" is the model, "loss.…" a part of a loss that is a module."""
+    names: dict[nn.Module, str] = {}
+    for name, module in model.named_modules():
+        names.setdefault(module, name or "model")
+    owner = owner_of(loss)
+    for name, module in owner.named_modules() if owner is not None else ():
+        if module is not owner:  # the owner's own call is the loss itself
+            names.setdefault(module, f"loss.{name}")
+    return names

@@ -1,0 +1,213 @@
+"""One optimizer step's worth of work on a private copy of the model, its samples cut as asked."""
+
+import random
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from micronorm.check.inputs import copy_together, owner_of, read_loss, select, to_float64
+from micronorm.check.trace import Trace, Tracer
+from micronorm.commit import attach
+from micronorm.nn.bcn import BatchChannelNorm
+
+Cut = Sequence[Sequence[int]]
+"""The sample indices of each part."""
+
+_RATE = 0.1  # what "lr" stands for where there is no optimizer: any rate shows whether two windows differ
+
+
+@dataclass(eq=False)
+class Run:
+    """What came out of one step."""
+
+    cut: Cut
+    traces: list[Trace] = field(default_factory=list)
+    sums: list[float] = field(default_factory=list)
+    counts: list[float | None] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    estimates: frozenset[str] = frozenset()
+    """The names in `buffers` that a commit writes."""
+    coarsest: float = 0.0
+    error: Exception | None = None
+    """What a part raised, after which the run ended."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """The number of samples of each part."""
+        return [len(part) for part in self.cut]
+
+    @property
+    def count(self) -> float:
+        """What the step divides by: the counts of the parts, or the number of samples."""
+        return sum(n if c is None else c for n, c in zip(self.sizes, self.counts, strict=True))
+
+
+@contextmanager
+def isolated(devices: Sequence[torch.device]) -> Iterator[None]:
+    """Random states, default dtype and grad mode are put back; autocast is off."""
+    python, numpy_state, dtype = random.getstate(), np.random.get_state(), torch.get_default_dtype()
+    cuda = [d for d in devices if d.type == "cuda"]
+    with torch.random.fork_rng(devices=[d.index for d in cuda]):
+        torch.set_default_dtype(torch.float64)  # so that torch.zeros(n) inside a forward does not meet float64 weights
+        try:
+            with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+                if cuda:
+                    with torch.autocast("cuda", enabled=False):
+                        yield
+                else:
+                    yield
+        finally:
+            torch.set_default_dtype(dtype)
+            random.setstate(python)
+            np.random.set_state(numpy_state)
+
+
+class Experiment:
+    """A model, its batch in float64 and its loss, to be run in any cut, always from the same beginning."""
+
+    def __init__(self, model: nn.Module, batch: tuple, loss: Callable) -> None:
+        self.model, self.loss = model, loss
+        self.batch = to_float64(batch)
+        tensors = [*model.parameters(), *model.buffers(), *(t for t in batch if isinstance(t, Tensor))]
+        self.devices = list({t.device for t in tensors})
+        self.runs = 0
+
+    def run(
+        self,
+        cut: Cut,
+        *,
+        seed: int = 0,
+        backward: bool = True,
+        fresh: bool = False,
+        perturbed: bool = False,
+        evaluating: str | None = None,
+    ) -> Run:
+        """Run a step.
+
+        Args:
+            cut: the sample indices of each part.
+            seed: of every random generator, set once, before the first part.
+            backward: whether to compute gradients and commit; without, the traces and loss values are all there is.
+            fresh: a new copy of the model for each part, so that no part meets what another left behind.
+            perturbed: move every parameter by one unit in the last place, and note every dtype computed in.
+            evaluating: the name of a module to put into eval mode.
+        """
+        run = Run(cut)
+        self.runs += 1
+        with isolated(self.devices), warnings.catch_warnings():
+            if self.runs > 1:
+                warnings.simplefilter("ignore")  # each copy would repeat what the first has said
+            self._seed(seed)
+            for parts in [[p] for p in cut] if fresh else [cut]:
+                model, loss = copy_together(self.model, self.loss)
+                if perturbed:
+                    _perturb(model)
+                if evaluating is not None:
+                    (model if evaluating == "model" else model.get_submodule(evaluating)).eval()
+                _seed_own_streams(model, seed)
+                with _Dtypes(run) if perturbed else nullcontext():
+                    self._parts(run, model, loss, parts, backward=backward)
+        return run
+
+    def _parts(self, run: Run, model: nn.Module, loss: Callable, parts: Cut, *, backward: bool) -> None:
+        holder = nn.ModuleList(m for m in (model, owner_of(loss)) if m is not None)
+        handle = _attach(holder)
+        tracer = Tracer(model, loss, self.devices)
+        try:
+            for indices in parts:
+                with tracer.part(len(indices)):
+                    total, count = read_loss(loss(model, select(self.batch, indices)))
+                tracer.saw(total)
+                run.sums.append(total.item())
+                run.counts.append(count)
+                if backward:
+                    total.backward()
+        except Exception as error:
+            run.error = error
+        tracer.close()
+        run.traces += tracer.traces
+        run.coarsest = max(run.coarsest, tracer.coarsest)
+        if not backward or run.error is not None:
+            return
+        if handle is not None:
+            handle.commit()
+        if run.count == 0:
+            raise ValueError("the counts of a step must not add up to 0, the loss returned 0 for every part")
+        _collect(run, model, loss)
+
+    def _seed(self, seed: int) -> None:
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.default_generator.manual_seed(seed)
+        for device in self.devices:
+            if device.type == "cuda":
+                with torch.cuda.device(device):
+                    torch.cuda.manual_seed(seed)
+
+
+class _Dtypes(TorchDispatchMode):
+    """Notes the coarsest floating-point dtype that any operation computed in, also between modules."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.run = run
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(t, Tensor) and t.is_floating_point():
+                self.run.coarsest = max(self.run.coarsest, torch.finfo(t.dtype).eps)
+        return out
+
+
+def _seed_own_streams(model: nn.Module, seed: int) -> None:
+    """Generators that modules keep: a stream of the model's own is no key either."""
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, torch.Generator):
+                value.manual_seed(value.initial_seed() + seed)
+
+
+def _collect(run: Run, model: nn.Module, loss: Callable) -> None:
+    """The gradients and buffers of the model, and of a loss that is a module, each once."""
+    seen: set[int] = set()
+    for prefix, owner in (("", model), ("loss.", owner_of(loss))):
+        for name, p in owner.named_parameters() if owner is not None else ():
+            if p.grad is not None and id(p) not in seen:
+                run.gradients[prefix + name] = p.grad / run.count
+            seen.add(id(p))
+        for name, b in owner.named_buffers() if owner is not None else ():
+            if id(b) not in seen:
+                run.buffers[prefix + name] = b.detach().clone()
+            seen.add(id(b))
+    run.estimates = frozenset(
+        f"{name}.{buffer}" if name else buffer
+        for name, module in model.named_modules()
+        if isinstance(module, BatchChannelNorm)
+        for buffer in ("running_mean", "running_var", "blend")
+    )
+
+
+def _attach(holder: nn.Module):
+    layers = [m for m in holder.modules() if isinstance(m, BatchChannelNorm)]
+    for layer in layers:
+        if layer.rate == "lr":
+            layer.rate = _RATE
+    # No merging: the ranks of a job do not all check at the same time.
+    return attach(holder, process_group=None, max_forwards=2**31) if layers else None
+
+
+@torch.no_grad()
+def _perturb(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for p in model.parameters():
+        up = torch.rand(p.shape, generator=generator, dtype=torch.float64).to(p.device) < 0.5
+        p.copy_(torch.nextafter(p, torch.where(up, torch.inf, -torch.inf).to(p.dtype)))

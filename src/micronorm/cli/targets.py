@@ -1,0 +1,95 @@
+"""What a command line calls a model: `package.module:factory`, `torchvision:NAME` or `timm:NAME`."""
+
+import difflib
+import importlib
+import inspect
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+MISUSE = 2
+"""The exit code for a target or an option that is wrong."""
+
+
+class TargetError(Exception):
+    """A target that names nothing usable; the message is one line, for the user."""
+
+
+def resolve(target: str) -> nn.Module | tuple:
+    """The model a target names, without pretrained weights; or what a factory returns, a model or a tuple.
+
+    Raises:
+        TargetError: nothing of that name, with the names most like it; or a factory that returns something else.
+    """
+    source, colon, name = target.partition(":")
+    if not colon or not source or not name:
+        raise TargetError(f"{target!r} is not a target: write package.module:factory, torchvision:NAME or timm:NAME")
+    if source == "torchvision":
+        return _torchvision(name)
+    if source == "timm":
+        return _timm(name)
+    return _factory(source, name)
+
+
+def resolve_model(target: str) -> nn.Module:
+    """As `resolve`, for commands that want the model alone."""
+    made = resolve(target)
+    model = made if isinstance(made, nn.Module) else made[0]
+    if not isinstance(model, nn.Module):
+        raise TargetError(f"{target} must give a model or a tuple that begins with one, got {type(model).__name__}")
+    return model
+
+
+def _torchvision(name: str) -> nn.Module:
+    models: Any = _library("torchvision.models", "torchvision")
+    known = models.list_models()
+    if name not in known:
+        raise TargetError(unknown(f"torchvision has no model {name!r}", name, known))
+    accepted = inspect.signature(models.get_model_builder(name)).parameters
+    # Segmentation and detection models would fetch a backbone's weights unless told not to.
+    off = {key: None for key in ("weights", "weights_backbone") if key in accepted}
+    return models.get_model(name, **off)
+
+
+def _timm(name: str) -> nn.Module:
+    timm: Any = _library("timm", "timm")
+    if not timm.is_model(name):
+        raise TargetError(unknown(f"timm has no model {name!r}", name, timm.list_models()))
+    return timm.create_model(name, pretrained=False)
+
+
+def _library(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise TargetError(f"{package} is not installed: pip install {package}") from error
+
+
+def _factory(source: str, name: str) -> nn.Module | tuple:
+    here = str(Path.cwd())
+    if here not in sys.path:  # as `python -m` does, and a console script does not
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(source)
+    except ModuleNotFoundError as error:
+        missing = error.name or source
+        if source == missing or source.startswith(missing + "."):
+            raise TargetError(f"no module {source!r} on the path or in {here}") from error
+        raise TargetError(f"{source} imports {missing!r}, which is not installed") from error
+    factory = getattr(module, name, None)
+    if factory is None:
+        public = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+        raise TargetError(unknown(f"{source} has no {name!r}", name, public))
+    made = factory() if callable(factory) and not isinstance(factory, nn.Module) else factory
+    if not isinstance(made, (nn.Module, tuple)):
+        raise TargetError(f"{source}:{name} must give a model or (model, batch, loss), got {type(made).__name__}")
+    return made
+
+
+def unknown(message: str, name: str, known: Sequence[str]) -> str:
+    """A message for a name that is not known, with the names most like it."""
+    near = difflib.get_close_matches(name, known, n=5, cutoff=0.5)
+    return f"{message}; near it: {', '.join(near)}" if near else f"{message}, nor one like it among {len(known)} names"

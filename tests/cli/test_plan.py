@@ -1,0 +1,71 @@
+"""`micronorm plan`: what is printed, as a table, as text and as JSON, and what exit code says what."""
+
+import json
+from functools import partial
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+import micronorm as mn
+from micronorm.cli import app, plan
+from micronorm.cli.specs import norm_spec, weight_spec
+from micronorm.cli.targets import TargetError
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def test_piped_it_is_the_plan_as_text():
+    result = run("torchvision:resnet18")
+    assert result.exit_code == 0
+    lines = result.output.splitlines()
+    assert lines[0].split() == ["name", "type", "becomes", "reason"]
+    assert any(line.split()[:3] == ["conv1", "Conv2d", "WSConv2d"] for line in lines)
+    assert "20 norms converted, 0 norms left, 20 convolutions converted, 0 convolutions left" in result.output
+
+
+def test_on_a_terminal_it_is_a_table(monkeypatch):
+    monkeypatch.setattr(plan, "Console", partial(Console, force_terminal=True, width=160))
+    output = run("torchvision:resnet18", "--weight", "none").output
+    assert "┃" in output
+    assert "weight=None" in output
+
+
+def test_as_json_it_is_the_plan_with_its_target():
+    result = run("timm:resnet50d", "--norm", "bcn", "--groups", "32", "--weight", "ws", "--json")
+    record = json.loads(result.output)
+    assert record["target"] == "timm:resnet50d"
+    assert record["totals"]["norms converted"] == sum(
+        d["role"] == "norm" and d["becomes"] is not None for d in record["decisions"]
+    )
+    assert record["decisions"][0]["becomes"] == "WSConv2d"
+
+
+@pytest.mark.parametrize(
+    "arguments, code, message",
+    [
+        (["timm:resnet50dd"], 2, "near it: resnet50d"),
+        (["torchvision:maskrcnn_resnet50_fpn_v3"], 2, "maskrcnn_resnet50_fpn_v2"),
+        (["timm:resnet18", "--norm", "bnc"], 2, "no spec 'bnc'; near it: bn"),
+        (["timm:resnet18", "--norm", "ln", "--groups", "4"], 2, "ln takes no --groups"),
+        (["timm:resnet18", "--groups", "0"], 2, "groups must be at least 1, got 0"),
+        (["timm:resnet18", "--norm", "none", "--weight", "none"], 2, "leave nothing to convert"),
+        (["timm:vit_tiny_patch16_224"], 1, "nothing to convert. Looked at patch_embed.proj"),
+    ],
+)
+def test_one_line_says_what_is_wrong_and_the_exit_code_of_what_kind(arguments, code, message):
+    result = run(*arguments)
+    assert result.exit_code == code
+    assert message in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_specs_are_named_in_any_case_and_take_their_own_options():
+    assert norm_spec("BCN", groups=8, statistics="batch") == mn.BCN(groups=8, statistics="batch")
+    assert norm_spec("evonorms0", groups=None) == mn.EvoNormS0()
+    assert weight_spec("Cwn") == mn.CWN()
+    assert norm_spec("none", groups=3) is None
+    with pytest.raises(TargetError, match="no spec 'bcn'"):
+        weight_spec("bcn")

@@ -1,0 +1,86 @@
+"""`mn.calibrate`: statistics of all elements together, however they were cut."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import micronorm as mn
+from tests.laws.ranks import launch
+from tests.networks import SmallResNet, samples
+from tests.tolerances import assert_close_to_max
+
+
+def norms(model: nn.Module) -> dict[str, mn.nn.BatchChannelNorm]:
+    return {n: m for n, m in model.named_modules() if isinstance(m, mn.nn.BatchChannelNorm)}
+
+
+def test_the_statistics_are_those_of_all_elements_whatever_the_cut():
+    torch.manual_seed(0)
+    model = SmallResNet().double().train()
+    x, _ = samples()
+    seen: dict[str, Tensor] = {}
+    for name, layer in norms(model).items():
+        layer.register_forward_pre_hook(lambda _, args, name=name: seen.__setitem__(name, args[0].detach()))
+    model.eval()(x)  # what every layer sees before anything is changed
+    inputs = dict(seen)
+    model.train()
+    for cut in ([24], [1, 20, 3], [1] * 24):
+        twin = copy.deepcopy(model)
+        assert mn.calibrate(twin, x.split(cut)) == len(cut)
+        assert all(module.training for module in twin.modules())
+        for name, layer in norms(twin).items():
+            by_channel = inputs[name].transpose(0, 1).flatten(1)
+            assert_close_to_max(layer.running_mean, by_channel.mean(1), tol=1e-13)
+            assert_close_to_max(layer.running_var, by_channel.var(1, correction=0), tol=1e-13)
+
+
+def test_batch_norms_get_the_unbiased_variance():
+    norm = nn.BatchNorm2d(3)
+    x = torch.randn(4, 3, 5, 5) * 2 + 1
+    mn.calibrate(norm, [x[:1], x[1:]])
+    assert norm.running_var is not None
+    assert norm.running_mean is not None
+    assert_close_to_max(norm.running_var, x.transpose(0, 1).flatten(1).var(1), tol=1e-6)
+    assert_close_to_max(norm.running_mean, x.mean((0, 2, 3)), tol=1e-6)
+
+
+def test_batches_may_be_pairs_or_anything_with_a_forward_of_ones_own():
+    x, labels = samples(torch.float32)
+    model = SmallResNet()
+    expected = copy.deepcopy(model)
+    mn.calibrate(expected, [x])
+    for batches, forward in (([(x, labels)], None), ([{"image": x}], lambda m, b: m(b["image"]))):
+        twin = copy.deepcopy(model)
+        mn.calibrate(twin, batches, forward=forward)
+        for name, layer in norms(twin).items():
+            assert torch.equal(layer.running_var, norms(expected)[name].running_var)
+
+
+def test_nothing_is_changed_where_something_is_wrong():
+    model = nn.Sequential(mn.nn.BatchChannelNorm(3), nn.ReLU(), mn.nn.BatchChannelNorm(3))
+    bad = torch.ones(1, 3, 2, 2)
+    bad[0, 0, 0, 0] = torch.inf
+    for batches, message in (([], "saw no element"), ([bad], "not finite")):
+        with pytest.raises(ValueError, match=message):
+            mn.calibrate(model, batches)
+        assert all(layer.running_mean.eq(0).all() and layer.running_var.eq(1).all() for layer in norms(model).values())
+    with pytest.raises(ValueError, match="no layer with running statistics"):
+        mn.calibrate(nn.Conv2d(3, 4, 1), [bad])
+
+
+def calibrate_on(rank: int, world: int, model: nn.Module) -> dict[str, Tensor]:
+    x, _ = samples()
+    mn.calibrate(model, [x[:5]] if rank == 0 else x[5:].split(4))
+    return model.state_dict()
+
+
+def test_ranks_with_unequal_shares_find_the_statistics_of_one():
+    torch.manual_seed(0)
+    model = SmallResNet().double()
+    alone = copy.deepcopy(model)
+    mn.calibrate(alone, [samples()[0]])
+    for state in launch(calibrate_on, 2, model):
+        for name, value in alone.state_dict().items():
+            assert_close_to_max(state[name], value, tol=1e-13)

@@ -1,0 +1,169 @@
+"""The flow of a model, learned in three ways, and what it says of its calls."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from micronorm.flow import Flow, trace_flow
+from micronorm.flow.kinds import one_element_per_channel, passes_scale
+
+
+def is_leaf(module: nn.Module) -> bool:
+    return isinstance(module, nn.Conv2d | nn.BatchNorm2d)
+
+
+def could_pair(first: nn.Module, second: nn.Module) -> bool:
+    return isinstance(first, nn.Conv2d) and isinstance(second, nn.BatchNorm2d)
+
+
+def flow_of(model: nn.Module, example_inputs: object = None) -> Flow:
+    return trace_flow(model, is_leaf, example_inputs=example_inputs, pairs=could_pair)
+
+
+class Branching(nn.Module):
+    """A shared convolution, a residual sum, a size that is read, and a head; `dynamic` keeps torch.fx out."""
+
+    def __init__(self, *, dynamic: bool) -> None:
+        super().__init__()
+        self.dynamic = dynamic
+        self.conv, self.norm, self.skip = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1)
+        self.head = nn.Conv2d(3, 2, 1)
+        self.seen: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.dynamic and x.sum() > 1e9:  # a branch on values
+            return x
+        self.seen = x
+        y = self.skip(x)
+        y = F.interpolate(y, size=y.shape[-2:])
+        y = y + self.norm(self.conv(x))
+        return self.head(F.relu(y))
+
+
+@pytest.mark.parametrize("dynamic, method", [(False, "fx"), (True, "execution")])
+def test_both_tracers_see_the_same_flow(dynamic, method):
+    model = Branching(dynamic=dynamic).train()
+    flow = flow_of(model)
+    assert flow.method == method
+    called = [node.name for node in flow.nodes if node.module is not None]
+    assert called == ["skip", "conv", "norm", "head"]
+    (norm,) = flow.calls[model.norm]
+    source = flow.sole_source(norm)
+    assert source is not None
+    assert source.module is model.conv
+    (skip,) = flow.calls[model.skip]
+    assert [node.name for node in flow.downstream(skip, passes_scale)] == ["head"]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_trace_leaves_the_model_as_it_was(dynamic):
+    model = Branching(dynamic=dynamic).train()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    flow_of(model)
+    assert torch.equal(torch.rand(1), expected)
+    assert "seen" in vars(model)
+    assert vars(model)["seen"] is None
+    assert all(module.training for module in model.modules())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_what_cannot_run_is_paired_by_order_and_says_why():
+    class Broken(nn.Sequential):
+        def forward(self, input: Tensor) -> Tensor:
+            raise RuntimeError("needs a lidar")
+
+    model = Broken(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    flow = flow_of(model)
+    assert flow.method == "order"
+    assert "needs a lidar" in flow.detail
+    assert "example_inputs" in flow.detail
+    (norm,) = flow.calls[model[1]]
+    assert [source.module for source in norm.inputs] == [model[0]]
+    assert flow.consumers[flow.calls[model[3]][0]] == []
+
+
+def test_inputs_that_do_not_fit_are_an_error_not_a_fallback():
+    with pytest.raises(ValueError, match="does not run on example_inputs"):
+        flow_of(Branching(dynamic=True), torch.zeros(1, 5, 8, 8))
+
+
+@pytest.mark.parametrize(
+    "example_inputs", [torch.ones(1, 3, 8, 8), (torch.ones(1, 3, 8, 8),), {"x": torch.ones(1, 3, 8, 8)}]
+)
+def test_example_inputs_are_an_argument_a_tuple_or_keywords(example_inputs):
+    flow = flow_of(Branching(dynamic=True), example_inputs)
+    assert (flow.method, flow.detail.split(";")[0]) == ("execution", "run on the given inputs")
+
+
+def test_an_output_used_twice_is_nobodys_sole_source():
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.conv(x)
+            return self.norm(y) + y
+
+    model = Twice()
+    flow = flow_of(model)
+    assert flow.sole_source(flow.calls[model.norm][0]) is None
+
+
+def test_in_place_operations_stand_between_a_convolution_and_its_norm():
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.conv(x)
+            y += 1
+            y[:, :1] = 0  # torch.fx refuses item assignment; only a run sees it
+            return self.norm(y)
+
+    model = InPlace()
+    flow = flow_of(model)
+    assert flow.method == "execution"
+    source = flow.sole_source(flow.calls[model.norm][0])
+    assert source is not None
+    assert source.name == "__setitem__"
+
+
+POOLED = {
+    "adaptive pooling": nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)),
+    "adaptive pooling to a pair": nn.Sequential(nn.AdaptiveAvgPool2d((1, 1)), nn.BatchNorm2d(3)),
+}
+NOT_POOLED = {
+    "a convolution": nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3)),
+    "a pooling to 2×2": nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.BatchNorm2d(3)),
+    "a map spread again": nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Upsample(scale_factor=4), nn.BatchNorm2d(3)),
+}
+
+
+@pytest.mark.parametrize("name", [*POOLED, *NOT_POOLED])
+def test_one_element_per_channel_is_seen_behind_a_global_pooling_and_nowhere_else(name):
+    model = (POOLED | NOT_POOLED)[name]
+    flow = flow_of(model)
+    (norm,) = flow.calls[model[-1]]
+    assert one_element_per_channel(norm.inputs[0], flat=False) == (name in POOLED)
+
+
+def test_a_gate_of_one_element_does_not_make_the_gated_map_one():
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_norm, self.norm = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x * self.gate_norm(x.mean((2, 3), keepdim=True)).sigmoid())
+
+    model = Gated()
+    flow = flow_of(model)
+    for norm, expected in ((model.gate_norm, True), (model.norm, False)):
+        assert one_element_per_channel(flow.calls[norm][0].inputs[0], flat=False) is expected
