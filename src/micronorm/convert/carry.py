@@ -64,7 +64,7 @@ def build(spec: NormSpec, norm: Norm, *, like: Tensor, trainable: bool, warm_ste
             made.warm(warm_steps)
     else:
         _carry(made, norm, ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"))
-    inherited = set(norm.module.parameters(recurse=False))
+    inherited = set(norm.module.parameters())  # these come with flags of their own, an activation's included
     for parameter in made.parameters():
         if parameter not in inherited:
             parameter.requires_grad_(trainable)

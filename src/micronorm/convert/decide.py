@@ -226,6 +226,8 @@ class _Planner:
         spec, remarks = fit(wanted, facts, one_element=one_element)
         groups = spec.groups_for(facts.channels) if isinstance(spec, GroupedSpec) else None
         remarks += self._remarks(facts, groups)
+        if self.warm_steps and facts.tensor("running_mean") is None:
+            remarks.append("no warm start: there are no statistics to start from")
         trainable = self._trains(facts, sources)
         if facts.family == "frozen":
             remarks.append("was frozen, trains from here on" if trainable else "stays frozen like the layer before it")

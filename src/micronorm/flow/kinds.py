@@ -36,9 +36,6 @@ _PASSING_MODULES = (
     nn.AdaptiveAvgPool2d,
     nn.AdaptiveAvgPool3d,
     nn.AdaptiveMaxPool2d,
-    nn.ZeroPad1d,
-    nn.ZeroPad2d,
-    nn.ZeroPad3d,
     nn.ReflectionPad1d,
     nn.ReflectionPad2d,
     nn.ReplicationPad2d,
@@ -49,6 +46,7 @@ _PASSING_MODULES = (
     nn.Flatten,
     nn.Unflatten,
 )
+_CONSTANT_PADS = (nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d)  # pass where the constant is zero
 _PASSING_TYPES = frozenset({"DropPath", "StochasticDepth", "Permute"})  # of timm and torchvision, which may be absent
 
 # Calls that take a tensor's shape, dtype and device, and nothing of what is in it.
@@ -70,6 +68,8 @@ def function_name(name: str) -> str:
 
 def passes_scale(node: Node) -> bool:
     """Whether a factor on the input is a factor on the output, so that a norm behind the call still removes it."""
+    if isinstance(node.module, _CONSTANT_PADS):
+        return node.module.value == 0
     if node.module is not None:
         return isinstance(node.module, _PASSING_MODULES) or type(node.module).__name__ in _PASSING_TYPES
     return function_name(node.name) in _PASSING_FUNCTIONS

@@ -68,7 +68,7 @@ class BatchChannelNormAct(BatchChannelNorm):
     def forward(self, x: Tensor) -> Tensor:
         """act(drop(BCN(x)))."""
         fused = type(self.act) is nn.ReLU and type(self.drop) is nn.Identity
-        if fused and not (self.act._forward_hooks or self.act._forward_pre_hooks):
+        if fused and not (_has_hooks(self.act) or _has_hooks(self.drop)):
             return self._normalize(x, relu=True)
         return self.act(self.drop(self._normalize(x, relu=False)))
 
@@ -87,6 +87,16 @@ class NormAct(nn.Module):
         self.norm = norm
         self.drop = nn.Identity() if drop is None else drop
         self.act = nn.Identity() if act is None else act
+
+    @property
+    def weight(self) -> Tensor | None:
+        """The norm's: timm's models zero the `weight` of the last norm of a residual branch."""
+        return getattr(self.norm, "weight", None)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The norm's."""
+        return getattr(self.norm, "bias", None)
 
     def forward(self, x: Tensor) -> Tensor:
         """act(drop(norm(x)))."""
@@ -160,6 +170,13 @@ def with_activation(
     made.drop = nn.Identity() if drop is None else drop
     made.act = nn.Identity() if act is None else act
     return made
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether somebody looks at this module's calls, so that it must be called."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
 def _activation(act_layer: Act | None, act_kwargs: dict[str, Any] | None, *, inplace: bool) -> nn.Module:

@@ -1,7 +1,9 @@
 """Specs: small immutable values that say what to build. They stand where other libraries pass strings.
 
-A norm spec called with a channel count builds the layer, so it fits every `norm_layer=` argument of torchvision and
-timm. A weight spec called with a plain layer builds its counterpart around the same parameters.
+A norm spec called with a channel count builds the layer, so it fits every `norm_layer=` argument of torchvision. timm
+takes no callables there but types, functions and partials: the layer's class, or `mn.nn.norm_act_layer(spec)` where its
+model keeps norm and activation in one. A weight spec called with a plain layer builds its counterpart around the same
+parameters.
 """
 
 from abc import ABC, abstractmethod

@@ -42,10 +42,15 @@ def _row_moments(w: Tensor) -> Moments:
     return Moments(*(m.reshape(shape) for m in moments(w.flatten(1).unsqueeze(0))))
 
 
-def _standardized(w: Tensor, rows: Moments, center: bool, scale: bool, eps: float) -> tuple[Tensor, Tensor]:
-    """Ŵ and the factor 1/σ (or 1/rms) it was scaled by."""
+def _factor(rows: Moments, center: bool, scale: bool, eps: float) -> Tensor:
+    """1/σ, or 1/rms, or one."""
     spread = rows.var if center else rows.var + rows.mean.square()  # around the mean, or around zero
-    rstd = (spread + eps).rsqrt().to(w.dtype) if scale else torch.ones_like(rows.var, dtype=w.dtype)
+    return (spread + eps).rsqrt() if scale else torch.ones_like(rows.var)
+
+
+def _standardized(w: Tensor, rows: Moments, center: bool, scale: bool, eps: float) -> tuple[Tensor, Tensor]:
+    """Ŵ and the factor it was scaled by."""
+    rstd = _factor(rows, center, scale, eps).to(w.dtype)
     if not center:
         return w * rstd, rstd
     # The mean leaves in two parts, the second being what rounding the first one lost.
@@ -85,7 +90,7 @@ def row_statistics(w: Tensor, *, center: bool, scale: bool, eps: float) -> tuple
     """The mean and scale of each row that standardization takes away: W = scale·Ŵ + mean. Both hold O numbers."""
     wide = w.to(compute_dtype(w.dtype))
     rows = _row_moments(wide)
-    _, rstd = _standardized(wide, rows, center, scale, eps)
+    rstd = _factor(rows, center, scale, eps).to(wide.dtype)
     mean = rows.mean if center else torch.zeros_like(rows.mean)
     return mean.flatten().to(wide.dtype), rstd.flatten().reciprocal()
 

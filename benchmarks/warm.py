@@ -1,0 +1,229 @@
+"""From a trained BatchNorm network to BCN + WS on digits: abruptly, abruptly with new statistics, and warm.
+
+A BatchNorm network is trained with 32 images per forward, converted in each way, and fine-tuned with one image per
+micro-batch: by the law of BCN the 32 images of a step may go through in one forward, and BatchNorm has an exact batched
+form, `mn.BN(micro_batch=1)`. Learning rates are chosen per method on validation images; test error is only recorded.
+
+    python benchmarks/warm.py --out benchmarks/results/warm_conversion.csv
+"""
+
+import argparse
+import copy
+import csv
+import datetime
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from run import cpu_model
+from torch import nn
+
+import micronorm as mn
+from micronorm.cli.digits import Method, build, make_optimizer, step_indices, take_step
+from micronorm.data.digits import Labelled, read_digits
+
+TRAIN_IMAGES = 1000  # of the 1,297; the others validate
+PRETRAIN_EPOCHS = 6
+STEPS = 64
+WARM_STEPS = 32  # half of the fine-tuning; not tuned
+EVERY = 8  # steps between two looks at the errors
+LEARNING_RATES = (0.005, 0.02, 0.05)
+
+Convert = Callable[[nn.Module, Labelled], nn.Module]
+
+
+def kept(model: nn.Module, train: Labelled) -> nn.Module:
+    return mn.convert(model, mn.BN(micro_batch=1), None)
+
+
+def abrupt(model: nn.Module, train: Labelled) -> nn.Module:
+    return mn.convert(model)
+
+
+def calibrated(model: nn.Module, train: Labelled) -> nn.Module:
+    model = mn.convert(model)
+    norms = sum(isinstance(m, mn.nn.BatchChannelNorm) for m in model.modules())
+    for _ in range(norms):  # a call is exact for the norms whose predecessors are
+        mn.calibrate(model, train.images.split(250))
+    return model
+
+
+def warm(model: nn.Module, train: Labelled) -> nn.Module:
+    return mn.convert(model, warm_steps=WARM_STEPS)
+
+
+METHODS: dict[str, Convert] = {
+    "BN kept": kept,
+    "abrupt": abrupt,
+    "abrupt + calibrate": calibrated,
+    "warm": warm,
+}
+
+
+@torch.no_grad()
+def error(model: nn.Module, part: Labelled) -> float:
+    """Wrong answers in %."""
+    model.eval()
+    wrong = (model(part.images).argmax(1) != part.labels).double().mean().item()
+    model.train()
+    return 100 * wrong
+
+
+def pretrained(train: Labelled, *, seed: int) -> nn.Module:
+    """The demo's network with BatchNorm, trained in the demo's setting with 32 images per forward."""
+    model = build(Method("BN", mn.BN()), seed=seed)
+    optimizer = make_optimizer(model)
+    indices = step_indices(len(train.labels), epochs=PRETRAIN_EPOCHS, seed=seed)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=len(indices))
+    for chosen in indices:
+        take_step(model, optimizer, Labelled(*(p[chosen] for p in train)), micro_batch=len(chosen))
+        schedule.step()
+    return model
+
+
+def blend_of(model: nn.Module) -> float | None:
+    blends = [m.blend.item() for m in model.modules() if isinstance(m, mn.nn.BatchChannelNorm)]
+    return statistics.mean(blends) if blends else None
+
+
+def fine_tune(
+    model: nn.Module, train: Labelled, validation: Labelled, test: Labelled, *, lr: float, seed: int
+) -> list[dict[str, Any]]:
+    """Errors before the first step and after every few, at a constant learning rate."""
+    optimizer = make_optimizer(model)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    rows = []
+    indices = step_indices(len(train.labels), epochs=4, seed=100 + seed)[:STEPS]
+    for step in range(STEPS + 1):
+        if step % EVERY == 0:
+            rows.append(
+                {
+                    "step": step,
+                    "blend": blend_of(model),
+                    "validation_error": round(error(model, validation), 3),
+                    "test_error": round(error(model, test), 3),
+                }
+            )
+        if step < STEPS:
+            batch = Labelled(*(p[indices[step]] for p in train))
+            take_step(model, optimizer, batch, micro_batch=len(batch.labels))
+    return rows
+
+
+def measure(seeds: int) -> list[dict[str, Any]]:
+    digits = read_digits()
+    order = torch.randperm(len(digits.train.labels), generator=torch.Generator().manual_seed(0))
+    train, validation = (
+        Labelled(*(p[chosen] for p in digits.train)) for chosen in (order[:TRAIN_IMAGES], order[TRAIN_IMAGES:])
+    )
+    rows = []
+    for seed in range(seeds):
+        original = pretrained(train, seed=seed)
+        original.eval()
+        with torch.no_grad():
+            expected = original(digits.test.images)
+        before = {"bn_validation_error": error(original, validation), "bn_test_error": error(original, digits.test)}
+        for name, convert in METHODS.items():
+            start = convert(copy.deepcopy(original), train)
+            start.eval()
+            with torch.no_grad():
+                distance = (start(digits.test.images) - expected).abs().max() / expected.abs().max()
+            start.train()
+            for lr in LEARNING_RATES:
+                tuned = fine_tune(copy.deepcopy(start), train, validation, digits.test, lr=lr, seed=seed)
+                same = {"method": name, "lr": lr, "seed": seed}
+                rest = {"output_distance_at_0": float(f"{distance:.3g}"), **{k: round(v, 3) for k, v in before.items()}}
+                rows += [same | row | rest for row in tuned]
+    return rows
+
+
+def mean_error(rows: Sequence[dict[str, Any]], what: str, **where: Any) -> float:
+    values = [row[what] for row in rows if all(row[k] == v for k, v in where.items())]
+    assert values
+    return statistics.mean(values)
+
+
+def chosen_rates(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """For each method the learning rate with the lowest mean validation error over the last four looks."""
+    late = [row for row in rows if row["step"] > STEPS - 4 * EVERY]
+    return {
+        name: min(LEARNING_RATES, key=lambda lr, name=name: mean_error(late, "validation_error", method=name, lr=lr))
+        for name in METHODS
+    }
+
+
+def table(rows: Sequence[dict[str, Any]], rates: dict[str, float]) -> str:
+    shown = [step for step in (0, 8, 16, 32, 48, 64) if step <= STEPS]
+    lines = [f"{'method':<20}{'lr':>7}  outputs at 0" + "".join(f"{f'step {s}':>9}" for s in shown) + "   mean"]
+    for name, lr in rates.items():
+        distance = max(row["output_distance_at_0"] for row in rows if row["method"] == name)
+        errors = "".join(f"{mean_error(rows, 'test_error', method=name, lr=lr, step=s):>9.2f}" for s in shown)
+        mean = mean_error(rows, "test_error", method=name, lr=lr)
+        lines.append(f"{name:<20}{lr:>7}  {distance:>12.1e}{errors}{mean:>7.2f}")
+    return "\n".join(lines)
+
+
+def plot(rows: Sequence[dict[str, Any]], rates: dict[str, float], path: Path) -> bool:
+    """Test error over steps; False without matplotlib."""
+    try:
+        import matplotlib  # type: ignore[import-not-found]
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    from matplotlib import pyplot  # type: ignore[import-not-found]
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    steps = range(0, STEPS + 1, EVERY)
+    for name, lr in rates.items():
+        at = [[r["test_error"] for r in rows if (r["method"], r["lr"], r["step"]) == (name, lr, s)] for s in steps]
+        line = axes.plot(steps, [statistics.mean(e) for e in at], marker="o", markersize=3, label=f"{name}, lr {lr:g}")
+        axes.fill_between(steps, [min(e) for e in at], [max(e) for e in at], color=line[0].get_color(), alpha=0.12)
+    before = statistics.mean({row["seed"]: row["bn_test_error"] for row in rows}.values())
+    axes.axvline(WARM_STEPS, color="grey", linewidth=0.5)
+    axes.text(WARM_STEPS, 0.02, " warm-up ends", transform=axes.get_xaxis_transform(), fontsize=8, color="grey")
+    axes.axhline(before, color="grey", linestyle=":", label="the BN network, before")
+    axes.set(xlabel="optimizer step", ylabel="test error %", yscale="log", title="Fine-tuning after conversion, digits")
+    ticks = [t for t in (1, 2, 5, 10, 20, 50, 100) if t < 2 * max(row["test_error"] for row in rows)]
+    axes.set_yticks(ticks, labels=[str(t) for t in ticks])
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=130)
+    return True
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="write the rows there as CSV, and a plot beside them")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    rows = measure(args.seeds)
+    rates = chosen_rates(rows)
+    print(f"test error %, mean over {args.seeds} seeds; {time.perf_counter() - start:.0f} s\n{table(rows, rates)}")
+    if args.out is None:
+        return
+    environment = {
+        "cpu": cpu_model(),
+        "threads": 1,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "micronorm": mn.__version__,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": f"python benchmarks/warm.py --seeds {args.seeds}",
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with args.out.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=[*rows[0], "chosen", *environment], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(row | {"chosen": int(rates[row["method"]] == row["lr"])} | environment for row in rows)
+    if not plot(rows, rates, args.out.with_suffix(".png")):
+        print("no plot: matplotlib is not installed")
+
+
+if __name__ == "__main__":
+    main()
