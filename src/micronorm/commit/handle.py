@@ -1,6 +1,7 @@
 """`attach` and its handle: explicit control over the layers of one model."""
 
 import contextlib
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -243,6 +244,7 @@ def attach(
             f"the optimizer holds {len(held)} parameters, but the weight of none of the model's {len(layers)} "
             f"BatchChannelNorm layers (the first is {layers[0][0]!r}); build it from model.parameters()"
         )
+    _warn_of_partly_held(layers, held)
     refs = tuple(weakref.ref(o) for o in optimizers)
     windows = [layer._window for _, layer in layers]
     for (name, layer), window in zip(layers, windows, strict=True):
@@ -260,6 +262,22 @@ def attach(
     controls = [window.control for window in windows]
     warn_of_zero_weights(_zero_weights(controls, [layer for _, layer in layers]))
     return Handle(windows, controls)
+
+
+def _warn_of_partly_held(layers: Iterable[tuple[str, BatchChannelNorm]], held: set[int]) -> None:
+    """An optimizer made before `mn.convert` holds the old weights, but not the new group affine: that never moves."""
+    found = []
+    for name, layer in layers:
+        own = {key: p for key, p in layer.named_parameters(recurse=False) if p.requires_grad}
+        missing = [key for key, p in own.items() if id(p) not in held]
+        if missing and len(missing) < len(own):
+            found.append(f"{name!r} ({', '.join(missing)})")
+    if found:
+        warnings.warn(
+            f"the optimizer holds some parameters of {len(found)} BatchChannelNorm layers and not others, at first "
+            f"{found[0]}; was it made before the model was converted? Build it from model.parameters() afterwards.",
+            stacklevel=3,
+        )
 
 
 def _zero_weights(controls: Iterable[Control], layers: Iterable[BatchChannelNorm]) -> list[str]:
