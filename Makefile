@@ -13,7 +13,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint format coverage test-slow test-gpu bench clean
+.PHONY: help setup demo test lint format coverage test-slow test-gpu bench sweep clean
 
 help: ## this list
 	@echo "make demo   the product at work, about a minute on one CPU core"
@@ -60,6 +60,9 @@ test-gpu: setup ## the tests that need a CUDA device
 
 bench: setup ## the CPU benchmark; prints, writes nothing
 	$(BIN)/python benchmarks/run.py
+
+sweep: setup ## plan and convert every architecture of timm and torchvision into results/sweep.csv (about 15 minutes)
+	$(BIN)/python benchmarks/sweep.py
 
 clean: ## remove caches and build products; .venv and runs/ stay
 	rm -rf .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov build dist
