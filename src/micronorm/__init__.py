@@ -3,6 +3,7 @@
 from micronorm import functional, nn
 from micronorm.commit import attach
 from micronorm.convert import calibrate, convert, plan
+from micronorm.export import fold
 from micronorm.nn.batch import BN
 from micronorm.nn.batch_renorm import BRN
 from micronorm.nn.bcn import BCN
@@ -30,6 +31,7 @@ __all__ = [
     "attach",
     "calibrate",
     "convert",
+    "fold",
     "functional",
     "nn",
     "plan",

@@ -27,6 +27,8 @@ PUBLIC = {
         "plan",
         "convert",
         "calibrate",
+        # inference
+        "fold",
         # modules
         "nn",
         "functional",
