@@ -1,6 +1,6 @@
 """micronorm: train any vision network one image at a time, as accurately as with a large batch."""
 
-from micronorm import functional, nn
+from micronorm import export, functional, nn
 from micronorm.commit import attach
 from micronorm.convert import calibrate, convert, plan
 from micronorm.export import fold
@@ -31,6 +31,7 @@ __all__ = [
     "attach",
     "calibrate",
     "convert",
+    "export",
     "fold",
     "functional",
     "nn",

@@ -30,6 +30,7 @@ PUBLIC = {
         # inference
         "fold",
         # modules
+        "export",
         "nn",
         "functional",
     },
@@ -72,6 +73,7 @@ PUBLIC = {
         "WeightSpec",
         "norm_act_layer",
     },
+    "micronorm.export": {"OnnxReport", "fold", "onnx", "verify"},
     "micronorm.functional": {
         "Moments",
         "Running",

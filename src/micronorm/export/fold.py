@@ -20,6 +20,7 @@ from micronorm.export.layers import (
 )
 from micronorm.flow import Flow, trace_flow
 from micronorm.flow.ranks import ranks
+from micronorm.flow.trace import as_call
 from micronorm.nn.batch import GhostBatchNorm
 from micronorm.nn.batch_renorm import BatchRenorm
 from micronorm.nn.bcn import BatchChannelNorm
@@ -79,7 +80,7 @@ def fold(model: nn.Module, *, example_inputs: Any = None) -> nn.Module:
     """
     _refuse_wrapped(model)
     _refuse_unknown(model)
-    work = _copy(model).eval()
+    work = bare_copy(model).eval()
     # torch.fx does not take the outermost module as a call, so a layer by itself is put into something.
     whole = nn.Sequential(work) if is_ours(work) else work
     flow = trace_flow(whole, _is_one_call, example_inputs=example_inputs, pairs=lambda *_: False)
@@ -138,7 +139,7 @@ def _refuse_unknown(model: nn.Module) -> None:
 # --- the copy --------------------------------------------------------------------------------------------------------
 
 
-def _copy(model: nn.Module) -> nn.Module:
+def bare_copy(model: nn.Module) -> nn.Module:
     """A deep copy without other people's hooks, which are not even copied: they may hold anything."""
     owned = {id(value) for module in model.modules() for value in (module, *vars(module).values())}
     memo: dict[int, Any] = {}
@@ -164,11 +165,9 @@ def _is_own(hook: Any, owned: set[int]) -> bool:
 
 def _tell_shapes(flow: Flow, example_inputs: Any) -> None:
     """Give the flow's inputs, which torch.fx only has names for, the shapes of the example."""
-    if isinstance(example_inputs, dict):
-        given = [(node, example_inputs.get(node.name)) for node in flow.nodes if node.module is None]
-    else:
-        arguments = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-        given = list(zip(flow.nodes, arguments, strict=False))  # a graph begins with its arguments
+    args, kwargs = as_call(example_inputs)
+    given = list(zip(flow.nodes, args, strict=False))  # a graph begins with its arguments
+    given += [(node, kwargs[node.name]) for node in flow.nodes if node.module is None and node.name in kwargs]
     for node, value in given:
         if isinstance(value, Tensor) and not node.inputs:
             node.shape = tuple(value.shape)

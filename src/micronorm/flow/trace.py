@@ -36,7 +36,7 @@ def trace_flow(
     candidates = [("the given inputs", example_inputs)] if example_inputs is not None else list(_guesses(model))
     for label, inputs in candidates:
         try:
-            nodes = record(model, is_leaf, *_as_call(inputs))
+            nodes = record(model, is_leaf, *as_call(inputs))
         except Exception as fault:
             if example_inputs is not None:
                 raise ValueError(f"the model does not run on example_inputs: {_first_line(fault)}") from fault
@@ -51,7 +51,8 @@ def _first_line(fault: Exception) -> str:
     return f"{type(fault).__name__}: {text[0][:120]}" if text else type(fault).__name__
 
 
-def _as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Example inputs as arguments and keyword arguments: a tuple, a dictionary, or the one argument."""
     if isinstance(inputs, tuple):
         return inputs, {}
     if isinstance(inputs, dict):
