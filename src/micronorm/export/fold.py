@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from micronorm.export.layers import (
     REPARAMETERIZED,
-    Affine,
     batch_norm,
     channel_affine,
     channels_out,
@@ -63,7 +62,8 @@ def fold(model: nn.Module, *, example_inputs: Any = None) -> nn.Module:
         model: any model with layers of ours. It is left as it was and shares no tensor with the new one. Hooks stay
             behind, except the model's own: methods of its modules and of their attributes, and torch.nn.utils'.
         example_inputs: what to run the model on where torch.fx cannot trace it: a tuple of arguments, a dictionary of
-            keyword arguments, or the one argument.
+            keyword arguments, or the one argument. A run shows one path through the model: give what takes the one you
+            will use.
 
     Raises:
         ValueError: where a layer of ours has no counterpart in torch (SwitchableNorm, FilterResponseNorm, EvoNorm,
@@ -89,8 +89,9 @@ def fold(model: nn.Module, *, example_inputs: Any = None) -> nn.Module:
     folded = _Folder(whole, flow).fold()
     if whole is not work:
         folded = folded[0]  # type: ignore[index]
-    left = [name for name, module in folded.named_modules() if is_ours(module)]
-    assert not left, left
+    left = [f"{name!r} ({type(module).__name__})" for name, module in folded.named_modules() if is_ours(module)]
+    if left:
+        raise ValueError(f"cannot be folded: {', '.join(left[:8])} would stay, a layer within a layer of ours")
     return folded.eval()
 
 
@@ -109,9 +110,11 @@ def _is_one_call(module: nn.Module) -> bool:
 def _refuse_wrapped(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"a torch.nn.Module is needed, got {type(model).__name__}")
-    for base in type(model).__mro__:
-        if base.__name__ in _WRAPPERS:
-            raise ValueError(f"the model is wrapped in {base.__name__}: fold {_WRAPPERS[base.__name__]}")
+    for name, module in model.named_modules():
+        for base in type(module).__mro__:
+            if base.__name__ in _WRAPPERS:
+                where = f"{name!r} is" if name else "the model is"
+                raise ValueError(f"{where} wrapped in {base.__name__}: fold {_WRAPPERS[base.__name__]}")
 
 
 def _refuse_unknown(model: nn.Module) -> None:
@@ -206,7 +209,9 @@ class _Folder:
         return replace(self.model, self.made)
 
     def _put(self, old: nn.Module, new: nn.Module) -> None:
-        adopt_hooks(new, old)
+        if _watched(old):
+            new = nn.Sequential(new)  # a module of its own: the activation that remains may be shared
+            adopt_hooks(new, old)
         self.made[old] = new
 
     def _fold_bcn(self, norm: BatchChannelNorm) -> nn.Module:
@@ -225,8 +230,7 @@ class _Folder:
         source = self._source(norm)
         if source is None:
             return False
-        affine: Affine = channel_affine(norm)
-        made = plain_layer(source, affine, name=self.names[source][0])
+        made = plain_layer(source, channel_affine(norm), name=self.names[source][0])
         if made is None:
             return False
         self.made[source] = made
@@ -244,8 +248,7 @@ class _Folder:
             return None
         if isinstance(layer, nn.Linear) and self.ranks.get(call) != 2:
             return None  # of N×T×C a norm takes axis 1, a linear layer makes axis 2
-        watched = any(getattr(layer, table) for table in _FORWARD_HOOKS)
-        return None if watched or self._is_read(layer) else layer
+        return None if _watched(layer) or self._is_read(layer) else layer
 
     def _is_read(self, layer: nn.Module) -> bool:
         """Whether the model computes with the layer's parameters beside calling it."""
@@ -262,6 +265,10 @@ class _Folder:
         """The rank of what the layer is called on, where all calls agree."""
         found = {self.ranks.get(source) for call in self.flow.calls.get(norm, []) for source in call.inputs}
         return found.pop() if len(found) == 1 else None
+
+
+def _watched(module: nn.Module) -> bool:
+    return any(getattr(module, table) for table in _FORWARD_HOOKS)
 
 
 def _as_group_norm(norm: InstanceNorm) -> nn.GroupNorm:
