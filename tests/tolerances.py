@@ -19,6 +19,9 @@ Where the numbers come from, with eps the distance from 1 to the next number of 
   the above. Measured on a small network: 1e-14 (float64) and 3e-6 (float32). `fifty_steps` is for learning rates up to
   0.02, where float64 measured 5e-11; training amplifies rounding, float32 trajectories drift apart altogether, and so
   float32 has no entry.
+- `folded` compares a network with the same function in other layers: estimates folded into the weights, so every layer
+  rounds differently and depth multiplies it. Measured on ten networks: 9e-14 (float64) and, in float32, 4e-6, but 5e-5
+  for the dilated ResNet-50 of DeepLabV3 with random weights, which in float32 is 2e-5 from itself in float64.
 
 Nothing here depends on the machine, and nothing is looser in CI. A test that fails by a hair has found something: a
 number in this table changes only together with its reason above.
@@ -41,6 +44,7 @@ TOLERANCES: Mapping[str, Mapping[torch.dtype, float]] = {
     "output": _eps(16, *_WIDE) | _eps(2, *_HALF),
     "gradient": _eps(64, *_WIDE) | _eps(4, *_HALF),
     "one_step": {torch.float64: 1e-12, torch.float32: 1e-5},
+    "folded": {torch.float64: 1e-9, torch.float32: 1e-4},
     "fifty_steps": {torch.float64: 1e-10},
 }
 

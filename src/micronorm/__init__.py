@@ -1,9 +1,10 @@
 """micronorm: train any vision network one image at a time, as accurately as with a large batch."""
 
-from micronorm import functional, nn
+from micronorm import export, functional, nn
 from micronorm.check import check_cuts
 from micronorm.commit import attach
 from micronorm.convert import calibrate, convert, plan
+from micronorm.export import fold
 from micronorm.nn.batch import BN
 from micronorm.nn.batch_renorm import BRN
 from micronorm.nn.bcn import BCN
@@ -32,6 +33,8 @@ __all__ = [
     "calibrate",
     "check_cuts",
     "convert",
+    "export",
+    "fold",
     "functional",
     "nn",
     "plan",

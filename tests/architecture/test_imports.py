@@ -180,7 +180,10 @@ def fresh_import() -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("heavy", ["triton", "torchvision", "timm", "torch._dynamo", "sklearn", "typer"])
+@pytest.mark.parametrize(
+    "heavy",
+    ["triton", "torchvision", "timm", "torch._dynamo", "sklearn", "typer", "onnx", "onnxscript", "onnxruntime"],
+)
 def test_importing_micronorm_does_not_load(fresh_import, heavy):
     assert [name for name in fresh_import["loaded"] if name == heavy or name.startswith(heavy + ".")] == []
 

@@ -29,7 +29,10 @@ PUBLIC = {
         "calibrate",
         # the law on a model of your own
         "check_cuts",
+        # inference
+        "fold",
         # modules
+        "export",
         "nn",
         "functional",
     },
@@ -72,6 +75,7 @@ PUBLIC = {
         "WeightSpec",
         "norm_act_layer",
     },
+    "micronorm.export": {"OnnxReport", "fold", "onnx", "verify"},
     "micronorm.functional": {
         "Moments",
         "Running",

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 import micronorm
-from micronorm.cli import check, demo, plan
+from micronorm.cli import check, demo, fold, plan
 
 app = typer.Typer(
     name="micronorm",
@@ -17,6 +17,7 @@ app = typer.Typer(
 app.command()(demo.demo)
 app.command()(check.check)
 app.command()(plan.plan)
+app.command()(fold.fold)
 
 
 def _print_version(wanted: bool) -> None:

@@ -28,7 +28,7 @@ def record(
                 hooks.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
                 hooks.callback(module.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
         with recorder:
-            model(*args, **kwargs)
+            recorder.finish(model(*args, **kwargs))
     return recorder.nodes
 
 
@@ -65,6 +65,10 @@ class _Recorder(TorchFunctionMode):
                 self._add(Node(name, module, self._sources((args, kwargs))), output)
 
         return before, after
+
+    def finish(self, output: Any) -> None:
+        """Count what the model returns as one more consumer: the outside sees it."""
+        self.nodes.append(Node("output", None, self._sources(output)))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

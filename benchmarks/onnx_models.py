@@ -1,0 +1,135 @@
+"""Published networks, converted, folded and exported to ONNX: do they compute the same in onnxruntime? See README.md.
+
+Not named onnx.py: a script's folder comes first on Python's path, and `import onnx` would find the script.
+"""
+
+import argparse
+import csv
+import datetime
+import importlib.metadata
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import timm
+import torch
+import torchvision
+from run import cpu_model
+from torch import Tensor, nn
+
+import micronorm as mn
+
+SEED = 0
+PACKAGES = ("torch", "torchvision", "timm", "onnx", "onnxscript", "onnxruntime")
+IMAGES = ((1, 3, 96, 128), (2, 3, 160, 96))
+CLIPS = ((1, 3, 8, 64, 64), (2, 3, 16, 96, 64))
+vision, segmentation = torchvision.models, torchvision.models.segmentation
+
+
+@dataclass(frozen=True)
+class Network:
+    """How to build a network, and the two sizes it is compared at."""
+
+    build: Callable[[], nn.Module]
+    shapes: tuple[tuple[int, ...], ...] = IMAGES
+
+
+NETWORKS = {
+    "resnet50": Network(vision.resnet50),
+    "resnext50_32x4d": Network(vision.resnext50_32x4d),
+    "densenet121": Network(vision.densenet121),
+    "efficientnet_b0": Network(vision.efficientnet_b0),
+    "mobilenet_v3_large": Network(vision.mobilenet_v3_large),
+    "timm/regnety_032": Network(lambda: timm.create_model("regnety_032")),
+    "deeplabv3_resnet50": Network(lambda: segmentation.deeplabv3_resnet50(weights=None, weights_backbone=None)),
+    "fcn_resnet50": Network(lambda: segmentation.fcn_resnet50(weights=None, weights_backbone=None)),
+    "r3d_18": Network(vision.video.r3d_18, CLIPS),
+    "timm/hrnet_w18_small features_only": Network(lambda: timm.create_model("hrnet_w18_small", features_only=True)),
+}
+
+
+def randomize(model: nn.Module) -> None:
+    """Estimates and affines as training leaves them: different from channel to channel."""
+    generator = torch.Generator().manual_seed(SEED)
+
+    def noise(like: Tensor) -> Tensor:
+        return torch.randn(like.shape, generator=generator)
+
+    with torch.no_grad():
+        for norm in (m for m in model.modules() if isinstance(m, mn.nn.BatchChannelNorm)):
+            norm.running_mean.copy_(noise(norm.running_mean))
+            norm.running_var.copy_(0.5 + noise(norm.running_var).abs())
+            for parameter in (norm.weight, norm.bias, norm.group_weight, norm.group_bias):
+                parameter.add_(0.3 * noise(parameter))
+
+
+def measure(name: str) -> dict[str, object]:
+    """Convert, fold, export and compare one network."""
+    torch.manual_seed(SEED)
+    network = NETWORKS[name]
+    model = mn.convert(network.build())
+    randomize(model)
+    first, second = (torch.randn(shape) for shape in network.shapes)
+    folded = mn.fold(model)
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        report = mn.export.onnx(model, Path(folder) / "model.onnx", first, other_inputs=second)
+        size = report.path.stat().st_size
+    return {
+        "model": name,
+        **{f"shape_{i}": "x".join(map(str, shape)) for i, shape in enumerate(report.shapes, 1)},
+        "worst": f"{report.worst:.3g}",
+        "folded_worst": f"{mn.export.verify(model.eval(), folded, [first, second]):.3g}",
+        "norms": sum(isinstance(module, mn.nn.BatchChannelNorm) for module in model.modules()),
+        "batch_norms_left": sum(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in folded.modules()),
+        "group_normalizations": report.group_normalizations,
+        "opset": report.opset,
+        "file_mb": f"{size / 1e6:.1f}",
+        "seconds": f"{time.perf_counter() - started:.1f}",
+    }
+
+
+def environment(args: argparse.Namespace) -> dict[str, object]:
+    models = "".join(f" --model '{name}'" for name in args.model or ())
+    return {
+        "cpu": cpu_model(),
+        "threads": args.threads,
+        **{package: importlib.metadata.version(package) for package in PACKAGES},
+        "python": platform.python_version(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": f"python benchmarks/onnx_models.py --threads {args.threads}{models}",
+    }
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--model", action="append", choices=NETWORKS, help="in place of all; may be given several times"
+    )
+    parser.add_argument("--threads", type=int, default=1, help="torch threads")
+    parser.add_argument("--out", type=Path, help="write the rows to this CSV file; without it they are only printed")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_arguments(argv)
+    torch.set_num_threads(args.threads)
+    run = environment(args)
+    rows = []
+    for name in args.model or NETWORKS:
+        row = measure(name)
+        print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+        rows.append({**row, **run})
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        with args.out.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,277 @@
+"""`mn.fold`: the eval-mode function of a model, in layers of torch alone."""
+
+import copy
+from collections import OrderedDict
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from micronorm.export.layers import (
+    REPARAMETERIZED,
+    batch_norm,
+    channel_affine,
+    channels_out,
+    group_norm,
+    in_a_row,
+    is_batch_norm,
+    plain_layer,
+)
+from micronorm.flow import Flow, trace_flow
+from micronorm.flow.ranks import ranks
+from micronorm.flow.trace import as_call
+from micronorm.nn.batch import GhostBatchNorm
+from micronorm.nn.batch_renorm import BatchRenorm
+from micronorm.nn.bcn import BatchChannelNorm
+from micronorm.nn.group import InstanceNorm
+from micronorm.nn.norm_act import BatchChannelNormAct, ChannelsLast, NormAct
+from micronorm.nn.weight import counterpart_kind
+from micronorm.surgery import adopt_hooks, names_of, replace
+
+_BCN = (BatchChannelNorm, BatchChannelNormAct)
+_RUNNING = (GhostBatchNorm, BatchRenorm)
+_KNOWN = REPARAMETERIZED | {*_BCN, *_RUNNING, InstanceNorm, NormAct}
+_FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_WRAPPERS = {
+    "DistributedDataParallel": "model.module",
+    "DataParallel": "model.module",
+    "FullyShardedDataParallel": "the gathered model",
+    "FSDPModule": "the gathered model",
+    "OptimizedModule": "model._orig_mod, and compile what comes out",
+    "ScriptModule": "the model it was scripted from",
+}
+
+
+def fold(model: nn.Module, *, example_inputs: Any = None) -> nn.Module:
+    """A new model in eval mode that computes what `model` computes in eval mode, with layers of torch only.
+
+    - A layer with a reparameterized weight becomes the plain one with that weight: Ŵ, what it absorbed included.
+    - BatchChannelNorm becomes nn.GroupNorm where its input is the output of one convolution or linear layer and of
+      nothing else; the channel normalization goes into that layer, W' = a·Ŵ and b' = a·(b − μ̂) + β^b with
+      a = γ^b/sqrt(σ̂² + ε). Elsewhere (DenseNet, pre-activation, a layer called twice, a data flow that could not be
+      recorded) an eval-mode BatchNorm stays before the GroupNorm: BatchNorm1d, 2d or 3d by the rank of the input,
+      nn.SyncBatchNorm, which in eval mode is BatchNorm for any rank, where the rank is not known.
+    - A layer that has not begun to warm up (`blend` = 0) becomes BatchNorm alone. One in between is refused.
+    - GhostBatchNorm and BatchRenorm become BatchNorm, InstanceNorm GroupNorm; norms with activation nn.Sequential.
+    - Other layers, torch's BatchNorm among them, stay as they are.
+
+    nn.GroupNorm refuses one value per group: one sample of one position with one channel per group, where our layers
+    return the bias.
+
+    Args:
+        model: any model with layers of ours. It is left as it was and shares no tensor with the new one. Hooks stay
+            behind, except the model's own: methods of its modules and of their attributes, and torch.nn.utils'.
+        example_inputs: what to run the model on where torch.fx cannot trace it: a tuple of arguments, a dictionary of
+            keyword arguments, or the one argument. A run shows one path through the model: give what takes the one you
+            will use.
+
+    Raises:
+        ValueError: where a layer of ours has no counterpart in torch (SwitchableNorm, FilterResponseNorm, EvoNorm,
+            ChannelsLast), is half warm, or where the model has no layer of ours.
+
+    Example:
+        >>> from micronorm.nn import BatchChannelNorm, WSConv2d
+        >>> fold(nn.Sequential(WSConv2d(3, 16, 3, bias=False), BatchChannelNorm(16), nn.ReLU()))
+        Sequential(
+          (0): Conv2d(3, 16, kernel_size=(3, 3), stride=(1, 1))
+          (1): GroupNorm(4, 16, eps=1e-05, affine=True)
+          (2): ReLU()
+        )
+    """
+    _refuse_wrapped(model)
+    _refuse_unknown(model)
+    work = bare_copy(model).eval()
+    # torch.fx does not take the outermost module as a call, so a layer by itself is put into something.
+    whole = nn.Sequential(work) if is_ours(work) else work
+    flow = trace_flow(whole, _is_one_call, example_inputs=example_inputs, pairs=lambda *_: False)
+    if flow.method == "fx":
+        _tell_shapes(flow, example_inputs)
+    folded = _Folder(whole, flow).fold()
+    if whole is not work:
+        folded = folded[0]  # type: ignore[index]
+    left = [f"{name!r} ({type(module).__name__})" for name, module in folded.named_modules() if is_ours(module)]
+    if left:
+        raise ValueError(f"cannot be folded: {', '.join(left[:8])} would stay, a layer within a layer of ours")
+    return folded.eval()
+
+
+def is_ours(module: nn.Module) -> bool:
+    """Whether the module is a layer of micronorm.nn, or of a class that descends from one."""
+    return any(base.__module__.split(".")[:2] == ["micronorm", "nn"] for base in type(module).__mro__)
+
+
+def _is_one_call(module: nn.Module) -> bool:
+    return (is_ours(module) and not isinstance(module, NormAct | ChannelsLast)) or counterpart_kind(module) is not None
+
+
+# --- what cannot be folded -------------------------------------------------------------------------------------------
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a torch.nn.Module is needed, got {type(model).__name__}")
+    for name, module in model.named_modules():
+        for base in type(module).__mro__:
+            if base.__name__ in _WRAPPERS:
+                where = f"{name!r} is" if name else "the model is"
+                raise ValueError(f"{where} wrapped in {base.__name__}: fold {_WRAPPERS[base.__name__]}")
+
+
+def _refuse_unknown(model: nn.Module) -> None:
+    faults = []
+    layers = [(names[0], module) for module, names in names_of(model).items() if is_ours(module)]
+    if not layers:
+        kinds = ", ".join(sorted({type(module).__name__ for module in model.modules()})[:8])
+        raise ValueError(f"nothing to fold: no layer of micronorm among {kinds}")
+    for name, module in layers:
+        label = f"{name!r} ({type(module).__name__})" if name else type(module).__name__
+        if type(module) not in _KNOWN:
+            faults.append(f"{label} has no counterpart in torch")
+        elif isinstance(module, BatchChannelNorm) and not (is_batch_norm(module) or module.blend.item() == 1):
+            blend = module.blend.item()
+            missing = round((1 - blend) * module.warm_steps)
+            faults.append(
+                f"{label} is still warming up: blend = {blend:.4g}, "
+                f"{missing} of warm_steps = {module.warm_steps} commits are missing"
+            )
+    if faults:
+        more = f"; and {len(faults) - 8} more" if len(faults) > 8 else ""
+        raise ValueError(f"cannot be folded: {'; '.join(faults[:8])}{more}")
+
+
+# --- the copy --------------------------------------------------------------------------------------------------------
+
+
+def bare_copy(model: nn.Module) -> nn.Module:
+    """A deep copy without other people's hooks, which are not even copied: they may hold anything."""
+    owned = {id(value) for module in model.modules() for value in (module, *vars(module).values())}
+    memo: dict[int, Any] = {}
+    kept = []
+    for module in model.modules():
+        for table in (vars(module).get(name) for name in _FORWARD_HOOKS):
+            if table is not None:
+                memo[id(table)] = OrderedDict()
+                kept += [(memo[id(table)], key, hook) for key, hook in table.items() if _is_own(hook, owned)]
+    made = copy.deepcopy(model, memo)
+    for table, key, hook in kept:
+        table[key] = copy.deepcopy(hook, memo)  # bound to the copies
+    return made
+
+
+def _is_own(hook: Any, owned: set[int]) -> bool:
+    """Whether a hook is part of the function: timm collects features by hooks, torch.nn.utils computes weights."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    owner = getattr(hook, "__self__", hook)
+    return id(owner) in owned or type(owner).__module__.startswith("torch.nn.utils.")
+
+
+def _tell_shapes(flow: Flow, example_inputs: Any) -> None:
+    """Give the flow's inputs, which torch.fx only has names for, the shapes of the example."""
+    args, kwargs = as_call(example_inputs)
+    given = list(zip(flow.nodes, args, strict=False))  # a graph begins with its arguments
+    given += [(node, kwargs[node.name]) for node in flow.nodes if node.module is None and node.name in kwargs]
+    for node, value in given:
+        if isinstance(value, Tensor) and not node.inputs:
+            node.shape = tuple(value.shape)
+
+
+# --- the folding -----------------------------------------------------------------------------------------------------
+
+
+class _Folder:
+    """One copied model and its flow; `fold` replaces what is ours in it."""
+
+    def __init__(self, model: nn.Module, flow: Flow) -> None:
+        self.model, self.flow = model, flow
+        self.names = names_of(model)
+        self.ranks = ranks(flow)
+        self.read = {node.name for node in flow.nodes if node.module is None and flow.consumers[node]}
+        self.made: dict[nn.Module, nn.Module] = {}
+
+    def fold(self) -> nn.Module:
+        for module in self.names:
+            if isinstance(module, BatchChannelNorm):
+                self._put(module, self._fold_bcn(module))
+            elif isinstance(module, _RUNNING):
+                self._put(module, batch_norm(module, self._rank(module)))
+            elif type(module) is InstanceNorm:
+                self._put(module, _as_group_norm(module))
+        for module in self.names:
+            if type(module) in REPARAMETERIZED and module not in self.made:
+                self._refuse_read(module)
+                plain = plain_layer(module, None, name=self.names[module][0])
+                assert plain is not None  # only a merged affine can be too large
+                self.made[module] = plain
+            elif isinstance(module, NormAct):
+                norm = self.made.get(module.norm, module.norm)
+                self._put(module, in_a_row(norm=norm, drop=module.drop, act=module.act))
+        return replace(self.model, self.made)
+
+    def _put(self, old: nn.Module, new: nn.Module) -> None:
+        if _watched(old):
+            new = nn.Sequential(new)  # a module of its own: the activation that remains may be shared
+            adopt_hooks(new, old)
+        self.made[old] = new
+
+    def _fold_bcn(self, norm: BatchChannelNorm) -> nn.Module:
+        merged = self._merge(norm)
+        tail: dict[str, Any] = {"act": nn.ReLU() if norm.activation == "relu" else None}
+        if isinstance(norm, BatchChannelNormAct):
+            tail = {"drop": norm.drop, "act": norm.act}
+        return in_a_row(
+            batch_norm=None if merged else batch_norm(norm, self._rank(norm)),
+            group_norm=None if is_batch_norm(norm) else group_norm(norm),
+            **tail,
+        )
+
+    def _merge(self, norm: BatchChannelNorm) -> bool:
+        """Fold the norm's channel half into the layer whose output it takes; False where there is none such."""
+        source = self._source(norm)
+        if source is None:
+            return False
+        made = plain_layer(source, channel_affine(norm), name=self.names[source][0])
+        if made is None:
+            return False
+        self.made[source] = made
+        return True
+
+    def _source(self, norm: BatchChannelNorm) -> nn.Module | None:
+        calls = self.flow.calls.get(norm, [])
+        if self.flow.method == "order" or len(calls) != 1:  # an order is a guess
+            return None
+        call = self.flow.sole_source(calls[0])
+        layer = call.module if call is not None else None
+        if call is None or layer is None or len(self.flow.calls[layer]) != 1 or layer in self.made:
+            return None
+        if channels_out(layer) != norm.num_channels:
+            return None
+        if isinstance(layer, nn.Linear) and self.ranks.get(call) != 2:
+            return None  # of N×T×C a norm takes axis 1, a linear layer makes axis 2
+        return None if _watched(layer) or self._is_read(layer) else layer
+
+    def _is_read(self, layer: nn.Module) -> bool:
+        """Whether the model computes with the layer's parameters beside calling it."""
+        return any(f"{name}.{p}" in self.read for name in self.names[layer] for p in ("weight", "bias"))
+
+    def _refuse_read(self, layer: nn.Module) -> None:
+        if self._is_read(layer):
+            raise ValueError(
+                f"cannot be folded: {self.names[layer][0]!r} ({type(layer).__name__}) is more than called, the model "
+                "computes with its raw weight, which folding replaces by the effective one"
+            )
+
+    def _rank(self, norm: nn.Module) -> int | None:
+        """The rank of what the layer is called on, where all calls agree."""
+        found = {self.ranks.get(source) for call in self.flow.calls.get(norm, []) for source in call.inputs}
+        return found.pop() if len(found) == 1 else None
+
+
+def _watched(module: nn.Module) -> bool:
+    return any(getattr(module, table) for table in _FORWARD_HOOKS)
+
+
+def _as_group_norm(norm: InstanceNorm) -> nn.GroupNorm:
+    made = object.__new__(nn.GroupNorm)
+    made.__dict__.update(norm.__dict__)
+    return made

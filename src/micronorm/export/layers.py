@@ -1,0 +1,204 @@
+"""Our layers as torch's: plain convolutions, an eval-mode BatchNorm, a GroupNorm.
+
+All arithmetic is in float64, and so on the CPU: not every device has it.
+
+Suffixes: _c per channel, _g per group.
+"""
+
+import copy
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from micronorm.nn import weight as ours
+from micronorm.nn.batch import GhostBatchNorm
+from micronorm.nn.batch_renorm import BatchRenorm
+from micronorm.nn.bcn import BatchChannelNorm
+from micronorm.nn.weight import counterpart_kind, is_standardized_by_timm
+
+_PLAIN = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.Linear,
+)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_SAME_PADDED = (ours.WSConv2dSame, ours.WNConv2dSame, ours.CWNConv2dSame)
+
+REPARAMETERIZED: frozenset[type[nn.Module]] = frozenset(
+    getattr(ours, method + kind)
+    for method in ("WS", "WN", "CWN")
+    for kind in (*(plain.__name__ for plain in _PLAIN), "Conv2dSame")
+)
+"""Every convolution and linear layer of ours."""
+
+
+class Affine(NamedTuple):
+    """scale_c·(x − mean_c) + shift_c, in float64: a normalization by known statistics."""
+
+    scale: Tensor
+    mean: Tensor
+    shift: Tensor
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", torch.float64)
+
+
+def channel_affine(norm: BatchChannelNorm) -> Affine:
+    """The channel half of BCN; with blend = 0, where the other half is still an affine map per group, all of it."""
+    tensors = (norm.weight, norm.bias, norm.running_mean, norm.running_var)
+    weight, shift_c, mean, var = map(_wide, tensors)
+    scale_c = weight * torch.rsqrt(var + norm.eps)
+    if is_batch_norm(norm):
+        weight_c, bias_c = group_affine(norm)
+        scale_c, shift_c = _wide(weight_c) * scale_c, _wide(weight_c) * shift_c + _wide(bias_c)
+    return Affine(scale_c, mean, shift_c)
+
+
+def is_batch_norm(norm: BatchChannelNorm) -> bool:
+    """Whether a layer set to warm up has not begun to: it computes BatchNorm's function."""
+    return norm.blend.item() == 0
+
+
+def group_affine(norm: BatchChannelNorm) -> tuple[Tensor, Tensor]:
+    """γ^c and β^c spread over the channels."""
+    size = norm.num_channels // norm.num_groups
+    weight_c, bias_c = (t.detach().repeat_interleave(size) for t in (norm.group_weight, norm.group_bias))
+    return weight_c, bias_c
+
+
+# --- convolutions ----------------------------------------------------------------------------------------------------
+
+
+def channels_out(layer: nn.Module) -> int | None:
+    """The output channels of a layer whose output an affine map can be folded into; None for all others."""
+    layer_: Any = layer
+    known = type(layer) in REPARAMETERIZED or (counterpart_kind(layer) and not is_standardized_by_timm(layer))
+    if not known or layer_._parameters.get("weight") is None:  # absent where a parametrization or a hook computes it
+        return None
+    return layer_.out_features if isinstance(layer, nn.Linear) else layer_.out_channels
+
+
+def plain_layer(layer: nn.Module, affine: Affine | None, *, name: str) -> nn.Module | None:
+    """The layer of torch (or timm's Conv2dSame) with the effective weight, followed by `affine` where one is given.
+
+    W' = scale·Ŵ, b' = scale·(b − mean) + shift. None where the dtype cannot hold these.
+    """
+    made, wide = _bare(layer, name), _effective_weight(layer)
+    bias: Tensor | None = made._parameters.get("bias")
+    if affine is not None:
+        wide = _scaled(layer, wide, affine.scale)
+        offset = -affine.mean if bias is None else _wide(bias) - affine.mean
+        wide_bias = affine.scale * offset + affine.shift
+        bias = nn.Parameter(wide_bias.to(made.weight), requires_grad=made.weight.requires_grad)
+    weight = torch.empty_like(made.weight).copy_(wide)  # its memory format too
+    if affine is not None and not (bool(weight.isfinite().all()) and bias is not None and bool(bias.isfinite().all())):
+        return None
+    made._parameters["weight"] = nn.Parameter(weight, requires_grad=made.weight.requires_grad)
+    made._parameters["bias"] = bias
+    return made
+
+
+def _effective_weight(layer: Any) -> Tensor:
+    if type(layer) in REPARAMETERIZED:
+        with torch.no_grad():
+            return copy.deepcopy(layer).to("cpu", torch.float64).effective_weight()
+    return _wide(layer.weight)
+
+
+def _scaled(layer: Any, weight: Tensor, scale_c: Tensor) -> Tensor:
+    """Each output channel of `weight` times its scale; transposed layers have them in axis 1, per group."""
+    if not isinstance(layer, _TRANSPOSED):
+        return weight * scale_c.reshape(-1, *[1] * (weight.ndim - 1))
+    by_group = weight.unflatten(0, (layer.groups, -1))
+    return (by_group * scale_c.reshape(layer.groups, 1, -1, *[1] * (weight.ndim - 2))).flatten(0, 1)
+
+
+def _bare(layer: nn.Module, name: str) -> Any:
+    """A layer of the plain class with the attributes and parameters of `layer`, less what only ours has."""
+    reparameterized = type(layer) in REPARAMETERIZED
+    made = object.__new__(_plain_class(layer, name) if reparameterized else type(layer))
+    made.__dict__.update(layer.__dict__)
+    for table in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
+        made.__dict__[table] = layer.__dict__[table].copy()
+    if reparameterized:
+        for attribute in ("center", "scale", "eps"):
+            made.__dict__.pop(attribute, None)
+        made._parameters.pop("length", None)
+        for buffer in ("absorbed_mean", "absorbed_scale"):
+            made._buffers.pop(buffer, None)
+    return made
+
+
+def _plain_class(layer: Any, name: str) -> type[nn.Module]:
+    if not isinstance(layer, _SAME_PADDED):
+        return next(plain for plain in _PLAIN if isinstance(layer, plain))
+    if any(layer.padding) or layer.padding_mode != "zeros":
+        raise ValueError(
+            f"{name!r} ({type(layer).__name__}) pads by {layer.padding} ({layer.padding_mode}) beside SAME, which "
+            "timm's Conv2dSame does not; build it with padding=0"
+        )
+    try:
+        from timm.layers import Conv2dSame
+    except ImportError as fault:
+        raise ImportError(
+            f"{name!r} ({type(layer).__name__}) folds to timm's Conv2dSame: pip install timm, or leave SAME padding"
+        ) from fault
+    return Conv2dSame
+
+
+# --- normalizations --------------------------------------------------------------------------------------------------
+
+_BATCH_NORMS: dict[int | None, type[nn.Module]] = {
+    2: nn.BatchNorm1d,
+    3: nn.BatchNorm1d,
+    4: nn.BatchNorm2d,
+    5: nn.BatchNorm3d,
+}
+
+
+def batch_norm(norm: BatchChannelNorm | GhostBatchNorm | BatchRenorm, rank: int | None) -> nn.Module:
+    """An eval-mode BatchNorm with the statistics and channel affine of `norm`, for inputs of `rank` axes.
+
+    Where the rank is not known it is nn.SyncBatchNorm, the one BatchNorm of torch that takes any: in eval mode it is
+    BatchNorm on every device and talks to nobody. Half-precision layers get a float32 one, as BatchNorm has under
+    autocast: it takes and returns half, and the statistics keep their digits.
+    """
+    weight, bias = norm.weight.detach(), norm.bias.detach()
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    made: Any = _BATCH_NORMS.get(rank, nn.SyncBatchNorm)(
+        norm.num_channels, eps=norm.eps, device=weight.device, dtype=dtype
+    )
+    if isinstance(norm, BatchChannelNorm) and is_batch_norm(norm):
+        weight_c, bias_c = map(_wide, group_affine(norm))
+        weight, bias = weight_c * _wide(weight), weight_c * _wide(bias) + bias_c
+    with torch.no_grad():
+        for name, value in (("weight", weight), ("bias", bias)):
+            getattr(made, name).copy_(value).requires_grad_(norm.weight.requires_grad)
+        made.running_mean.copy_(norm.running_mean)
+        made.running_var.copy_(norm.running_var)
+    return made
+
+
+def group_norm(norm: BatchChannelNorm) -> nn.GroupNorm:
+    """The group half of BCN: nn.GroupNorm with γ^c and β^c spread over the channels."""
+    weight_c, bias_c = group_affine(norm)
+    made = nn.GroupNorm(norm.num_groups, norm.num_channels, eps=norm.eps, device=weight_c.device, dtype=weight_c.dtype)
+    with torch.no_grad():
+        for parameter, value in ((made.weight, weight_c), (made.bias, bias_c)):
+            parameter.copy_(value).requires_grad_(norm.group_weight.requires_grad)
+    return made
+
+
+def in_a_row(**parts: nn.Module | None) -> nn.Module:
+    """The parts that do something, as one module: nn.Sequential of several, the part itself, or nn.Identity."""
+    doing = OrderedDict(
+        (name, part) for name, part in parts.items() if part is not None and type(part) is not nn.Identity
+    )
+    return nn.Sequential(doing) if len(doing) > 1 else next(iter(doing.values()), nn.Identity())
