@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import micronorm
-from micronorm.cli import app, check, demo
+from micronorm.cli import app, check, demo, fold, plan
 from micronorm.cli.digits import METHODS, Outcome
 from micronorm.data.digits import Digits, Labelled, read_digits
 from tests.tolerances import tolerance
@@ -173,7 +173,7 @@ def test_version():
 
 
 def test_help_lists_the_commands_that_exist():
-    assert [command.callback for command in app.registered_commands] == [demo.demo, check.check]
+    assert [command.callback for command in app.registered_commands] == [demo.demo, check.check, plan.plan, fold.fold]
     result = invoke("--help")
     assert result.exit_code == 0
     assert "demo" in result.output

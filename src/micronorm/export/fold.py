@@ -186,7 +186,7 @@ class _Folder:
         self.model, self.flow = model, flow
         self.names = names_of(model)
         self.ranks = ranks(flow)
-        self.read = {node.name for node in flow.nodes if node.module is None and flow.consumers[node]}
+        self.read = {name for node in flow.nodes for name in node.reads}
         self.made: dict[nn.Module, nn.Module] = {}
 
     def fold(self) -> nn.Module:

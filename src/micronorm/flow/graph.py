@@ -13,7 +13,8 @@ class Node:
     """One call. `name` is the module's name in the model, or the function's own.
 
     `args` and `kwargs` are those of a function, with nodes where it was given tensors; `shape` is the output's where
-    the model was run.
+    the model was run. `reads` names the parameters and buffers that the call is given from outside it, as far as
+    symbolic tracing saw them.
     """
 
     name: str
@@ -22,6 +23,7 @@ class Node:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     shape: tuple[int, ...] | None = None
+    reads: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
