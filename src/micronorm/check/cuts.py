@@ -17,12 +17,15 @@ from micronorm.check.trace import Call, first_not_finite
 # One step, relative to each tensor's maximum: the project's law (float64 and float32). A model that computes in half
 # precision inside can be held to its rounding only.
 _TOLERANCE = {torch.finfo(torch.float64).eps: 1e-12, torch.finfo(torch.float32).eps: 1e-5}
-_HALF_EPS = 64.0
+_HALF_EPS = 4.0
 # Activations feed what they disturb: a fault shows in them at full size, rounding stays below this times the tolerance.
 _ACTIVATIONS = 100.0
 # Deep networks magnify rounding, and a gradient that cancels to zero *is* rounding. What a perturbation of every
 # parameter by one unit in the last place moves by d may move by this many d here.
 _ROUNDING = 64.0
+# But not by more than this, of the tensor's maximum, or of the largest gradient: a model that a last digit turns upside
+# down would hide everything.
+_MOST_ROUNDING = 1e-6
 
 
 def check_cuts(model: nn.Module, batch: tuple, loss: Callable[[nn.Module, tuple], Any]) -> CutsReport:
@@ -178,18 +181,21 @@ class _Check:
 
     def _differences(self, cut: str, run: Run) -> list[Difference]:
         found = []
+        largest = max((g.abs().max().item() for g in self.whole.gradients.values() if g.numel()), default=0.0)
         for kind, name, expected, actual, quiet in self._pairs(run):
             error, size = _deviation(expected, actual)
-            exact = not expected.is_floating_point()
+            exact = not (expected.is_floating_point() or expected.is_complex())
             allowed = 0.0 if exact else self.tol * size
             if quiet is not None and not exact:
-                allowed += _ROUNDING * _deviation(expected, quiet)[0]
+                most = max(_MOST_ROUNDING, self.tol) * (max(size, largest) if kind == "gradient" else size)
+                allowed += min(_ROUNDING * _deviation(expected, quiet)[0], most)
             self.compared += 1
             if error > allowed:
                 relative = error / size if size else math.inf
                 found.append(Difference(cut, kind, name, relative, allowed / size if size else 0.0))
-            elif size and self.control is None:
-                self.worst = max(self.worst, error / size)
+            elif size:
+                cancelled = kind == "gradient" and error > self.tol * size  # itself a rounding error of larger ones
+                self.worst = max(self.worst, error / (max(size, largest) if cancelled else size))
         return found
 
     def _pairs(self, run: Run) -> Iterator[tuple[Any, str, Tensor, Tensor, Tensor | None]]:
@@ -298,6 +304,7 @@ def _deviation(expected: Tensor, actual: Tensor) -> tuple[float, float]:
         return math.inf, 1.0
     if expected.numel() == 0:
         return 0.0, 0.0
-    a, b = expected.to(torch.float64), actual.to(torch.float64)
+    a, b = (torch.view_as_real(t) if t.is_complex() else t for t in (expected, actual))
+    a, b = a.to(torch.float64), b.to(torch.float64)
     deviation = torch.where(a == b, 0.0, (a - b).abs()).nan_to_num(nan=math.inf).max().item()
     return deviation, torch.where(a.isfinite(), a.abs(), 0.0).max().item()

@@ -165,7 +165,7 @@ def _compare_leaf(whole: Leaf, parts: Sequence[Leaf], sizes: Sequence[int], tol:
             continue
         error = relative(*pair)
         if noise is not None and noise.shape == whole.shape and noise.first is not None and whole.first is not None:
-            error = max(0.0, error - 64 * relative(whole.first, noise.first))
+            error = max(0.0, error - min(64 * relative(whole.first, noise.first), max(1e-6, tol)))
         if best is None or error < best[0]:
             best = error, layout
     if best is None:

@@ -135,10 +135,20 @@ def copy_together(model: nn.Module, loss: Callable) -> tuple[nn.Module, Callable
             "an earlier forward is the usual reason; detach it or drop it."
         ) from error
     loss_twin = loss if loss_twin is None else loss_twin
+    for old, new in zip(model.parameters(), twin.parameters(), strict=True):
+        _copy_gradient_hooks(old, new)
     for module in (twin, owner_of(loss_twin)):
         if module is not None:
             module.double().zero_grad()
     return twin, loss_twin
+
+
+def _copy_gradient_hooks(old: Tensor, new: Tensor) -> None:
+    """deepcopy leaves the hooks of a tensor behind, and one that clips a gradient makes the step depend on its cut."""
+    for hook in (old._backward_hooks or {}).values():
+        new.register_hook(hook)
+    for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
+        new.register_post_accumulate_grad_hook(hook)
 
 
 def named_members(model: nn.Module, loss: Callable) -> dict[nn.Module, str]:

@@ -182,12 +182,19 @@ def _collect(run: Run, model: nn.Module, loss: Callable) -> None:
     for prefix, owner in (("", model), ("loss.", owner_of(loss))):
         for name, p in owner.named_parameters() if owner is not None else ():
             if p.grad is not None and id(p) not in seen:
-                run.gradients[prefix + name] = p.grad / run.count
+                grad = p.grad.to_dense() if p.grad.is_sparse else p.grad
+                run.gradients[prefix + name] = grad / run.count
+            if not p.requires_grad and id(p) not in seen:  # state by another name: a forward may have written to it
+                run.buffers[prefix + name] = p.detach().clone()
             seen.add(id(p))
         for name, b in owner.named_buffers() if owner is not None else ():
             if id(b) not in seen:
                 run.buffers[prefix + name] = b.detach().clone()
             seen.add(id(b))
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if isinstance(value, Tensor) and value.device.type != "meta" and not value.requires_grad:
+                run.buffers[f"{name}.{attribute}" if name else attribute] = value.detach().clone()
     run.estimates = frozenset(
         f"{name}.{buffer}" if name else buffer
         for name, module in model.named_modules()
@@ -208,6 +215,8 @@ def _attach(holder: nn.Module):
 @torch.no_grad()
 def _perturb(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(1)
-    for p in model.parameters():
+    for parameter in model.parameters():
+        p = torch.view_as_real(parameter) if parameter.is_complex() else parameter
         up = torch.rand(p.shape, generator=generator, dtype=torch.float64).to(p.device) < 0.5
-        p.copy_(torch.nextafter(p, torch.where(up, torch.inf, -torch.inf).to(p.dtype)))
+        moved = torch.nextafter(p, torch.where(up, torch.inf, -torch.inf).to(p.dtype))
+        p.copy_(torch.where(p == 0, p, moved))  # a zero has no rounding error, and 5e-324 would decide what it ties

@@ -1,5 +1,6 @@
 """`mn.calibrate`: the exact statistics of what each norm sees, over as many batches as are given."""
 
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
@@ -51,7 +52,7 @@ def calibrate(
     count = 0
     with torch.no_grad(), ExitStack() as hooks:
         for module, seen in norms.items():
-            hooks.callback(module.register_forward_pre_hook(seen.look).remove)
+            hooks.callback(module.register_forward_pre_hook(seen.look, with_kwargs=True).remove)
         try:
             model.eval()
             for batch in batches:
@@ -61,9 +62,18 @@ def calibrate(
             for module, flag in training.items():
                 module.training = flag
     _merge_ranks(list(norms.values()), next(iter(norms)).running_mean.device)  # type: ignore[union-attr]
-    for seen in norms.values():  # all of them before the first is written
-        seen.check()
-    for module, seen in norms.items():
+    unseen = [seen.name for seen in norms.values() if seen.data is None]
+    if len(unseen) == len(norms):
+        raise ValueError("the batches reached no norm: there were none, or they were empty. Nothing was changed")
+    if unseen:
+        warnings.warn(
+            f"{len(unseen)} norms saw nothing in eval mode and keep their statistics: {', '.join(unseen[:4])}",
+            stacklevel=2,
+        )
+    found = [(module, seen) for module, seen in norms.items() if seen.data is not None]
+    for module, seen in found:  # all of them before the first is written
+        seen.check(module)
+    for module, seen in found:
         seen.write(module)
     return count
 
@@ -80,8 +90,9 @@ class _Seen:
         self.count = 0
         self.data: Moments | None = None
 
-    def look(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        x: Tensor = args[0].detach()
+    def look(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A hook: what the layer is about to be given."""
+        x: Tensor = (args[0] if args else next(iter(kwargs.values()))).detach()
         if x.numel() == 0:
             return
         elements = x.numel() // x.shape[1]
@@ -98,20 +109,25 @@ class _Seen:
         var = (1 - share) * self.data.var + share * new.var + share * (1 - share) * distance.square()
         self.data, self.count = Moments(mean, var), self.count + count
 
-    def check(self) -> None:
-        """Refuse statistics that are none."""
-        if self.data is None:
-            raise ValueError(f"{self.name!r} saw no element: the batches never reached it. No statistics were changed")
-        if not all(bool(torch.isfinite(m).all()) for m in self.data):
-            raise ValueError(f"{self.name!r} saw values that are not finite. No statistics were changed")
+    def result(self, module: Any) -> Moments:
+        """The statistics as the layer keeps them: BatchNorm the unbiased variance, BCN the biased one."""
+        assert self.data is not None
+        unbiased = not isinstance(module, BatchChannelNorm) and self.count > 1
+        var = self.data.var * (self.count / (self.count - 1) if unbiased else 1)
+        return Moments(self.data.mean.to(module.running_mean.dtype), var.to(module.running_var.dtype))
+
+    def check(self, module: Any) -> None:
+        """Refuse statistics that the layer's buffers cannot hold."""
+        if not all(bool(torch.isfinite(m).all()) for m in self.result(module)):
+            raise ValueError(f"what {self.name!r} saw has no finite statistics in its dtype. Nothing was changed")
 
     def write(self, module: Any) -> None:
-        """Into the layer's running statistics."""
-        assert self.data is not None
-        # BatchNorm keeps the unbiased variance, BCN the biased one
-        unbiased = not isinstance(module, BatchChannelNorm) and self.count > 1
-        module.running_mean.copy_(self.data.mean)
-        module.running_var.copy_(self.data.var * (self.count / (self.count - 1) if unbiased else 1))
+        """Into the layer's running statistics; what a window has gathered around the old ones is dropped."""
+        mean, var = self.result(module)
+        module.running_mean.copy_(mean)
+        module.running_var.copy_(var)
+        if isinstance(module, BatchChannelNorm):
+            module._window.clear()
 
 
 def _merge_ranks(layers: list[_Seen], device: torch.device) -> None:

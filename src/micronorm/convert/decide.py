@@ -126,6 +126,10 @@ def _check_options(norm: NormSpec | None, weight: WeightSpec | None, *, absorb: 
     check_count("warm_steps", warm_steps)
     if not isinstance(norm, BCN):
         raise ValueError(f"warm_steps blends from BatchNorm to BCN; it needs norm=mn.BCN(), got {norm}")
+    if norm.eps != BCN().eps:
+        raise ValueError(
+            f"warm_steps starts as the pretrained network, at its own eps; mn.BCN(eps={norm.eps}) is another"
+        )
     if absorb is False and isinstance(weight, WS):
         raise ValueError(
             "warm_steps starts as the pretrained network, which standardized convolutions do only with absorb=True"
@@ -306,6 +310,8 @@ class _Planner:
             where = " and ".join(dict.fromkeys(node.label for node in meets[:2]))
             where = "it is the model's output" if where in ("", "output") else f"it goes to {where}"
             return decide(None, f"its output meets no converted norm: {where}")
+        if any(node.name == "output" and node.module is None for call in calls for node in flow.consumers[call]):
+            return decide(None, f"its output meets {norm.label}, but is an output of the model too")
         return self._convert_convolution(module, kind, f"its output meets {norm.label}")
 
     @cached_property

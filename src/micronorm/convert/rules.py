@@ -90,7 +90,7 @@ def _forward(kind: type) -> Any:
 def read_norm(module: nn.Module) -> Norm | None:
     """The layer as a `Norm`; None where it is none, or one whose computation is not known."""
     family, dims = _family(module)
-    if family is None:
+    if family is None or "forward" in vars(module):
         return None
     layer: Any = module
     if family == "layer":

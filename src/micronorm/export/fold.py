@@ -133,6 +133,7 @@ def _refuse_unknown(model: nn.Module) -> None:
             faults.append(
                 f"{label} is still warming up: blend = {blend:.4g}, "
                 f"{missing} of warm_steps = {module.warm_steps} commits are missing"
+                + (" (an averaged copy lags behind its model: layer.blend.fill_(1))" if not missing else "")
             )
     if faults:
         more = f"; and {len(faults) - 8} more" if len(faults) > 8 else ""
@@ -238,7 +239,7 @@ class _Folder:
 
     def _source(self, norm: BatchChannelNorm) -> nn.Module | None:
         calls = self.flow.calls.get(norm, [])
-        if self.flow.method == "order" or len(calls) != 1:  # an order is a guess
+        if self.flow.method == "order" or not self.flow.complete or len(calls) != 1:  # an order is a guess
             return None
         call = self.flow.sole_source(calls[0])
         layer = call.module if call is not None else None

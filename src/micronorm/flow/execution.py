@@ -10,15 +10,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from micronorm.flow.graph import Node
+from micronorm.flow.graph import Flow, Node
 from micronorm.flow.kinds import FRESH
 
 
 def record(
     model: nn.Module, is_leaf: Callable[[nn.Module], bool], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[Node]:
+) -> Flow:
     """Run the model in eval mode without gradients and write down its calls. Flags and random state are put back."""
-    recorder = _Recorder()
+    recorder = _Recorder(model, (args, kwargs))
     with _undisturbed(model), ExitStack() as hooks:
         for name, module in model.named_modules():
             if is_leaf(module) or (
@@ -29,7 +29,7 @@ def record(
                 hooks.callback(module.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
         with recorder:
             recorder.finish(model(*args, **kwargs))
-    return recorder.nodes
+    return Flow(recorder.nodes, "execution", complete=recorder.complete)
 
 
 @contextmanager
@@ -47,11 +47,14 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
 class _Recorder(TorchFunctionMode):
     """Maps each living tensor to the call that made it."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module, arguments: Any) -> None:
         super().__init__()
         self.nodes: list[Node] = []
+        self.complete = True
         self._made_by = WeakTensorKeyDictionary()
         self._depth = 0  # of leaf modules being run: what happens inside them is theirs
+        self._held = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
+        self._expected = self._held.keys() | {id(t) for t in _tensors(arguments)}
 
     def around(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
         """The hooks that make one call of a leaf module."""
@@ -62,23 +65,25 @@ class _Recorder(TorchFunctionMode):
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             self._depth -= 1
             if self._depth == 0:
-                self._add(Node(name, module, self._sources((args, kwargs))), output)
+                node = Node(name, module, self._sources((args, kwargs)), reads=self._reads((args, kwargs)))
+                self._add(node, output)
 
         return before, after
 
     def finish(self, output: Any) -> None:
         """Count what the model returns as one more consumer: the outside sees it."""
+        plain = (Tensor, int, float, complex, str, bytes, type(None))
+        self.complete &= all(isinstance(leaf, plain) for leaf in tree_leaves(output))  # others may hold tensors
         self.nodes.append(Node("output", None, self._sources(output)))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
-        if self._depth == 0 and (
-            name == "__setitem__" or any(isinstance(leaf, Tensor) for leaf in tree_leaves(output))
-        ):
+        if self._depth == 0 and (name == "__setitem__" or _tensors(output)):
             as_node = tree_map(lambda leaf: self._source(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
             node = Node(name, None, () if name in FRESH else self._sources((args, kwargs)), *as_node)
+            node.reads = () if name == "__get__" else self._reads((args, kwargs))
             self._add(node, args[0] if name == "__setitem__" else output)
         return output
 
@@ -91,14 +96,17 @@ class _Recorder(TorchFunctionMode):
             self._made_by[tensor] = node
 
     def _sources(self, values: Any) -> tuple[Node, ...]:
-        tensors = (
-            leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)
-        )
-        return tuple(dict.fromkeys(map(self._source, tensors)))
+        data = (tensor for tensor in _tensors(values) if not isinstance(tensor, nn.Parameter))
+        return tuple(dict.fromkeys(map(self._source, data)))
+
+    def _reads(self, values: Any) -> tuple[str, ...]:
+        return tuple(self._held[id(t)] for t in _tensors(values) if id(t) in self._held)
 
     def _source(self, tensor: Tensor) -> Node:
         node = self._made_by.get(tensor)
         if node is None:
+            # Neither given nor held by the model: something made it unseen, perhaps out of what was seen.
+            self.complete &= id(tensor) in self._expected
             node = Node("input", shape=tuple(tensor.shape))
             self.nodes.append(node)
             self._made_by[tensor] = node

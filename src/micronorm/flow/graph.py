@@ -36,12 +36,14 @@ class Flow:
     """The calls of one forward, in the order of execution, and how they were learned.
 
     `method` is "fx" (symbolic tracing), "execution" (a run on example inputs) or "order" (registration order, a guess);
-    `detail` says on what it ran, or why nothing better was possible.
+    `detail` says on what it ran, or why nothing better was possible. `complete` is False where a run used or returned
+    tensors in ways that could not be followed: what is there is right, but a consumer may be missing.
     """
 
     nodes: list[Node]
     method: str
     detail: str = ""
+    complete: bool = True
 
     @cached_property
     def calls(self) -> dict[nn.Module, list[Node]]:
@@ -80,7 +82,8 @@ class Flow:
             source = node.inputs[0]
             if len(self.consumers[source]) != 1:
                 return None
-            if not isinstance(source.module, nn.Identity):
+            module = source.module
+            if not isinstance(module, nn.Identity) or module._forward_hooks or module._forward_pre_hooks:
                 return source
             node = source
         return None

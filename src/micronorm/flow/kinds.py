@@ -100,7 +100,7 @@ def one_element_per_channel(node: Node, *, flat: bool) -> bool:
 def _spreads(node: Node) -> bool:
     """Whether the output of a call may hold several elements per channel where its input holds one."""
     if node.module is None:
-        return function_name(node.name) in _REARRANGING | _GROWING
+        return function_name(node.name) in _REARRANGING | _GROWING or _reshapes_to_a_map(node)
     if isinstance(node.module, _CONVOLUTIONS):
         return any(size != 1 for size in node.module.kernel_size)
     return isinstance(node.module, nn.Linear | nn.Upsample | nn.PixelShuffle | nn.ConvTranspose2d)
@@ -117,8 +117,28 @@ def _is_global_pool(node: Node) -> bool:
         return _is_one(size)
     if name in ("mean", "amax", "sum"):
         dims = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
-        return isinstance(dims, list | tuple) and set(dims) in ({2, 3}, {-1, -2}, {2, 3, 4}, {-1, -2, -3})
+        if isinstance(dims, int):  # of a map that was flattened before
+            source = node.inputs[0] if node.inputs else None
+            return dims in (2, -1) and source is not None and _is_flat_map(source)
+        return isinstance(dims, list | tuple) and len(dims) >= 2 and set(dims) <= {2, 3, 4, -1, -2, -3}
     return False
+
+
+def _is_flat_map(node: Node) -> bool:
+    """Whether the call is x.flatten(2): N×C×…  to N×C×S."""
+    return (
+        function_name(node.name) == "flatten"
+        and node.kwargs.get("start_dim", node.args[1] if len(node.args) > 1 else 0) == 2
+    )
+
+
+def _reshapes_to_a_map(node: Node) -> bool:
+    """Whether the call spreads N×C numbers over a third axis: view(n, 64, 4, 4), or sizes that are not known."""
+    if function_name(node.name) not in ("view", "reshape", "unflatten"):
+        return False
+    sizes = node.args[1:]
+    sizes = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], list | tuple) else sizes
+    return len(sizes) > 2 and any(size != 1 for size in sizes[2:])
 
 
 def _is_one(size: Any) -> bool:

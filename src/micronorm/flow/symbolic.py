@@ -1,5 +1,6 @@
 """The flow by torch.fx: no input is needed, and nothing runs."""
 
+import inspect
 import sys
 from collections.abc import Callable
 
@@ -16,7 +17,11 @@ def trace_symbolically(model: nn.Module, is_leaf: Callable[[nn.Module], bool], *
     Modules that timm wants untraced are traced all the same where they hold layers of interest; with `opaque` they are
     one call each, and what they hold is not in the flow.
     """
-    graph = _Tracer(is_leaf, opaque).trace(model)
+    # An argument with a default is not given: as a symbolic value it would pass for one that is (`is not None`).
+    defaults = {
+        p.name: p.default for p in inspect.signature(model.forward).parameters.values() if p.default is not p.empty
+    }
+    graph = _Tracer(is_leaf, opaque).trace(model, concrete_args=defaults or None)
     modules = dict(model.named_modules(remove_duplicate=False))
     made: dict[torch.fx.Node, Node] = {}
     metadata: set[torch.fx.Node] = set()

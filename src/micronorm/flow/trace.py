@@ -1,8 +1,9 @@
 """The ways to learn a model's flow: symbolic tracing, a run on example inputs, and the order of registration."""
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -29,44 +30,87 @@ def trace_flow(
             arguments, or the one argument. None: guessed from the first convolution.
         pairs: whether two modules registered one after the other may be taken for a pair, where nothing else is known.
     """
+    stand_in, originals = _stand_in(model)
+
+    def leaf(module: nn.Module) -> bool:
+        return is_leaf(originals.get(module, module))
+
+    flow = _trace(stand_in, leaf, example_inputs)
+    if flow.method == "order":
+        return Flow(by_order(model, is_leaf, pairs), "order", flow.detail)
+    for node in flow.nodes:
+        node.module = originals.get(node.module, node.module) if node.module is not None else None
+    return Flow(flow.nodes, flow.method, flow.detail, flow.complete)  # anew: it has tables by module
+
+
+def _trace(model: nn.Module, is_leaf: Callable[[nn.Module], bool], example_inputs: Any) -> Flow:
     reasons = []
     try:
-        with unchanged(model):
-            return trace_symbolically(model, is_leaf)
+        flow = trace_symbolically(model, is_leaf)
+        if example_inputs is not None:
+            _learn_shapes(flow, _run(model, is_leaf, example_inputs))
+        return flow
+    except _DoesNotRun:
+        raise
     except Exception as fault:
         reasons.append(f"not traceable by torch.fx ({_first_line(fault)})")
-    candidates = [("the given inputs", example_inputs)] if example_inputs is not None else list(guesses(model))
-    for label, inputs in candidates:
+    if example_inputs is not None:
+        flow = _run(model, is_leaf, example_inputs)
+        flow.detail = f"run on the given inputs; {reasons[0]}"
+        return flow
+    for label, inputs in guesses(model):
         try:
-            with unchanged(model):
-                nodes = record(model, is_leaf, *as_call(inputs))
-        except Exception as fault:
-            if example_inputs is not None:
-                raise ValueError(f"the model does not run on example_inputs: {_first_line(fault)}") from fault
-            reasons.append(f"not runnable on {label} ({_first_line(fault)})")
+            flow = _run(model, is_leaf, inputs)
+        except _DoesNotRun as fault:
+            reasons.append(f"not runnable on {label} ({_first_line(fault.__cause__)})")
         else:
-            return Flow(nodes, "execution", f"run on {label}; {reasons[0]}")
-    with suppress(Exception), unchanged(model):
+            flow.detail = f"run on {label}; {reasons[0]}"
+            return flow
+    with suppress(Exception):
         flow = trace_symbolically(model, is_leaf, opaque=True)
         flow.detail = f"some blocks as a whole: {'; '.join(reasons)}; pass example_inputs to see into them"
         return flow
-    detail = "; ".join(reasons) + "; pass example_inputs for the real data flow"
-    return Flow(by_order(model, is_leaf, pairs), "order", detail)
+    return Flow([], "order", "; ".join(reasons) + "; pass example_inputs for the real data flow")
 
 
-@contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Put back what a forward writes to its modules' attributes: under a tracer these would be symbolic values."""
-    before = {module: dict(module.__dict__) for module in model.modules()}
+class _DoesNotRun(ValueError):
+    """The model raised on the inputs it was given."""
+
+
+def _run(model: nn.Module, is_leaf: Callable[[nn.Module], bool], inputs: Any) -> Flow:
     try:
-        yield
-    finally:
-        for module, attributes in before.items():
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
+        return record(model, is_leaf, *as_call(inputs))
+    except Exception as fault:
+        raise _DoesNotRun(f"the model does not run on example_inputs: {_first_line(fault)}") from fault
 
 
-def _first_line(fault: Exception) -> str:
+def _learn_shapes(flow: Flow, executed: Flow) -> None:
+    """Shapes for a symbolic flow, from a run of the same model: of each layer's inputs, where the calls match."""
+    for module, calls in flow.calls.items():
+        ran = executed.calls.get(module, [])
+        if len(ran) == len(calls):
+            for call, seen in zip(calls, ran, strict=True):
+                call.shape = seen.shape
+                if len(call.inputs) == len(seen.inputs) == 1:
+                    call.inputs[0].shape = seen.inputs[0].shape
+
+
+def _stand_in(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
+    """A copy to trace, with the module each of its modules stands for: a forward may write to what it finds.
+
+    Parameters are not copied but seen through others of their storage, so the copy costs no memory.
+    """
+    memo: dict[int, Any] = {}
+    try:
+        for parameter in model.parameters():
+            memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+        twin = copy.deepcopy(model, memo)
+        return twin, {memo[id(module)]: module for module in model.modules()}
+    except Exception:  # what cannot be copied is traced itself
+        return model, {}
+
+
+def _first_line(fault: BaseException | None) -> str:
     text = str(fault).strip().splitlines()
     return f"{type(fault).__name__}: {text[0][:120]}" if text else type(fault).__name__
 
