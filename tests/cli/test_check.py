@@ -154,3 +154,14 @@ def test_torchvision_s_resnet18_is_found_wanting_at_its_first_batch_norm():
     result = invoke("torchvision:resnet18", "--size", "32", "--batch", "2", "--classes", "10", "--json")
     assert result.exit_code == 1, result.output
     assert json.loads(result.output)["findings"][0]["where"] == "bn1"
+
+
+def test_dropout_can_be_switched_off_to_see_what_lies_behind_it(tmp_path):
+    (tmp_path / "dropping_of_check.py").write_text(
+        "from torch import nn\n"
+        "def model():\n"
+        "    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.Dropout(0.5), nn.Flatten(), nn.Linear(4 * 36, 3))\n"
+    )
+    arguments = ["check", "dropping_of_check:model", "--size", "8"]
+    assert CliRunner().invoke(app, arguments).exit_code == 1
+    assert CliRunner().invoke(app, [*arguments, "--no-dropout"]).exit_code == 0

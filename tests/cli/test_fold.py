@@ -57,7 +57,7 @@ def test_a_checkpoint_becomes_an_onnx_file_that_onnxruntime_has_run(tmp_path):
 
 def test_what_is_wrong_is_said_in_one_line_and_nothing_is_written(tmp_path):
     checkpoint, out = tmp_path / "model.safetensors", tmp_path / "plain.safetensors"
-    save_file({"weight": torch.ones(1)}, checkpoint)
+    save_file({"group_weight": torch.ones(1)}, checkpoint)
     for arguments, code, message in (
         ([checkpoint, "--model", MODEL], 2, "say where to write"),
         ([checkpoint, "--out", out], 2, "say which model it is"),
@@ -71,3 +71,11 @@ def test_what_is_wrong_is_said_in_one_line_and_nothing_is_written(tmp_path):
         assert message in result.stderr
         assert len(result.stderr.strip().splitlines()) == 1
     assert not out.exists()
+
+
+def test_a_checkpoint_from_before_the_conversion_is_refused(tmp_path):
+    checkpoint = tmp_path / "bn.safetensors"
+    save_file(torchvision.models.shufflenet_v2_x0_5().state_dict(), checkpoint)
+    result = run(checkpoint, "--model", MODEL, "--out", tmp_path / "plain.safetensors")
+    assert result.exit_code == 1
+    assert "saved before the conversion" in result.stderr

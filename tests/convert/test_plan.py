@@ -259,7 +259,7 @@ def test_wrapped_models_are_refused():
     "arguments, error, message",
     [
         ({"norm": "bcn"}, TypeError, "norm must be a spec or None, got 'bcn'"),
-        ({"norm": mn.BCN}, TypeError, r"did you mean BCN\(\)\?"),
+        ({"norm": mn.BCN}, TypeError, r"did you mean mn\.BCN\(\)\?"),
         ({"weight": nn.Conv2d}, TypeError, "weight must be a spec or None"),
         ({"absorb": True, "weight": mn.CWN()}, ValueError, "needs weight=mn.WS"),
         ({"warm_steps": 5, "absorb": False}, ValueError, "only with absorb=True"),

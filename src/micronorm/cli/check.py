@@ -17,6 +17,7 @@ from micronorm.cli.targets import MISUSE, TargetError, resolve
 from micronorm.convert import convert
 
 DEPENDS = 1
+_DROPPING = ("StochasticDepth", "DropPath")
 
 
 def check(
@@ -35,6 +36,9 @@ def check(
     norm: Norm = "none",
     groups: Groups = None,
     weight: Weight = "none",
+    no_dropout: Annotated[
+        bool, typer.Option("--no-dropout", help="Switch dropout and drop-path off first: they would hide the rest.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Run one step whole, halved and one image at a time, and name the first module that makes them differ, and why.
@@ -48,6 +52,8 @@ def check(
         wanted = norm_spec(norm, groups=groups), weight_spec(weight)
         if any(spec is not None for spec in wanted):
             model = convert(model, *wanted)
+        if no_dropout:
+            _switch_dropout_off(model)
         report = check_cuts(model, data, loss)
     except (TargetError, ValueError, TypeError) as error:
         message = " ".join(str(error).split())
@@ -76,6 +82,16 @@ def _subject(made: nn.Module | tuple, *, batch: int, size: int, classes: int | N
         raise TargetError(f"--classes {classes} is more than the model's {outputs[1]} outputs")
     labels = torch.randint(classes or outputs[1], (batch, *outputs[2:]), generator=generator)
     return model, (images, labels), _summed_cross_entropy
+
+
+def _switch_dropout_off(model: nn.Module) -> None:
+    """torch's dropouts, torchvision's StochasticDepth and timm's DropPath, by the attribute that holds their rate."""
+    for module in model.modules():
+        for name in ("p", "drop_prob"):
+            rate = getattr(module, name, None)
+            dropout = isinstance(module, nn.modules.dropout._DropoutNd) or type(module).__name__ in _DROPPING
+            if dropout and isinstance(rate, float):
+                setattr(module, name, 0.0)
 
 
 def _try(model: nn.Module, image: Tensor) -> Any:

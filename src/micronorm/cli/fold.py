@@ -48,7 +48,13 @@ def fold(
             raise TargetError(f"no file {checkpoint}")
         given = dict(zip(_HOW, (model, norm, groups, weight, statistics), strict=True))
         network = _rebuild(_metadata(checkpoint) | {key: value for key, value in given.items() if value is not None})
-        network.load_state_dict(read_state(checkpoint))
+        state = read_state(checkpoint)
+        groups_in = [any("group_weight" in key for key in keys) for keys in (network.state_dict(), state)]
+        if groups_in == [True, False]:
+            raise ValueError(
+                "the file holds no group_weight: it was saved before the conversion, and never trained after"
+            )
+        network.load_state_dict(state)
         _write(fold_model(network.eval()), out, onnx, torch.randn(2, channels, *size))
     except (TargetError, ImportError, RuntimeError, TypeError, ValueError) as fault:
         message = " ".join(str(fault).split())

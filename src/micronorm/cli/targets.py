@@ -92,4 +92,7 @@ def _factory(source: str, name: str) -> nn.Module | tuple:
 def unknown(message: str, name: str, known: Sequence[str]) -> str:
     """A message for a name that is not known, with the names most like it."""
     near = difflib.get_close_matches(name, known, n=5, cutoff=0.5)
-    return f"{message}; near it: {', '.join(near)}" if near else f"{message}, nor one like it among {len(known)} names"
+    if near:
+        return f"{message}; near it: {', '.join(near)}"
+    some = f" ({', '.join(known)})" if len(known) <= 20 else ""
+    return f"{message}, nor one like it among {len(known)} names{some}"

@@ -23,13 +23,14 @@ def calibrate(
 
     Counts are merged: the result is that of all the elements together, however they were cut into batches or ranks, and
     not an average of the batches' variances. The model runs in eval mode, so each layer sees what its predecessors give
-    with the statistics they have now; where those change much, a second call comes closer to the fixed point.
+    with the statistics they have now; where those change much, a second call comes closer to the fixed point. Frozen
+    layers are set too.
 
     Args:
         model: any model with BatchChannelNorm or torch's BatchNorm layers.
         batches: what the model is called on: a tensor each, or a tuple or list whose first entry is one (a data
             loader's images and labels).
-        forward: forward(model, batch), for other batches.
+        forward: forward(model, batch), for other batches: dictionaries, detectors' lists.
 
     Returns:
         how many batches there were (on this rank).
@@ -41,6 +42,12 @@ def calibrate(
         >>> norm.running_mean, norm.running_var
         (tensor([0.7500, 0.7500, 0.7500, 0.7500]), tensor([0.1875, 0.1875, 0.1875, 0.1875]))
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"calibrate(model, batches): the model comes first, got {type(model).__name__}")
+    if isinstance(batches, Tensor):
+        raise TypeError(
+            f"batches must be an iterable of batches, got one tensor of {tuple(batches.shape)}; write [batch]"
+        )
     norms = {
         module: _Seen(name)
         for name, module in model.named_modules()

@@ -111,9 +111,9 @@ def _check_options(norm: NormSpec | None, weight: WeightSpec | None, *, absorb: 
     """Refuse what contradicts itself; returns whether to absorb."""
     for name, spec, kind in (("norm", norm, NormSpec), ("weight", weight, WeightSpec)):
         if spec is not None and not isinstance(spec, kind):
-            hint = (
-                f"did you mean {spec.__name__}()?" if isinstance(spec, type) else f"such as mn.{kind.__name__[:1]}…()"
-            )
+            named = f"{spec.__name__}()" if isinstance(spec, type) and issubclass(spec, kind) else ""
+            usual = "mn.BCN() or mn.GN()" if kind is NormSpec else "mn.WS()"
+            hint = f"did you mean mn.{named}?" if named else f"write {usual}"
             raise TypeError(f"{name} must be a spec or None, got {spec!r}; {hint}")
     if norm is None and weight is None:
         raise ValueError("norm=None and weight=None leave nothing to convert")
@@ -233,6 +233,8 @@ class _Planner:
         if self.warm_steps and facts.tensor("running_mean") is None:
             remarks.append("no warm start: there are no statistics to start from")
         trainable = self._trains(facts, sources)
+        if facts.family != "frozen" and not trainable:
+            remarks.append("stays frozen: its estimates too")
         if facts.family == "frozen":
             remarks.append("was frozen, trains from here on" if trainable else "stays frozen like the layer before it")
         built = spec(facts.channels, dims=2 if facts.dims is None else facts.dims)
@@ -321,12 +323,20 @@ class _Planner:
         return {node.inputs[0].module: node.module for node in nodes if node.inputs}  # type: ignore[misc]
 
     def _convert_convolution(self, module: nn.Module, kind: str, reason: str) -> Decision:
+        assert self.weight is not None
+        layer: Any = module
+        frozen = not layer.weight.requires_grad
+        if frozen and isinstance(self.weight, CWN):
+            why = f"{reason}, but is frozen, and CWN would drop its kernels' means"
+            return Decision(self.names[module], "convolution", type(module).__name__, None, why, module)
+        absorb = self.absorb
         if is_standardized_by_timm(module):
             reason += "; timm's standardization goes on as ours, eps kept"
-        if self.absorb:
+        elif frozen and isinstance(self.weight, WS):  # nothing would ever fit it to a standardized kernel
+            absorb, reason = True, f"{reason}; frozen, so mean and scale are absorbed and it computes what it did"
+        elif absorb:
             reason += "; mean and scale absorbed"
-        assert self.weight is not None
-        make = partial(_reparameterize, self.weight, module, absorb=self.absorb)
+        make = partial(_reparameterize, self.weight, module, absorb=absorb)
         becomes = f"{type(self.weight).__name__}{kind}"
         return Decision(self.names[module], "convolution", type(module).__name__, becomes, reason, module, make)
 

@@ -136,8 +136,8 @@ def _refuse_unknown(model: nn.Module) -> None:
                 + (" (an averaged copy lags behind its model: layer.blend.fill_(1))" if not missing else "")
             )
     if faults:
-        more = f"; and {len(faults) - 8} more" if len(faults) > 8 else ""
-        raise ValueError(f"cannot be folded: {'; '.join(faults[:8])}{more}")
+        more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
+        raise ValueError(f"cannot be folded: {'; '.join(faults[:3])}{more}")
 
 
 # --- the copy --------------------------------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ def _stand_in(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
 
 def _first_line(fault: BaseException | None) -> str:
     text = str(fault).strip().splitlines()
-    return f"{type(fault).__name__}: {text[0][:120]}" if text else type(fault).__name__
+    return f"{type(fault).__name__}: {text[0].split('. ')[0][:120]}" if text else type(fault).__name__
 
 
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
