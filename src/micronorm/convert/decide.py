@@ -1,32 +1,17 @@
-"""`mn.plan` and `mn.convert`: the decision for every convolution and normalization, from the data flow."""
+"""`mn.plan` and `mn.convert`: what a user may ask for, and the refusal of what contradicts itself."""
 
-from collections.abc import Callable
-from functools import cached_property, partial
 from typing import Any, TypeVar, cast
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from micronorm.convert.carry import build, fit, zero_initialized
-from micronorm.convert.plan import Decision, Plan
-from micronorm.convert.rules import (
-    CONVOLUTIONS,
-    Norm,
-    looks_like_a_norm,
-    read_norm,
-    refuse_reparameterized,
-    refuse_wrappers,
-)
-from micronorm.flow import Flow, Node, trace_flow
-from micronorm.flow.kinds import one_element_per_channel, passes_scale
-from micronorm.flow.trace import by_order
-from micronorm.nn.bcn import BCN, BatchChannelNorm
+from micronorm.convert.plan import Plan
+from micronorm.convert.planner import Filter, Planner
+from micronorm.convert.rules import refuse_wrappers
+from micronorm.nn.bcn import BCN
 from micronorm.nn.inputs import check_count
-from micronorm.nn.spec import GroupedSpec, NormSpec, WeightSpec
-from micronorm.nn.weight import CWN, WS, counterpart_kind, is_standardized_by_timm
-from micronorm.surgery import names_of
+from micronorm.nn.spec import NormSpec, WeightSpec
+from micronorm.nn.weight import CWN, WS
 
-Filter = Callable[[nn.Module, str], bool]
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -70,7 +55,7 @@ def plan(
     """
     refuse_wrappers(model)
     absorb = _check_options(norm, weight, absorb=absorb, warm_steps=warm_steps)
-    planner = _Planner(model, norm, weight, filter, absorb=absorb, warm_steps=warm_steps, layer_norm=layer_norm)
+    planner = Planner(model, norm, weight, filter, absorb=absorb, warm_steps=warm_steps, layer_norm=layer_norm)
     return planner.plan(example_inputs)
 
 
@@ -137,227 +122,3 @@ def _check_options(norm: NormSpec | None, weight: WeightSpec | None, *, absorb: 
     if isinstance(weight, CWN):
         raise ValueError("warm_steps starts as the pretrained network, but CWN drops its kernels' means; use mn.WS()")
     return isinstance(weight, WS)
-
-
-class _Planner:
-    """One model and one wish; `plan` makes the decisions in the order of the model."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        norm: NormSpec | None,
-        weight: WeightSpec | None,
-        filter: Filter | None,
-        *,
-        absorb: bool,
-        warm_steps: int,
-        layer_norm: bool,
-    ) -> None:
-        self.model, self.norm, self.weight = model, norm, weight
-        self.absorb, self.warm_steps, self.layer_norm = absorb, warm_steps, layer_norm
-        self.names = {module: tuple(names) for module, names in names_of(model).items()}
-        self.allowed = {
-            module: filter is None or bool(filter(module, names[0])) for module, names in self.names.items()
-        }
-        self.norms = {module: read for module in self.names if (read := read_norm(module)) is not None}
-
-    def plan(self, example_inputs: Any) -> Plan:
-        flow = trace_flow(self.model, self._is_leaf, example_inputs=example_inputs, pairs=self._could_pair)
-        norms = {module: self._decide_norm(module, flow) for module in self.names if self._is_norm(module)}
-        met = {module for module, decision in norms.items() if self._counts(module, decision)}
-        convolutions = {
-            module: self._decide_convolution(module, flow, met)
-            for module in self.names
-            if isinstance(module, CONVOLUTIONS)
-        }
-        decisions = [
-            (norms | convolutions)[module] for module in self.names if module in norms or module in convolutions
-        ]
-        self._refuse_no_change(decisions)
-        refuse_reparameterized((d.name, d.module) for d in decisions if d.make is not None)
-        return Plan(self.model, decisions, flow)
-
-    # --- norms -------------------------------------------------------------------------------------------------------
-
-    def _is_norm(self, module: nn.Module) -> bool:
-        return module in self.norms or looks_like_a_norm(module) or isinstance(module, BatchChannelNorm)
-
-    def _is_leaf(self, module: nn.Module) -> bool:
-        return self._is_norm(module) or isinstance(module, CONVOLUTIONS)
-
-    def _could_pair(self, first: nn.Module, second: nn.Module) -> bool:
-        norm = self.norms.get(second)
-        return norm is not None and isinstance(first, CONVOLUTIONS) and first.out_channels == norm.channels
-
-    def _counts(self, module: nn.Module, decision: Decision) -> bool:
-        """Whether a convolution before this norm may be standardized: it is converted, or was asked for already."""
-        if decision.make is not None:
-            return True
-        if self.norm is None:
-            return module in self.norms and self.norms[module].family != "layer" and self.allowed[module]
-        return self._is_asked_for(module)
-
-    def _is_asked_for(self, module: nn.Module) -> bool:
-        if isinstance(module, BatchChannelNorm):
-            return isinstance(self.norm, BCN)
-        if self.norm is None or module not in self.norms or self.norms[module].tail:
-            return False
-        facts = self.norms[module]
-        wanted = self.norm(facts.channels, dims=2 if facts.dims is None else facts.dims)
-        groups = [getattr(m, "num_groups", None) for m in (wanted, module)]
-        return type(wanted) is type(module) and groups[0] == groups[1]
-
-    def _decide_norm(self, module: nn.Module, flow: Flow) -> Decision:
-        leave = partial(Decision, self.names[module], "norm", type(module).__name__, None, module=module)
-        if not self.allowed[module]:
-            return leave("left out by the filter")
-        if self._is_asked_for(module):
-            return leave("is what was asked for")
-        if self.norm is None:
-            return leave("norm=None")
-        facts = self.norms.get(module)
-        if facts is None:
-            return leave(f"{type(module).__name__} computes something of its own, which is not known")
-        if facts.family == "layer" and not self.layer_norm:
-            return leave("a layer norm looks at one sample; layer_norm=True would convert it")
-        return self._convert_norm(facts, self.norm, flow)
-
-    def _convert_norm(self, facts: Norm, wanted: NormSpec, flow: Flow) -> Decision:
-        calls = flow.calls.get(facts.module, [])
-        sources = [source for call in calls for source in call.inputs]
-        flat = facts.takes_flat
-        one_element = bool(sources) and all(one_element_per_channel(source, flat=flat) for source in sources)
-        spec, remarks = fit(wanted, facts, one_element=one_element)
-        groups = spec.groups_for(facts.channels) if isinstance(spec, GroupedSpec) else None
-        remarks += self._remarks(facts, groups)
-        if self.warm_steps and facts.tensor("running_mean") is None:
-            remarks.append("no warm start: there are no statistics to start from")
-        trainable = self._trains(facts, sources)
-        if facts.family != "frozen" and not trainable:
-            remarks.append("stays frozen: its estimates too")
-        if facts.family == "frozen":
-            remarks.append("was frozen, trains from here on" if trainable else "stays frozen like the layer before it")
-        built = spec(facts.channels, dims=2 if facts.dims is None else facts.dims)
-        name = type(built).__name__ + ("Act" if facts.tail and isinstance(built, BatchChannelNorm) else "")
-        shape = f"{facts.channels}/{groups}" if groups is not None else f"{facts.channels}"
-        return Decision(
-            self.names[facts.module],
-            "norm",
-            type(facts.module).__name__,
-            f"{name}({shape})",
-            "; ".join(remarks),
-            facts.module,
-            partial(build, spec, facts, like=self._neighbour(sources), trainable=trainable, warm_steps=self.warm_steps),
-        )
-
-    def _remarks(self, facts: Norm, groups: int | None) -> list[str]:
-        """What is carried over, and what is not."""
-        weight, mean = facts.tensor("weight"), facts.tensor("running_mean")
-        if not isinstance(self.norm, BCN) or groups is None:
-            return ["affine carried over" if weight is not None else "no affine to carry over"]
-        if mean is None:
-            carried = "affine carried over; " if weight is not None else ""
-            return [f"{carried}no statistics to carry: estimates start at (0, 1), mn.calibrate finds them"]
-        remarks = ["statistics and affine carried over" if weight is not None else "statistics carried over, no affine"]
-        if weight is not None and not weight.is_meta and not bool(weight.detach().ne(0).any()):
-            if zero_initialized(facts, groups) is not None:
-                return ["statistics carried over; weight is all zero: γ^b = 1, γ^c = 0, β^c = its bias"]
-            remarks.append("weight is all zero but the bias varies within groups: carried as it is")
-        if getattr(facts.module, "process_group", None) is not None:
-            remarks.append("was synchronized over a group of its own: give it to mn.attach(process_group=…)")
-        return remarks
-
-    def _trains(self, facts: Norm, sources: list[Node]) -> bool:
-        weight = facts.tensor("weight")
-        if isinstance(weight, nn.Parameter):
-            return weight.requires_grad
-        before = [source.module for source in sources if isinstance(source.module, CONVOLUTIONS)]
-        return all(module.weight.requires_grad for module in before)
-
-    def _neighbour(self, sources: list[Node]) -> Tensor:
-        """A tensor where the layer's input comes from, for layers that have none to tell their device."""
-        before = [source.module.weight for source in sources if isinstance(source.module, CONVOLUTIONS)]
-        floating = (p for p in (*before, *self.model.parameters()) if p.is_floating_point())
-        return next(floating, torch.empty(0))
-
-    # --- convolutions ------------------------------------------------------------------------------------------------
-
-    def _decide_convolution(self, module: nn.Module, flow: Flow, met: set[nn.Module]) -> Decision:
-        decide = partial(Decision, self.names[module], "convolution", type(module).__name__, module=module)
-        if not self.allowed[module]:
-            return decide(None, "left out by the filter")
-        if self.weight is None:
-            return decide(None, "weight=None")
-        if hasattr(module, "effective_weight"):
-            return decide(None, "has a reparameterized weight already")
-        kind = counterpart_kind(module)
-        if kind is None:
-            return decide(None, f"{type(module).__name__} has a forward of its own, which is not known")
-        if _fan_in(module) < 2:
-            return decide(None, "fan-in 1: one weight per output channel has nothing to standardize")
-        calls = flow.calls.get(module, [])
-        if not calls and flow.method != "order":
-            follower = self._registered_after.get(module)
-            if follower not in met or follower in flow.calls:
-                return decide(None, "not reached by the data flow")
-            label = f"{type(follower).__name__} {self.names[follower][0]!r}"
-            return self._convert_convolution(
-                module, kind, f"not reached by the data flow, but registered before {label}"
-            )
-        meets = [
-            node for call in calls for node in flow.downstream(call, lambda n: passes_scale(n) and n.module not in met)
-        ]
-        norm = next((node for node in meets if node.module in met), None)
-        if norm is None:
-            where = " and ".join(dict.fromkeys(node.label for node in meets[:2]))
-            where = "it is the model's output" if where in ("", "output") else f"it goes to {where}"
-            return decide(None, f"its output meets no converted norm: {where}")
-        if any(node.name == "output" and node.module is None for call in calls for node in flow.consumers[call]):
-            return decide(None, f"its output meets {norm.label}, but is an output of the model too")
-        return self._convert_convolution(module, kind, f"its output meets {norm.label}")
-
-    @cached_property
-    def _registered_after(self) -> dict[nn.Module, nn.Module]:
-        """The norm that may belong to a convolution by the order of registration: for branches that no run reaches."""
-        nodes = by_order(self.model, self._is_leaf, self._could_pair)
-        return {node.inputs[0].module: node.module for node in nodes if node.inputs}  # type: ignore[misc]
-
-    def _convert_convolution(self, module: nn.Module, kind: str, reason: str) -> Decision:
-        assert self.weight is not None
-        layer: Any = module
-        frozen = not layer.weight.requires_grad
-        if frozen and isinstance(self.weight, CWN):
-            why = f"{reason}, but is frozen, and CWN would drop its kernels' means"
-            return Decision(self.names[module], "convolution", type(module).__name__, None, why, module)
-        absorb = self.absorb
-        if is_standardized_by_timm(module):
-            reason += "; timm's standardization goes on as ours, eps kept"
-        elif frozen and isinstance(self.weight, WS):  # nothing would ever fit it to a standardized kernel
-            absorb, reason = True, f"{reason}; frozen, so mean and scale are absorbed and it computes what it did"
-        elif absorb:
-            reason += "; mean and scale absorbed"
-        make = partial(_reparameterize, self.weight, module, absorb=absorb)
-        becomes = f"{type(self.weight).__name__}{kind}"
-        return Decision(self.names[module], "convolution", type(module).__name__, becomes, reason, module, make)
-
-    def _refuse_no_change(self, decisions: list[Decision]) -> None:
-        if any(decision.make is not None for decision in decisions):
-            return
-        if not decisions:
-            kinds = sorted({type(module).__name__ for module in self.names})[:8]
-            raise ValueError(f"nothing to convert: no convolution and no normalization among {', '.join(kinds)}")
-        seen = "; ".join(f"{d.name or '(the model)'} ({d.type}): {d.reason}" for d in decisions[:4])
-        more = f"; and {len(decisions) - 4} more" if len(decisions) > 4 else ""
-        raise ValueError(f"nothing to convert. Looked at {seen}{more}")
-
-
-def _fan_in(module: Any) -> int:
-    """Weights per output channel."""
-    return module.weight.numel() // module.out_channels
-
-
-def _reparameterize(spec: WeightSpec, module: nn.Module, *, absorb: bool) -> nn.Module:
-    made: Any = spec(module)
-    if absorb:
-        made.absorb()
-    return made
