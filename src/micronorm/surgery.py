@@ -1,6 +1,7 @@
 """Find and replace modules in a model; a module registered under several names stays one module."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
@@ -19,6 +20,21 @@ _HOOKS = (
     "_state_dict_hooks",
     "_state_dict_pre_hooks",
 )
+
+
+def refuse_wrappers(model: Any, advice: Mapping[str, str]) -> None:
+    """Refuse what is no module, and models in DDP, FSDP and the like, which hold on to the modules they were given.
+
+    Args:
+        model: what the user gave.
+        advice: by the name of a wrapper's class, what to do instead; also which classes are wrappers.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a torch.nn.Module is needed, got {type(model).__name__}")
+    for name, module in model.named_modules():
+        kind = next((base.__name__ for base in type(module).__mro__ if base.__name__ in advice), None)
+        if kind is not None:
+            raise ValueError(f"{f'{name!r}' if name else 'the model'} is wrapped in {kind}: {advice[kind]}")
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:

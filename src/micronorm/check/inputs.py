@@ -7,24 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from micronorm.surgery import refuse_wrappers
+
 _WRAPPERS = {
     "DistributedDataParallel": "pass model.module: the ranks' law is the same law, and one process can check it",
     "DataParallel": "pass model.module",
     "FullyShardedDataParallel": "pass the model as it was before it was sharded",
     "OptimizedModule": "pass model._orig_mod, as it was before torch.compile: a compiled graph hides its modules",
+    "ScriptModule": "pass the Python module it was scripted from",
 }
 
 
 def check_model(model: Any) -> None:
     """Refuse what is not a plain module in training mode."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
-    for name, module in model.named_modules():
-        kind = next((c.__name__ for c in type(module).__mro__ if c.__name__ in _WRAPPERS), None)
-        if kind is not None:
-            raise TypeError(f"model must be a plain nn.Module, {name or 'it'} is a {kind}; {_WRAPPERS[kind]}")
-        if isinstance(module, torch.jit.ScriptModule):
-            raise TypeError(f"model must be a plain nn.Module, {name or 'it'} is scripted; pass the Python module")
+    refuse_wrappers(model, _WRAPPERS)
     for name, p in model.named_parameters():
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise ValueError(f"parameters must have shapes, {name} is lazy; run one forward first")

@@ -6,11 +6,12 @@ from torch import nn
 
 from micronorm.convert.plan import Plan
 from micronorm.convert.planner import Filter, Planner
-from micronorm.convert.rules import refuse_wrappers
+from micronorm.convert.rules import WRAPPERS
 from micronorm.nn.bcn import BCN
 from micronorm.nn.inputs import check_count
 from micronorm.nn.spec import NormSpec, WeightSpec
 from micronorm.nn.weight import CWN, WS
+from micronorm.surgery import refuse_wrappers
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -53,7 +54,7 @@ def plan(
         1 norms converted, 0 norms left, 1 convolutions converted, 1 convolutions left
         paired by fx
     """
-    refuse_wrappers(model)
+    refuse_wrappers(model, WRAPPERS)
     absorb = _check_options(norm, weight, absorb=absorb, warm_steps=warm_steps)
     planner = Planner(model, norm, weight, filter, absorb=absorb, warm_steps=warm_steps, layer_norm=layer_norm)
     return planner.plan(example_inputs)

@@ -42,13 +42,13 @@ _NAMED: dict[str, Family] = {
     "torchvision.models.convnext.LayerNorm2d": "layer",
 }
 _CHANNELS_FIRST = ("LayerNorm2d", "LayerNorm2dFp32", "LayerNormAct2d")
-_WRAPPERS = {
-    "DistributedDataParallel": "wrap the converted model",
-    "DataParallel": "wrap the converted model, and prefer DistributedDataParallel",
-    "FullyShardedDataParallel": "shard the converted model",
-    "FSDPModule": "call fully_shard on the converted model",
-    "OptimizedModule": "compile the converted model",
-    "ScriptModule": "script the converted model",
+WRAPPERS = {
+    "DistributedDataParallel": "convert first, then wrap the converted model",
+    "DataParallel": "convert first, then wrap the converted model, and prefer DistributedDataParallel",
+    "FullyShardedDataParallel": "convert first, then shard the converted model",
+    "FSDPModule": "convert first, then call fully_shard on the converted model",
+    "OptimizedModule": "convert first, then compile the converted model",
+    "ScriptModule": "convert first, then script the converted model",
 }
 
 
@@ -126,17 +126,6 @@ def _family(module: nn.Module) -> tuple[Family | None, int | None]:
 def looks_like_a_norm(module: nn.Module) -> bool:
     """Whether the layer descends from a norm of torch, known or not."""
     return isinstance(module, tuple(base for base, *_ in _OF_TORCH))
-
-
-def refuse_wrappers(model: nn.Module) -> None:
-    """A wrapper holds on to the parameters it was given; conversion comes before it."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"a torch.nn.Module is needed, got {type(model).__name__}")
-    for name, module in model.named_modules():
-        for base in type(module).__mro__:
-            if base.__name__ in _WRAPPERS:
-                where = f"{name!r} is" if name else "the model is"
-                raise ValueError(f"{where} wrapped in {base.__name__}: convert first, then {_WRAPPERS[base.__name__]}")
 
 
 def refuse_reparameterized(layers: Iterable[tuple[str, nn.Module]]) -> None:

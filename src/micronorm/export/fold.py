@@ -26,19 +26,19 @@ from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.nn.group import InstanceNorm
 from micronorm.nn.norm_act import BatchChannelNormAct, ChannelsLast, NormAct
 from micronorm.nn.weight import counterpart_kind
-from micronorm.surgery import adopt_hooks, names_of, replace
+from micronorm.surgery import adopt_hooks, names_of, refuse_wrappers, replace
 
 _BCN = (BatchChannelNorm, BatchChannelNormAct)
 _RUNNING = (GhostBatchNorm, BatchRenorm)
 _KNOWN = REPARAMETERIZED | {*_BCN, *_RUNNING, InstanceNorm, NormAct}
 _FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _WRAPPERS = {
-    "DistributedDataParallel": "model.module",
-    "DataParallel": "model.module",
-    "FullyShardedDataParallel": "the gathered model",
-    "FSDPModule": "the gathered model",
-    "OptimizedModule": "model._orig_mod, and compile what comes out",
-    "ScriptModule": "the model it was scripted from",
+    "DistributedDataParallel": "fold model.module",
+    "DataParallel": "fold model.module",
+    "FullyShardedDataParallel": "fold the gathered model",
+    "FSDPModule": "fold the gathered model",
+    "OptimizedModule": "fold model._orig_mod, and compile what comes out",
+    "ScriptModule": "fold the model it was scripted from",
 }
 
 
@@ -78,7 +78,7 @@ def fold(model: nn.Module, *, example_inputs: Any = None) -> nn.Module:
           (2): ReLU()
         )
     """
-    _refuse_wrapped(model)
+    refuse_wrappers(model, _WRAPPERS)
     _refuse_unknown(model)
     work = bare_copy(model).eval()
     # torch.fx does not take the outermost module as a call, so a layer by itself is put into something.
@@ -105,16 +105,6 @@ def _is_one_call(module: nn.Module) -> bool:
 
 
 # --- what cannot be folded -------------------------------------------------------------------------------------------
-
-
-def _refuse_wrapped(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"a torch.nn.Module is needed, got {type(model).__name__}")
-    for name, module in model.named_modules():
-        for base in type(module).__mro__:
-            if base.__name__ in _WRAPPERS:
-                where = f"{name!r} is" if name else "the model is"
-                raise ValueError(f"{where} wrapped in {base.__name__}: fold {_WRAPPERS[base.__name__]}")
 
 
 def _refuse_unknown(model: nn.Module) -> None:

@@ -16,24 +16,15 @@ from micronorm.nn import weight as ours
 from micronorm.nn.batch import GhostBatchNorm
 from micronorm.nn.batch_renorm import BatchRenorm
 from micronorm.nn.bcn import BatchChannelNorm
-from micronorm.nn.weight import counterpart_kind, is_standardized_by_timm
+from micronorm.nn.weight import PLAIN, counterpart_kind, is_standardized_by_timm
 
-_PLAIN = (
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-    nn.Linear,
-)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _SAME_PADDED = (ours.WSConv2dSame, ours.WNConv2dSame, ours.CWNConv2dSame)
 
 REPARAMETERIZED: frozenset[type[nn.Module]] = frozenset(
     getattr(ours, method + kind)
     for method in ("WS", "WN", "CWN")
-    for kind in (*(plain.__name__ for plain in _PLAIN), "Conv2dSame")
+    for kind in (*(plain.__name__ for plain in PLAIN), "Conv2dSame")
 )
 """Every convolution and linear layer of ours."""
 
@@ -138,7 +129,7 @@ def _bare(layer: nn.Module, name: str) -> Any:
 
 def _plain_class(layer: Any, name: str) -> type[nn.Module]:
     if not isinstance(layer, _SAME_PADDED):
-        return next(plain for plain in _PLAIN if isinstance(layer, plain))
+        return next(plain for plain in PLAIN if isinstance(layer, plain))
     if any(layer.padding) or layer.padding_mode != "zeros":
         raise ValueError(
             f"{name!r} ({type(layer).__name__}) pads by {layer.padding} ({layer.padding_mode}) beside SAME, which "

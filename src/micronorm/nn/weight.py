@@ -329,7 +329,7 @@ class CWNLinear(_CWN, _Linear, nn.Linear):
 
 # --- the specs -------------------------------------------------------------------------------------------------------
 
-_PLAIN = (
+PLAIN = (
     nn.Conv1d,
     nn.Conv2d,
     nn.Conv3d,
@@ -356,7 +356,7 @@ def counterpart_kind(layer: nn.Module) -> str | None:
         return "Conv2dSame" if getattr(layer, "same_pad", True) else "Conv2d"
     if name in _STANDARDIZED:
         return "Conv2d"
-    for kind in _PLAIN:
+    for kind in PLAIN:
         methods = [m for m in ("forward", "_conv_forward") if hasattr(kind, m)]
         if isinstance(layer, kind) and all(getattr(type(layer), m) is getattr(kind, m) for m in methods):
             return kind.__name__
@@ -372,7 +372,7 @@ def _counterpart(layer: nn.Module, prefix: str, **options: Any) -> Any:
     """The layer of one method that stands for a plain one, around the same parameters, hooks and attributes."""
     kind = counterpart_kind(layer)
     if kind is None:
-        known = ", ".join(k.__name__ for k in _PLAIN)
+        known = ", ".join(k.__name__ for k in PLAIN)
         raise TypeError(f"{prefix} has no counterpart for {type(layer).__name__}; it knows {known}")
     made = object.__new__(globals()[prefix + kind])
     made.__dict__.update(layer.__dict__)
