@@ -45,8 +45,9 @@ def fresh_compiler(request: pytest.FixtureRequest) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        if torch.__version__ < "2.7" and ("onnx" in item.nodeid or "export.md" in item.nodeid):
+            # Its exporter takes group normalization apart, and `export.onnx` refuses the file.
+            item.add_marker(pytest.mark.skip(reason="torch 2.6 writes no GroupNormalization"))
