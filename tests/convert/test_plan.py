@@ -243,7 +243,7 @@ def test_weights_computed_by_hooks_are_refused_by_name():
         mn.plan(model)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_wrapped_models_are_refused():
     with pytest.raises(ValueError, match="wrapped in DataParallel: convert first"):
         mn.plan(nn.DataParallel(small()))
