@@ -1,6 +1,7 @@
 """What a trace must not do to a model, and what it must see: findings of a review, each once wrong."""
 
 import types
+from abc import abstractmethod
 
 import pytest
 import torch
@@ -30,14 +31,14 @@ class Optional_(Pair):
 
 
 class Branching(Pair):
-    """Not for torch.fx."""
+    """Not for torch.fx. Subclasses say how the two layers are wired."""
 
     def forward(self, x: Tensor) -> Tensor:
         assert x.sum() < 1e9
         return self.wire(x)
 
-    def wire(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def wire(self, x: Tensor) -> Tensor: ...
 
 
 class Unseen(Branching):
