@@ -37,10 +37,11 @@ ALLOWED: Mapping[str, frozenset[str] | None] = {
     "diagnostics": frozenset({"ops", "nn", "surgery"}),
     "records": frozenset(),
     "report": frozenset({"records"}),
-    "engine": frozenset({"commit", "records"}),
-    "data": frozenset(),
-    "tasks": frozenset({"data"}),
-    "recipes": frozenset({"nn", "convert", "data", "tasks", "engine"}),
+    # ops and nn for what is keyed by sample (order, dropout) and for weights computed once per step
+    "engine": frozenset({"ops", "nn", "surgery", "commit", "records"}),
+    "data": frozenset({"ops"}),  # keyed random numbers, for augmentation
+    "tasks": frozenset({"ops", "data"}),
+    "recipes": frozenset({"nn", "convert", "data", "tasks", "engine", "records"}),
 }
 
 # Rooms that import the standard library and nothing else: they can be read on a machine without torch.

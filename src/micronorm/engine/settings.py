@@ -1,0 +1,99 @@
+"""What a run computes, and how: two values, because only the first may change its result."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from micronorm.engine.optimization import OptimizerSpec, Schedule
+
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+"""By the name a command line uses. The half types compute under autocast and keep parameters in float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is computed. Runs with equal settings and models end alike, beyond rounding, however they are executed.
+
+    Args:
+        epochs: passes over the training samples.
+        step_batch: samples per optimizer step, over all ranks. The last step of an epoch takes what is left.
+        optimizer: its kind and rates.
+        schedule: the learning rate over the run.
+        seed: of the order and of every sample's augmentation.
+        dtype: of parameters and computation; bfloat16 and float16 compute under autocast.
+        unit: samples that must stay in one micro-batch, in whole multiples: 64 for a BatchNorm over 64 images. At 1 the
+            step may be cut anywhere.
+        largest: samples that one micro-batch may hold at most; None for any number.
+    """
+
+    epochs: int
+    step_batch: int
+    optimizer: OptimizerSpec
+    schedule: Schedule
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+    unit: int = 1
+    largest: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "step_batch", "unit"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.largest is not None and self.largest < self.unit:
+            raise ValueError(f"largest must be at least unit={self.unit}, got {self.largest}")
+        if self.dtype not in DTYPES.values():
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """How it is computed: for speed and memory. Nothing here changes the result beyond rounding.
+
+    Args:
+        micro_batch: samples per forward and backward; None begins with what fits and halves when memory runs out.
+        device: where to compute; None for the GPU where there is one.
+        channels_last: keep images and convolutions in NHWC.
+        compile: compile the model with torch.compile.
+        cuda_graph: capture the whole step, commit included, and replay it.
+        parallel: how several ranks share the model: replicated ("ddp") or sharded ("fsdp").
+        steps: stop after so many optimizer steps; None for all epochs.
+        save_steps: steps between checkpoints within an epoch; None for checkpoints at the end of epochs and every ten
+            minutes.
+        evaluate_epochs: evaluate after every so many epochs, and after the last.
+    """
+
+    micro_batch: int | None = None
+    device: torch.device | None = None
+    channels_last: bool = False
+    compile: bool = False
+    cuda_graph: bool = False
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    steps: int | None = None
+    save_steps: int | None = None
+    evaluate_epochs: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("micro_batch", "steps", "save_steps", "evaluate_epochs"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to."""
+
+    steps: int
+    figures: dict[str, float]
+    digest: str
+    """Over the raw bytes of model, optimizer, random and sampler state: equal digests are equal runs."""
+    finished: bool
+    """False where a signal or `steps` ended it early."""
+    checkpoint: Path | None
