@@ -1,14 +1,14 @@
 """What a run writes: its record, its events, its checkpoints and its weights. Rank 0 holds the pen."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from micronorm.engine import checkpoint, sharded
 from micronorm.engine.environment import environment
 from micronorm.engine.events import Events
-from micronorm.engine.parallel import Alone, Sharded
+from micronorm.engine.parallel import Sharded, on_rank_0
 from micronorm.engine.settings import Outcome, Settings, describe
 from micronorm.engine.state import load_rest_of_state, load_whole_state, rest_of_state, save_weights, whole_state
 from micronorm.engine.step import Step
@@ -21,8 +21,6 @@ SMALLER = "micro_batch"
 """Holds the micro-batch to resume with, where a sharded run ended out of memory."""
 
 SAVE_SECONDS = 600.0
-
-T = TypeVar("T")
 
 
 class Journal:
@@ -41,7 +39,7 @@ class Journal:
     def begin(self, facts: Mapping[str, Any], *, resume: bool, done: int) -> None:
         """Open the record: a new one, or the old one as it was after `done` steps."""
         if self.folder is not None:
-            _on_rank_0(self.parallel, lambda: self._begin(facts, resume=resume, done=done))
+            on_rank_0(self.parallel, lambda: self._begin(facts, resume=resume, done=done))
 
     def _begin(self, facts: Mapping[str, Any], *, resume: bool, done: int) -> None:
         assert self.folder is not None
@@ -101,7 +99,7 @@ class Journal:
             self.saved = sharded.save(self.folder / CHECKPOINTS, done, self.step, state)
         else:
             folder, whole = self.folder / CHECKPOINTS, whole_state(self.step)
-            self.saved = _on_rank_0(self.parallel, lambda: checkpoint.save(folder, done, whole | state))
+            self.saved = on_rank_0(self.parallel, lambda: checkpoint.save(folder, done, whole | state))
 
     def load_newest(self) -> dict[str, Any] | None:
         """Put the newest checkpoint back; what `save` was given as `rest`, with "step". None where there is none.
@@ -145,17 +143,3 @@ def newest(folder: Path) -> Path | None:
     """The newest checkpoint of a folder, of either kind."""
     found = [*checkpoint.checkpoints(folder), *sharded.checkpoints(folder)]
     return max(found, key=lambda path: path.name.split(".")[0], default=None)
-
-
-def _on_rank_0(parallel: Alone, act: Callable[[], T]) -> T:
-    """What `act` gives on rank 0, on every rank; or its error, on every rank: none may wait for one that is gone."""
-    value, error = None, None
-    if parallel.rank == 0:
-        try:
-            value = act()
-        except Exception as caught:
-            error = caught
-    told, error = parallel.broadcast((value if isinstance(value, Path) else None, error))
-    if error is not None:
-        raise error
-    return told if parallel.rank else value  # type: ignore[return-value]
