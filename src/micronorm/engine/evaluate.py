@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from micronorm.engine.microbatch import is_out_of_memory, release_memory
+from micronorm.engine.savepoint import RandomState
 from micronorm.engine.step import HALF, Step
 
 CHUNK = 256
@@ -12,8 +13,9 @@ CHUNK = 256
 
 @torch.no_grad()
 def evaluate(step: Step, *, seed: int) -> dict[str, float]:
-    """The figures of `step.task` for `step.model`, which is in training mode again afterwards."""
+    """The figures of `step.task` for `step.model`. Afterwards nothing tells that it was evaluated."""
     was_training = step.model.training
+    random_state = RandomState.get(step.device)  # a model may draw in evaluation too, and training go on from there
     step.model.eval()
     chunk = CHUNK
     try:
@@ -37,6 +39,7 @@ def evaluate(step: Step, *, seed: int) -> dict[str, float]:
         return step.task.figures(dict(zip(names, totals, strict=True)))
     finally:
         step.model.train(was_training)
+        RandomState.set(random_state, step.device)
 
 
 def _sums(step: Step, *, seed: int, chunk: int) -> dict[str, torch.Tensor]:
