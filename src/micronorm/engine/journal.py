@@ -8,6 +8,7 @@ from typing import Any
 from micronorm.engine import checkpoint, sharded
 from micronorm.engine.environment import environment
 from micronorm.engine.events import Events
+from micronorm.engine.lock import Lock
 from micronorm.engine.parallel import Sharded, on_rank_0
 from micronorm.engine.settings import Outcome, Settings, describe
 from micronorm.engine.state import (
@@ -38,6 +39,7 @@ class Journal:
         self.parallel = step.parallel
         self.record: Run | None = None
         self.events: Events | None = None
+        self.lock: Lock | None = None
         self.saved: Path | None = None
         self.saved_at = time.monotonic()
 
@@ -51,6 +53,8 @@ class Journal:
 
     def _begin(self, folder: Path, facts: Mapping[str, Any], *, resume: bool, done: int) -> None:
         found = environment()
+        folder.mkdir(parents=True, exist_ok=True)
+        self.lock = Lock(folder)
         if resume and (folder / FACTS).exists():  # else it was killed before it had begun
             self.record = Run.open(folder)
             self.record.rewind(done)
@@ -104,6 +108,8 @@ class Journal:
         """Write nothing more; also where the run ended with an error."""
         if self.events is not None:
             self.events.close()
+        if self.lock is not None:
+            self.lock.release()
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
 
