@@ -270,8 +270,9 @@ def _parse_python(data: bytes, classes: int) -> CifarPart:
         raise ValueError(f"it lacks a list of whole numbers under '{key}'; its entries are {sorted(entries)}")
     if len(labels) != len(pixels):
         raise ValueError(f"it has {len(pixels)} images and {len(labels)} labels")
-    if not all(0 <= label < classes for label in labels):
-        raise ValueError(_beyond(max(labels, key=abs), classes))
+    beyond = [label for label in labels if not 0 <= label < classes]
+    if beyond:
+        raise ValueError(_beyond(beyond[0], classes))
     return CifarPart(pixels.reshape(-1, 3, 32, 32), torch.tensor(labels))
 
 
