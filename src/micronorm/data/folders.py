@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -154,16 +154,23 @@ class FolderSamples:
     def load(self, shares: Iterable[tuple[int, Tensor]], *, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(images, labels) for each share (epoch, indices), in order."""
         # A loader and its workers serve one `load` at a time and are kept for the next; a second at once gets its own.
+        # Nothing may hold them in a circle of references: workers that the collector ends keep it waiting for seconds.
         loader, queue = self._idle.pop() if self._idle else self._new_loader()
+        queue.shares = orders = self._orders(shares, seed)
         try:
-            queue.shares = self._orders(shares, seed)
             for images, labels in loader:
                 here = images.to(self._device, non_blocking=True)
                 yield self._standardize(here), labels.to(self._device, non_blocking=True)
+        except Exception as error:
+            if not self._workers:
+                raise
+            # What happened in the worker is in the message. The frames on this side hold the loader in a circle.
+            raise error.with_traceback(None)  # noqa: B904
         finally:
+            orders.close()  # unfinished it holds these samples in a circle
             self._idle.append((loader, queue))
 
-    def _orders(self, shares: Iterable[tuple[int, Tensor]], seed: int) -> Iterator["_Order"]:
+    def _orders(self, shares: Iterable[tuple[int, Tensor]], seed: int) -> Generator["_Order", None, None]:
         for epoch, indices in shares:
             check_indices(indices, len(self))
             yield _Order(seed, epoch, indices.tolist())
