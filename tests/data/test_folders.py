@@ -1,6 +1,8 @@
 import contextlib
 import gc
+import os
 import shutil
+import signal
 import sys
 import weakref
 
@@ -173,6 +175,15 @@ def test_loads_may_be_left_unfinished_or_overlap(root):
         assert torch.equal(second, image)
 
 
+def test_an_interrupt_from_the_terminal_does_not_reach_the_workers(root):
+    train = open_folders(root, size=SIZE, workers=1).train
+    assert len(list(train.load(shares([0], [1]), seed=0))) == 2
+    (worker,) = train._idle[0][0]._iterator._workers
+    os.kill(worker.pid, signal.SIGINT)
+    assert len(list(train.load(shares([0], [1]), seed=0))) == 2
+    assert worker.is_alive()
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_loading_leaves_the_generator_of_torch_alone(root, workers):
     before = torch.get_rng_state()
@@ -276,13 +287,11 @@ def test_a_box_lies_within_the_image(height, width):
 
 
 def test_boxes_are_distributed_as_those_of_torchvision():
-    from torchvision.transforms import v2
+    from torchvision.transforms import RandomResizedCrop
 
     height, width, count = 90, 120, 4000
-    transform = v2.RandomResizedCrop(SIZE)
-    image = torch.zeros(3, height, width, dtype=torch.uint8)
-    theirs = [transform.make_params([image]) for _ in range(count)]
-    theirs = np.array([[p["top"], p["left"], p["height"], p["width"]] for p in theirs])
+    image, usual = torch.zeros(3, height, width, dtype=torch.uint8), RandomResizedCrop(SIZE)
+    theirs = np.array([usual.get_params(image, list(usual.scale), list(usual.ratio)) for _ in range(count)])
     ours = np.array([crop_box(draws, height=height, width=width) for draws in uniform_draws(count)])
     # Kolmogorov's distance of two samples of 4,000: above 0.046 once in 3,000
     features = lambda box: (*box.T, box[:, 2] * box[:, 3], box[:, 3] / box[:, 2])  # noqa: E731

@@ -144,6 +144,12 @@ def read_cifar(folder: Path | str, *, classes: Literal[10, 100], verify: bool = 
     Raises:
         FileNotFoundError: nothing there, with where it was looked for and how to get it.
         ValueError: a damaged file, with its name and what was expected.
+
+    Example:
+        >>> read_cifar("no/such/folder", classes=100)
+        Traceback (most recent call last):
+            ...
+        FileNotFoundError: CIFAR-100 was looked for in ...
     """
     folder = Path(folder)
     found = _find(folder, classes)
