@@ -1,11 +1,11 @@
 """What the engine asks of a task. Nothing else about the task is known here: classification, detection, video.
 
-A *batch* is a tuple of tensors or lists, each indexed by sample along its first axis. A *share* is (epoch, indices): the
-samples that one rank takes of one optimizer step.
+A *batch* is a tuple of tensors or lists, each indexed by sample along its first axis. A *share* is (epoch, indices):
+the samples that one rank takes of one optimizer step.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -13,13 +13,23 @@ Batch = tuple[Any, ...]
 Share = tuple[int, Tensor]
 
 
-class Loss(NamedTuple):
-    """The loss of some samples: a sum and what to divide the whole step's sum by, on whichever device they lie."""
+class Loss(Protocol):
+    """The loss of some samples, on whichever device they lie: any value with these three, such as a dataclass."""
 
-    sum: Tensor
-    count: Tensor | int
-    counts: Mapping[str, Tensor]
-    """More sums for the record, such as the number of wrong answers."""
+    @property
+    def sum(self) -> Tensor:
+        """Over the samples, to be divided once by the whole step's count."""
+        ...
+
+    @property
+    def count(self) -> Tensor | int:
+        """What this part adds to the count that the step's sum is divided by."""
+        ...
+
+    @property
+    def counts(self) -> Mapping[str, Tensor]:
+        """More sums for the record, such as the number of wrong answers."""
+        ...
 
 
 class Samples(Protocol):

@@ -1,7 +1,7 @@
 """Random numbers that are functions of a key, not of how many were drawn before.
 
-What happens to a sample by chance (its place in the epoch, its crop, its dropout mask) may depend on the run's seed, the
-epoch and the sample's index alone: then no cut into micro-batches, ranks or workers can change it. The generator is
+What happens to a sample by chance (its place in the epoch, its crop, its dropout mask) may depend on the run's seed,
+the epoch and the sample's index alone: then no cut into micro-batches, ranks or workers can change it. The generator is
 SplitMix64, a fixed bijection of 64-bit words, in torch's wrapping int64 arithmetic: the same bits on every device.
 """
 

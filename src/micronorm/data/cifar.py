@@ -1,0 +1,303 @@
+"""CIFAR-10 and CIFAR-100 as their authors publish them: the binary and the Python releases.
+
+Learning Multiple Layers of Features from Tiny Images, A. Krizhevsky, 2009. https://www.cs.toronto.edu/~kriz/cifar.html
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from micronorm.data.memory import MemorySamples, PadCropFlip
+from micronorm.data.pickles import read_pickle
+from micronorm.data.pixels import Standardization
+
+PAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"
+USUAL = PadCropFlip(pad=4, flip=True)
+"""The augmentation of the paper and of nearly everyone: a window of the image padded by 4, mirrored half the time."""
+
+# `channel_statistics(read_cifar(folder, classes=...).train.images)`, rounded. Constants rather than computed at each
+# reading: then an image is the same input in the whole set, in a part of it and in a miniature.
+STANDARDIZATION: Mapping[int, Standardization] = {
+    10: Standardization(mean=(125.30692, 122.95039, 113.86538), std=(62.99322, 62.08871, 66.70490)),
+    100: Standardization(mean=(129.30417, 124.06996, 112.43405), std=(68.17024, 65.39181, 70.41837)),
+}
+
+_PIXELS = 3 * 32 * 32
+
+
+class CifarPart(NamedTuple):
+    """N×3×32×32 uint8 images and their N labels, int64: the fine ones of CIFAR-100."""
+
+    images: Tensor
+    labels: Tensor
+
+
+class Cifar(NamedTuple):
+    """The two parts of the data set, in the official order."""
+
+    train: CifarPart
+    test: CifarPart
+
+
+class CifarSamples(NamedTuple):
+    """The two parts of the data set, as samples to be asked for by index."""
+
+    train: MemorySamples
+    test: MemorySamples
+
+
+class _File(NamedTuple):
+    name: str
+    records: int
+    digest: str
+
+
+class _Release(NamedTuple):
+    """One of the official archives, unpacked."""
+
+    folder: str
+    kind: Literal["binary", "python"]
+    algorithm: Literal["sha1", "md5"]
+    train: tuple[_File, ...]
+    test: tuple[_File, ...]
+
+
+# The sums of the Python files are those that torchvision checks.
+_RELEASES: Mapping[int, tuple[_Release, ...]] = {
+    10: (
+        _Release(
+            "cifar-10-batches-bin",
+            "binary",
+            "sha1",
+            (
+                _File("data_batch_1.bin", 10_000, "aadd24acce27caa71bf4b10992e9e7b2d74c2540"),
+                _File("data_batch_2.bin", 10_000, "c0ba65cce70568cd57b4e03e9ac8d2a5367c1795"),
+                _File("data_batch_3.bin", 10_000, "1dd00a74ab1d17a6e7d73e185b69dbf31242f295"),
+                _File("data_batch_4.bin", 10_000, "aab85764eb3584312d3c7f65fd2fd016e36a258e"),
+                _File("data_batch_5.bin", 10_000, "26e2849e66a845b7f1e4614ae70f4889ae604628"),
+            ),
+            (_File("test_batch.bin", 10_000, "67eb016db431130d61cd03c7ad570b013799c88c"),),
+        ),
+        _Release(
+            "cifar-10-batches-py",
+            "python",
+            "md5",
+            (
+                _File("data_batch_1", 10_000, "c99cafc152244af753f735de768cd75f"),
+                _File("data_batch_2", 10_000, "d4bba439e000b95fd0a9bffe97cbabec"),
+                _File("data_batch_3", 10_000, "54ebc095f3ab1f0389bbae665268c751"),
+                _File("data_batch_4", 10_000, "634d18415352ddfa80567beed471001a"),
+                _File("data_batch_5", 10_000, "482c414d41f54cd18b22e5b47cb7c3cb"),
+            ),
+            (_File("test_batch", 10_000, "40351d587109b95175f43aff81a1287e"),),
+        ),
+    ),
+    100: (
+        _Release(
+            "cifar-100-binary",
+            "binary",
+            "sha1",
+            (_File("train.bin", 50_000, "e207cd2e05b73b1393c74c7f5e7bea451d63e08e"),),
+            (_File("test.bin", 10_000, "8fb6623e830365ff53cf14adec797474f5478006"),),
+        ),
+        _Release(
+            "cifar-100-python",
+            "python",
+            "md5",
+            (_File("train", 50_000, "16019d7e3df5f24257cddd939b257f8d"),),
+            (_File("test", 10_000, "f0ef6b0ae62326f3e7ffdfab6717acfc"),),
+        ),
+    ),
+}
+
+
+def find_cifar(folder: Path | str, *, classes: Literal[10, 100]) -> Path | None:
+    """Where a complete release lies: in `folder`, or in what an archive or a tidy person would have made below it.
+
+    That is a folder with the release's own name, or cifar10, CIFAR10, cifar-10 or CIFAR-10 (for 100 likewise), or one
+    in the other. The binary release comes before the Python one. None where there is neither.
+
+    Example:
+        >>> find_cifar("no/such/folder", classes=10) is None
+        True
+    """
+    found = _find(Path(folder), classes)
+    return None if found is None else found[0]
+
+
+def read_cifar(folder: Path | str, *, classes: Literal[10, 100], verify: bool = True, download: bool = False) -> Cifar:
+    """Both parts of CIFAR-10 or CIFAR-100 from the official files under `folder` (see `find_cifar`).
+
+    Pickles are read without executing what they bring.
+
+    Args:
+        folder: where to look.
+        classes: 10 or 100.
+        verify: require the official files, by their published checksums. Without it a set may be a miniature of one's
+            own: the same files with any number of whole records.
+        download: fetch the Python release into `folder` through torchvision where nothing is found.
+
+    Raises:
+        FileNotFoundError: nothing there, with where it was looked for and how to get it.
+        ValueError: a damaged file, with its name and what was expected.
+    """
+    folder = Path(folder)
+    found = _find(folder, classes)
+    if found is None and download:
+        _download(folder, classes)
+        found = _find(folder, classes)
+    if found is None:
+        raise FileNotFoundError(explain_missing(folder, classes=classes))
+    place, release = found
+    parts = []
+    for files in (release.train, release.test):
+        read = [_read(place / file.name, file, release, classes, verify=verify) for file in files]
+        parts.append(CifarPart(torch.cat([part.images for part in read]), torch.cat([part.labels for part in read])))
+    return Cifar(*parts)
+
+
+def open_cifar(
+    folder: Path | str,
+    *,
+    classes: Literal[10, 100],
+    augmentation: PadCropFlip = USUAL,
+    device: torch.device | str = "cpu",
+    verify: bool = True,
+    download: bool = False,
+) -> CifarSamples:
+    """The images of `read_cifar` held on a device; `augmentation` is done to the training part."""
+    train, test = read_cifar(folder, classes=classes, verify=verify, download=download)
+    scale = STANDARDIZATION[classes]
+    return CifarSamples(
+        MemorySamples(*train, standardization=scale, augmentation=augmentation, device=device),
+        MemorySamples(*test, standardization=scale, device=device),
+    )
+
+
+def _names(classes: int) -> tuple[str, ...]:
+    return f"cifar{classes}", f"CIFAR{classes}", f"cifar-{classes}", f"CIFAR-{classes}"
+
+
+def _places(folder: Path, classes: int) -> Iterator[tuple[Path, _Release]]:
+    for release in _releases(classes):
+        for parent in (folder, *(folder / name for name in _names(classes))):
+            yield parent / release.folder, release
+            yield parent, release
+
+
+def _releases(classes: int) -> tuple[_Release, ...]:
+    if classes not in _RELEASES:
+        raise ValueError(f"CIFAR has 10 or 100 classes, got classes={classes}")
+    return _RELEASES[classes]
+
+
+def _absent(place: Path, release: _Release) -> list[str]:
+    return [file.name for file in (*release.train, *release.test) if not (place / file.name).is_file()]
+
+
+def _find(folder: Path, classes: int) -> tuple[Path, _Release] | None:
+    return next(((place, release) for place, release in _places(folder, classes) if not _absent(place, release)), None)
+
+
+def explain_missing(*folders: Path, classes: Literal[10, 100]) -> str:
+    """Where the set was looked for, what is there of it, and how to get it."""
+    places = [(place, release) for folder in folders for place, release in _places(folder, classes)]
+    incomplete = [
+        f" {place} lacks {', '.join(_absent(place, release))}."
+        for place, release in places
+        if place.name == release.folder and place.is_dir()
+    ]
+    return (
+        f"CIFAR-{classes} was looked for in {' and '.join(str(folder.absolute()) for folder in folders)}, and in "
+        f"{', '.join(_names(classes))} below, as {' or '.join(release.folder for release in _releases(classes))}."
+        f"{''.join(incomplete)} Unpack an archive from {PAGE} there, or pass download=True to fetch it through "
+        "torchvision."
+    )
+
+
+def _read(path: Path, file: _File, release: _Release, classes: int, *, verify: bool) -> CifarPart:
+    data = path.read_bytes()
+    try:
+        if verify:
+            _verify(data, file, release, classes)
+        return (_parse_binary if release.kind == "binary" else _parse_python)(data, classes)
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is damaged or not the official file: {error}. Delete it and unpack the archive anew from {PAGE} "
+            "(or fetch it with download=True); a miniature of your own in the official format is read with verify=False"
+        ) from error
+
+
+def _verify(data: bytes, file: _File, release: _Release, classes: int) -> None:
+    if release.kind == "binary":
+        expected = file.records * (_heads(classes) + _PIXELS)
+        if len(data) != expected:
+            raise ValueError(f"it has {len(data):,} bytes where {file.records:,} records take {expected:,}")
+    digest = hashlib.new(release.algorithm, data, usedforsecurity=False).hexdigest()
+    if digest != file.digest:
+        raise ValueError(f"its {release.algorithm.upper()} is {digest}, the published one {file.digest}")
+
+
+def _heads(classes: int) -> int:
+    """Bytes before the pixels: the label, or the coarse and the fine label."""
+    return 1 if classes == 10 else 2
+
+
+def _parse_binary(data: bytes, classes: int) -> CifarPart:
+    heads = _heads(classes)
+    record = heads + _PIXELS
+    if not data or len(data) % record:
+        raise ValueError(f"its {len(data):,} bytes are not a whole number of records of {record:,} bytes")
+    rows = torch.frombuffer(bytearray(data), dtype=torch.uint8).reshape(-1, record)
+    if heads == 2:
+        _check_labels(rows[:, 0], 20)
+    labels = rows[:, heads - 1].to(torch.int64)
+    _check_labels(labels, classes)
+    return CifarPart(rows[:, heads:].reshape(-1, 3, 32, 32), labels)
+
+
+def _parse_python(data: bytes, classes: int) -> CifarPart:
+    entries = read_pickle(data)
+    key = "labels" if classes == 10 else "fine_labels"
+    pixels, labels = entries.get("data"), entries.get(key)
+    if not isinstance(pixels, Tensor) or pixels.dim() != 2 or pixels.shape[1] != _PIXELS or not len(pixels):
+        raise ValueError(f"it lacks an N×{_PIXELS} array of bytes under 'data'; its entries are {sorted(entries)}")
+    if not isinstance(labels, list) or not all(type(label) is int for label in labels):
+        raise ValueError(f"it lacks a list of whole numbers under '{key}'; its entries are {sorted(entries)}")
+    if len(labels) != len(pixels):
+        raise ValueError(f"it has {len(pixels)} images and {len(labels)} labels")
+    if not all(0 <= label < classes for label in labels):
+        raise ValueError(_beyond(max(labels, key=abs), classes))
+    return CifarPart(pixels.reshape(-1, 3, 32, 32), torch.tensor(labels))
+
+
+def _check_labels(labels: Tensor, classes: int) -> None:
+    if labels.max() >= classes:
+        raise ValueError(_beyond(int(labels.max()), classes))
+
+
+def _beyond(label: int, classes: int) -> str:
+    return f"its label {label} does not lie between 0 and {classes - 1}"
+
+
+def _download(folder: Path, classes: int) -> None:
+    """Fetch and unpack the Python release; torchvision checks the archive's published MD5."""
+    try:
+        from torchvision.datasets import CIFAR10, CIFAR100
+        from torchvision.datasets.utils import download_and_extract_archive
+    except ImportError as error:
+        raise ImportError(
+            f"download=True needs torchvision (pip install torchvision); or unpack an archive from {PAGE} in {folder}"
+        ) from error
+    source = CIFAR10 if classes == 10 else CIFAR100
+    try:
+        download_and_extract_archive(source.url, str(folder), filename=source.filename, md5=source.tgz_md5)
+    except (OSError, RuntimeError) as error:  # RuntimeError: what torchvision raises for a wrong checksum
+        raise OSError(
+            f"fetching {source.url} into {folder.absolute()} failed ({error}); try again, or unpack an archive from "
+            f"{PAGE} there"
+        ) from error

@@ -1,0 +1,305 @@
+"""ImageNet-style folders: root/train/CLASS/*.jpg and root/val/CLASS/*.jpg, decoded by worker processes."""
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from micronorm.data.memory import CROP, FLIP, check_indices
+from micronorm.data.pixels import IMAGENET, Standardization, Standardizer
+from micronorm.ops.keyed import sample_keys, uniforms
+
+SUFFIXES = (".jpg", ".jpeg", ".png")
+"""Of files that count as images, in either case."""
+
+SCALE = (0.08, 1.0)
+RATIO = (3 / 4, 4 / 3)
+"""Share of the area and width/height of a random crop."""
+
+_TRIES = 10
+_NAMES = ("imagenet", "ImageNet", "ilsvrc2012", "ILSVRC2012")
+_AHEAD = 2  # shares that each worker decodes before they are asked for
+
+
+class FolderSet(NamedTuple):
+    """The two parts of the data set, as samples to be asked for by index, and the classes by label."""
+
+    train: "FolderSamples"
+    test: "FolderSamples"
+    classes: tuple[str, ...]
+
+
+class Box(NamedTuple):
+    """A rectangle of an image, in pixels."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+
+def find_folders(folder: Path | str, *, itself: bool = True) -> Path | None:
+    """`folder`, or imagenet, ImageNet, ilsvrc2012 or ILSVRC2012 in it: the first with classes in train and in val.
+
+    Args:
+        folder: where to look.
+        itself: whether `folder` itself may be it.
+    """
+    children = [Path(folder) / name for name in _NAMES]
+    places = [Path(folder), *children] if itself else children
+    return next((place for place in places if all(_subfolders(place / part) for part in ("train", "val"))), None)
+
+
+def open_folders(
+    folder: Path | str,
+    *,
+    size: int = 224,
+    augment: bool = True,
+    workers: int = 0,
+    device: torch.device | str = "cpu",
+    standardization: Standardization = IMAGENET,
+) -> FolderSet:
+    """The images under `folder`/train and `folder`/val, a folder per class; labels follow the sorted class names.
+
+    Args:
+        folder: the root, or a folder with a child of one of the names that `find_folders` knows.
+        size: height and width of the inputs.
+        augment: train on random resized crops, mirrored half the time, rather than on central crops.
+        workers: processes that decode; 0 decodes in this one. Batches are the same whatever their number.
+        device: where batches appear.
+        standardization: per channel, for bytes.
+    """
+    root = find_folders(folder)
+    if root is None:
+        raise FileNotFoundError(explain_missing(Path(folder)))
+    classes = _subfolders(root / "train")
+    strangers = sorted(set(classes) ^ set(_subfolders(root / "val")))
+    if strangers:
+        shown = ", ".join(strangers[:5]) + (f" and {len(strangers) - 5} more" if len(strangers) > 5 else "")
+        raise ValueError(f"train and val of {root} must have the same class folders; only one of them has {shown}")
+    train, test = (
+        FolderSamples(
+            root / part,
+            classes,
+            size=size,
+            augment=augment and part == "train",
+            workers=workers,
+            device=device,
+            standardization=standardization,
+        )
+        for part in ("train", "val")
+    )
+    return FolderSet(train, test, classes)
+
+
+def explain_missing(*folders: Path) -> str:
+    """Where the set was looked for and how to get it."""
+    return (
+        f"ImageNet was looked for in {' and '.join(str(folder.absolute()) for folder in folders)}, and in "
+        f"{', '.join(_NAMES)} below: a folder with train/CLASS/*.JPEG and val/CLASS/*.JPEG, the layout of "
+        "torchvision's ImageFolder. The images of ILSVRC2012 are given out at https://image-net.org/download after "
+        "registration; torchvision.datasets.ImageNet unpacks the archives into this layout."
+    )
+
+
+class FolderSamples:
+    """Images in one folder per class. Batches are float32 N×3×size×size, standardized, and int64 labels.
+
+    Greyscale images become RGB. With `augment` an image's crop and mirroring are functions of (seed, epoch, index)
+    alone: the distribution of torchvision's RandomResizedCrop and RandomHorizontalFlip, drawn from the sample's key.
+    Without, the shorter side is resized to size·256/224 and the centre is cut out.
+
+    A worker decodes whole shares, two ahead of what is asked for; the workers live as long as the samples do. Bytes
+    cross the process boundary and are standardized on the device. torch's own random numbers are not touched.
+
+    Args:
+        root: the folder of class folders.
+        classes: their names, in the order of the labels.
+        size: height and width of the inputs.
+        augment: crop and mirror by chance.
+        workers: processes that decode; 0 decodes in this one.
+        device: where batches appear.
+        standardization: per channel, for bytes.
+    """
+
+    def __init__(
+        self,
+        root: Path | str,
+        classes: Sequence[str],
+        *,
+        size: int = 224,
+        augment: bool = False,
+        workers: int = 0,
+        device: torch.device | str = "cpu",
+        standardization: Standardization = IMAGENET,
+    ) -> None:
+        if size < 1 or workers < 0:
+            raise ValueError(f"size must be positive and workers not negative, got size={size}, workers={workers}")
+        _require_torchvision()
+        self._decoder = _Decoder(Path(root), classes, size=size, augment=augment)
+        self._workers = workers
+        self._device = torch.device(device)
+        self._standardize = Standardizer(standardization, self._device)
+        self._idle: list[tuple[DataLoader, _Shares]] = []
+
+    def __len__(self) -> int:
+        return len(self._decoder.labels)
+
+    def load(self, shares: Iterable[tuple[int, Tensor]], *, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """(images, labels) for each share (epoch, indices), in order."""
+        # A loader and its workers serve one `load` at a time and are kept for the next; a second at once gets its own.
+        loader, queue = self._idle.pop() if self._idle else self._new_loader()
+        try:
+            queue.shares = self._orders(shares, seed)
+            for images, labels in loader:
+                here = images.to(self._device, non_blocking=True)
+                yield self._standardize(here), labels.to(self._device, non_blocking=True)
+        finally:
+            self._idle.append((loader, queue))
+
+    def _orders(self, shares: Iterable[tuple[int, Tensor]], seed: int) -> Iterator["_Order"]:
+        for epoch, indices in shares:
+            check_indices(indices, len(self))
+            yield _Order(seed, epoch, indices.tolist())
+
+    def _new_loader(self) -> tuple[DataLoader, "_Shares"]:
+        queue = _Shares()
+        loader = DataLoader(
+            self._decoder,
+            sampler=queue,
+            batch_size=None,  # one item of the decoder is a batch already
+            num_workers=self._workers,
+            prefetch_factor=_AHEAD if self._workers else None,
+            persistent_workers=self._workers > 0,
+            pin_memory=self._device.type == "cuda",
+            generator=torch.Generator(),  # the loader would draw its workers' seeds from the run's own otherwise
+        )
+        return loader, queue
+
+
+class _Order(NamedTuple):
+    """What a worker is sent."""
+
+    seed: int
+    epoch: int
+    indices: list[int]
+
+
+class _Shares(Sampler[_Order]):
+    """The shares of the `load` under way, read one by one as the loader asks."""
+
+    shares: Iterator[_Order]
+
+    def __iter__(self) -> Iterator[_Order]:
+        return self.shares
+
+
+class _Decoder(Dataset[tuple[Tensor, Tensor]]):
+    """Shares to batches of bytes. It travels to the workers, so it holds arrays rather than a million strings."""
+
+    def __init__(self, root: Path, classes: Sequence[str], *, size: int, augment: bool) -> None:
+        self._root, self._size, self._augment = root, size, augment
+        names, labels = [], []
+        for label, name in enumerate(classes):
+            files = _images(root / name)
+            if not files:
+                raise ValueError(f"{root / name} holds no image ({', '.join(SUFFIXES)}): fill it or remove it")
+            names += [os.fsencode(os.path.join(name, file)) for file in files]
+            labels += [label] * len(files)
+        self._names = np.array(names)
+        self.labels = torch.tensor(labels)
+
+    def __getitem__(self, order: _Order) -> tuple[Tensor, Tensor]:
+        indices = torch.tensor(order.indices, dtype=torch.int64)
+        keys = sample_keys(indices, seed=order.seed, epoch=order.epoch)
+        boxes = uniforms(keys, 4 * _TRIES, stream=CROP).tolist()
+        mirrored = (uniforms(keys, 1, stream=FLIP).squeeze(1) < 0.5).tolist()
+        batch = torch.empty(len(indices), 3, self._size, self._size, dtype=torch.uint8)
+        for n, index in enumerate(order.indices):
+            batch[n] = self._image(Path(os.fsdecode(self._names[index])), boxes[n], mirror=mirrored[n])
+        return batch, self.labels[indices]
+
+    def _image(self, name: Path, draws: Sequence[float], *, mirror: bool) -> Tensor:
+        from torchvision.transforms.v2 import functional as transforms
+
+        image = _decode(self._root / name)
+        size = [self._size, self._size]
+        if self._augment:
+            box = crop_box(draws, height=image.height, width=image.width)
+            image = transforms.resized_crop(image, *box, size=size)
+            image = transforms.horizontal_flip(image) if mirror else image
+        else:
+            image = transforms.resize(image, [round(self._size * 256 / 224)])
+            image = transforms.center_crop(image, size)
+        return transforms.pil_to_tensor(image)
+
+
+def crop_box(draws: Sequence[float], *, height: int, width: int) -> Box:
+    """The crop of an image, by the rule of RandomResizedCrop, from 40 numbers in [0, 1).
+
+    Ten times a share of the area and a log ratio are taken by chance. The first box that fits is put somewhere by
+    chance; if none does, it is the largest central one whose ratio is allowed.
+
+    Example:
+        >>> crop_box([0.5] * 40, height=100, width=200)
+        Box(top=...
+    """
+    for area, ratio, down, right in zip(*(iter(draws),) * 4, strict=True):
+        pixels = height * width * (SCALE[0] + (SCALE[1] - SCALE[0]) * area)
+        aspect = math.exp(math.log(RATIO[0]) + (math.log(RATIO[1]) - math.log(RATIO[0])) * ratio)
+        w, h = round(math.sqrt(pixels * aspect)), round(math.sqrt(pixels / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            return Box(int(down * (height - h + 1)), int(right * (width - w + 1)), h, w)
+    w, h = width, height
+    if width / height < RATIO[0]:
+        h = round(width / RATIO[0])
+    elif width / height > RATIO[1]:
+        w = round(height * RATIO[1])
+    return Box((height - h) // 2, (width - w) // 2, h, w)
+
+
+def _decode(path: Path) -> Any:
+    """The image as PIL holds it, in RGB."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    except Exception as error:  # each of PIL's decoders fails in its own way
+        raise ValueError(
+            f"{path} is not a readable image ({type(error).__name__}: {error}); replace it or delete it"
+        ) from error
+
+
+def _subfolders(folder: Path) -> tuple[str, ...]:
+    """Names of the class folders, sorted; hidden ones are some program's own."""
+    if not folder.is_dir():
+        return ()
+    with os.scandir(folder) as entries:
+        return tuple(sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")))
+
+
+def _images(folder: Path) -> list[str]:
+    """Paths of the images in a class folder and below, relative to it, sorted."""
+    found = []
+    for place, _, files in os.walk(folder, followlinks=True):
+        below = os.path.relpath(place, folder)
+        found += [
+            os.path.normpath(os.path.join(below, file))
+            for file in files
+            if file.lower().endswith(SUFFIXES) and not file.startswith(".")
+        ]
+    return sorted(found)
+
+
+def _require_torchvision() -> None:
+    try:
+        import torchvision.transforms.v2  # noqa: F401
+    except ImportError as error:
+        raise ImportError("folders of images need torchvision (pip install torchvision)") from error

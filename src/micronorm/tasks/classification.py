@@ -1,0 +1,190 @@
+"""Classification: cross entropy of logits, and how many answers are wrong."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from micronorm.data.cifar import USUAL, open_cifar
+from micronorm.data.digits import SHIFT, open_digits
+from micronorm.data.folders import open_folders
+from micronorm.data.memory import MemorySamples, PadCropFlip
+from micronorm.data.search import find_data, locate, search_folders
+
+NAMES = ("digits", "cifar10", "cifar100", "imagenet")
+"""The data sets that `open_classification` knows."""
+
+
+class LabelledSamples(Protocol):
+    """Samples by index; a batch is (images, labels), N×C×H×W floating and N int64."""
+
+    def __len__(self) -> int: ...
+
+    def load(self, shares: Iterable[tuple[int, Tensor]], *, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """One batch per share (epoch, indices), in order."""
+        ...
+
+
+@dataclass(frozen=True)
+class ClassificationLoss:
+    """Summed cross entropy of some samples, how many they are, and how many answers were wrong."""
+
+    sum: Tensor
+    count: int
+    counts: Mapping[str, Tensor]
+
+
+class Classification:
+    """Learn to name the class of an image.
+
+    Args:
+        train: the samples to learn from.
+        test: the samples to evaluate on.
+        classes: how many classes there are, which is how many logits the model must give.
+        label_smoothing: share of the target that is spread over all classes, in training only.
+
+    Example:
+        >>> train, test = open_digits()
+        >>> task = Classification(train, test, classes=10)
+        >>> model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+        >>> batch = next(task.train.load([(0, torch.arange(4))], seed=0))
+        >>> task.loss(model, batch).count
+        4
+        >>> sorted(task.score(model, batch))
+        ['count', 'loss', 'wrong', 'wrong5']
+        >>> task.figures({"loss": 3.0, "wrong": 1, "wrong5": 0, "count": 4})
+        {'loss': 0.75, 'top1': 25.0, 'top5': 0.0}
+    """
+
+    def __init__(
+        self, train: LabelledSamples, test: LabelledSamples, *, classes: int, label_smoothing: float = 0.0
+    ) -> None:
+        if classes < 2:
+            raise ValueError(f"classification needs at least 2 classes, got {classes}")
+        if not 0 <= label_smoothing <= 1:
+            raise ValueError(f"label_smoothing must lie between 0 and 1, got {label_smoothing}")
+        self.train = train
+        self.test = test
+        self.classes = classes
+        self.label_smoothing = label_smoothing
+
+    def loss(self, model: nn.Module, batch: tuple[Any, ...]) -> ClassificationLoss:
+        """Cross entropy summed over the batch, in float32 at least, with label smoothing."""
+        images, labels = batch
+        logits = self._logits(model, images)
+        entropy = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=self.label_smoothing)
+        return ClassificationLoss(entropy, len(labels), {"wrong": (_ahead(logits.detach(), labels) >= 1).sum()})
+
+    def score(self, model: nn.Module, batch: tuple[Any, ...]) -> dict[str, Tensor]:
+        """Sums over the batch: "count", "loss" without label smoothing, "wrong", and "wrong5" for more than 5 classes.
+
+        "wrong5" counts labels that are not among the five largest logits. Of equal logits the first class counts as the
+        larger, as for argmax; one that is not a number is larger than any, so that a broken model is never right.
+        """
+        images, labels = batch
+        logits = self._logits(model, images)
+        ahead = _ahead(logits, labels)
+        sums = {
+            "count": torch.full((), len(labels), dtype=torch.int64, device=logits.device),
+            "loss": F.cross_entropy(logits, labels, reduction="sum"),
+            "wrong": (ahead >= 1).sum(),
+        }
+        return {**sums, "wrong5": (ahead >= 5).sum()} if self.classes > 5 else sums
+
+    def figures(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Mean loss, and the errors "top1" and, where it was counted, "top5" in per cent."""
+        count = sums["count"]
+        if not count:
+            raise ValueError("there are no figures of 0 samples")
+        figures = {"loss": sums["loss"] / count, "top1": 100 * sums["wrong"] / count}
+        return {**figures, "top5": 100 * sums["wrong5"] / count} if "wrong5" in sums else figures
+
+    def _logits(self, model: nn.Module, images: Tensor) -> Tensor:
+        logits = model(images)
+        if not isinstance(logits, Tensor):
+            raise TypeError(
+                f"the model gives a {type(logits).__name__}, not a tensor of N×{self.classes} logits: switch its "
+                "auxiliary heads off, or wrap it in a module that returns the logits alone"
+            )
+        if logits.shape != (len(images), self.classes):
+            raise ValueError(
+                f"the model gives shape {tuple(logits.shape)} for {len(images)} images of {self.classes} classes; "
+                f"build it with {self.classes} outputs per image"
+            )
+        return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+
+
+def _ahead(logits: Tensor, labels: Tensor) -> Tensor:
+    """How many classes come before the right one, N."""
+    own = logits.gather(1, labels[:, None])
+    earlier = torch.arange(logits.shape[1], device=logits.device) < labels[:, None]
+    # Not `>`: whatever cannot be compared, because it is not a number, comes before.
+    return (~(logits <= own) | ((logits == own) & earlier)).sum(1)
+
+
+def open_classification(
+    name: str,
+    folder: Path | str | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    workers: int = 0,
+    download: bool = False,
+    verify: bool = True,
+    augment: bool = True,
+    size: int | None = None,
+    label_smoothing: float = 0.0,
+) -> Classification:
+    """The classification task of a data set known by name.
+
+    Args:
+        name: "digits" (comes with scikit-learn), "cifar10", "cifar100", or "imagenet": any folders of its layout.
+        folder: where the data lie; None looks in ./data, then in ~/data.
+        device: where batches appear; sets that are held in memory are held there.
+        workers: processes that decode ImageNet's files. The other sets are in memory and need none.
+        download: fetch CIFAR through torchvision where it is not found, into `folder` or ./data.
+        verify: require CIFAR's files to be the official ones; without it they may be a miniature in the same format.
+        augment: crop and mirror training images by chance.
+        size: height and width of ImageNet's crops; None for 224. The other sets have theirs.
+        label_smoothing: share of the target that is spread over all classes.
+
+    Example:
+        >>> len(open_classification("digits").train)
+        1297
+    """
+    if name not in NAMES:
+        raise ValueError(f"no data set is known as {name!r}; there are {', '.join(NAMES)}")
+    if size is not None and name != "imagenet":
+        raise ValueError(f"size is for imagenet, the images of {name} have their own: leave it out")
+    if name == "imagenet":
+        if download:
+            raise ValueError("imagenet cannot be downloaded, it is given out to those who register: leave download out")
+        place = locate(name, folder)
+        opened = open_folders(place, size=size or 224, augment=augment, workers=workers, device=device)
+        train, test, classes = opened.train, opened.test, len(opened.classes)
+    else:
+        train, test = _open_small(name, folder, device=device, download=download, verify=verify, augment=augment)
+        classes = 100 if name == "cifar100" else 10
+    return Classification(train, test, classes=classes, label_smoothing=label_smoothing)
+
+
+def _open_small(
+    name: str, folder: Path | str | None, *, device: torch.device | str, download: bool, verify: bool, augment: bool
+) -> tuple[MemorySamples, MemorySamples]:
+    if name == "digits":
+        if folder is not None or download:
+            raise ValueError("digits come with scikit-learn: leave folder and download out")
+        return open_digits(augmentation=SHIFT if augment else PadCropFlip(), device=device)
+    # A download goes where one looks first; without one, whoever finds nothing says all the places it looked at.
+    place = find_data(folder).get(name) or (search_folders(folder)[0] if download else locate(name, folder))
+    return open_cifar(
+        place,
+        classes=100 if name == "cifar100" else 10,
+        augmentation=USUAL if augment else PadCropFlip(),
+        device=device,
+        verify=verify,
+        download=download,
+    )
