@@ -1,6 +1,7 @@
 """`micronorm reproduce`: the contract of --json, what is shown, what is run and what the exit code says."""
 
 import json
+import signal
 import sys
 from functools import partial
 from types import ModuleType, SimpleNamespace
@@ -26,17 +27,20 @@ def trained(monkeypatch):
     """`micronorm train` replaced by what it leaves behind; returns the list of its calls."""
     calls = []
 
-    def run_recipe(recipe, *, out, seed, epochs, data, resume):
-        calls.append((recipe.name, {"out": str(out), "seed": seed, "epochs": epochs, "data": data, "resume": resume}))
+    def run_recipe(recipe, *, out, variation, data, resume, listener, command):
+        calls.append((recipe.name, {"out": str(out), "data": data, "resume": resume, "command": command, **variation}))
         if recipe.row == "bn":
             raise FileNotFoundError("no CIFAR-10 in data")
         if not resume:
-            write_run(out, recipe.name, seed=seed, settings={"epochs": epochs or recipe.settings.epochs})
-        return SimpleNamespace(finished=recipe.row != "gn-ws", steps=12)
+            epochs = variation["epochs"] or recipe.settings.epochs
+            write_run(out, recipe.name, seed=variation["seed"], settings={"epochs": epochs})
+        stopped = recipe.row == "gn-ws"
+        return SimpleNamespace(finished=not stopped, steps=12, signal=signal.SIGTERM if stopped else None)
 
-    train = ModuleType("micronorm.cli.train")
-    train.run_recipe = run_recipe
+    train, progress = ModuleType("micronorm.cli.train"), ModuleType("micronorm.cli.progress")
+    train.run_recipe, train.Variation, progress.Progress = run_recipe, dict, lambda console: None
     monkeypatch.setitem(sys.modules, "micronorm.cli.train", train)
+    monkeypatch.setitem(sys.modules, "micronorm.cli.progress", progress)
     return calls
 
 
@@ -90,12 +94,12 @@ def test_json_gives_no_figure_of_a_run_that_differs_but_says_why(tmp_path):
     write_run(tmp_path / "elsewhere" / "a", "digits/gn", settings={"epochs": 1})
     (row,) = rows("digits", "--rows", "gn", "--runs", "elsewhere")
     assert (row["ours"], row["run"]) == (None, None)
-    assert row["reason"] == "elsewhere/a does not count: 1 epochs where the recipe has 8"
+    assert row["reason"] == "elsewhere/a does not count: epochs 1 where the recipe has 8"
 
 
 @pytest.mark.usefixtures("never")
 def test_json_has_null_for_a_figure_that_is_not_a_number(tmp_path):
-    write_run(tmp_path / "runs" / "a", "digits/gn", figures={"top1": 90.0, "loss": {"float": "inf"}})
+    write_run(tmp_path / "runs" / "a", "digits/gn", figures={"top1": 90.0, "loss": float("inf")})
     (row,) = rows("digits", "--rows", "gn")
     assert row["ours"] == {"top1": 90.0, "loss": None}
 
@@ -146,6 +150,7 @@ def test_what_is_missing_is_announced_run_and_shown(trained):
     options = trained[0][1]
     assert (options["out"], options["seed"], options["epochs"]) == ("runs/digits/gn/seed-0", 0, None)
     assert (str(options["data"]), options["resume"]) == ("somewhere", False)
+    assert options["command"] == "micronorm train digits/gn --seed 0 --out runs/digits/gn/seed-0"
     before, after = result.output.split("To run: digits/bcn-ws")
     assert "not run" in before
     assert "5.00" not in before
@@ -175,9 +180,10 @@ def test_other_epochs_are_run_and_kept_but_never_ours(trained):
     assert result.exit_code == 0
     assert "It has 8 epochs: this run is kept, but never counts as ours." in result.output
     assert trained[0][1]["out"] == "runs/digits/gn/seed-0-epochs-2"
+    assert trained[0][1]["command"].endswith(" --epochs 2")
     (row,) = rows("digits", "--rows", "gn")
     assert row["ours"] is None
-    assert "2 epochs where the recipe has 8" in row["reason"]
+    assert "epochs 2 where the recipe has 8" in row["reason"]
 
 
 def test_a_finished_run_is_never_written_over(trained):
@@ -205,7 +211,7 @@ def test_a_row_without_data_says_so_and_the_others_run(trained):
 
 def test_a_stopped_run_ends_the_command(trained):
     result = run("digits", "--rows", "gn-ws,bcn-ws")
-    assert result.exit_code == 130
+    assert result.exit_code == 143
     assert "digits/gn-ws was stopped after step 12; the same command goes on from there." in result.output
     assert [name for name, _ in trained] == ["digits/gn-ws"]
 
@@ -231,5 +237,5 @@ def test_what_the_paper_leaves_open_is_told_once_with_the_rows_it_is_about(train
     assert output.count('ours: BCN with statistics="step"') == 1
     assert 'rn50-bcn-ws-step: ours: BCN with statistics="step"' in output
     assert "All rows: ours, the paper being silent" in output
-    assert "rn50-gn: runs/short does not count: 1 epochs where the recipe has 90." in output
+    assert "rn50-gn: runs/short does not count: epochs 1 where the recipe has 90." in output
     assert trained == []

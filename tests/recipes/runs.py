@@ -1,10 +1,10 @@
 """Run directories as `micronorm train` leaves them, without training."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-from micronorm import recipes
+from micronorm import recipes, records
+from micronorm.engine.settings import describe
 from micronorm.recipes.recipe import DATA
 
 
@@ -21,17 +21,17 @@ def write_run(
 ) -> Path:
     """A finished run of the recipe `name` as it stands in every fact that is not given otherwise."""
     recipe = recipes.find(name)
-    folder.mkdir(parents=True)
-    own = {"epochs": recipe.settings.epochs, "step_batch": recipe.settings.step_batch, "seed": seed, "dtype": "float32"}
-    sizes = {"name": recipe.data, "train": DATA[recipe.data].train, "test": DATA[recipe.data].test}
-    run = {
+    own = {
         "recipe": name,
-        "settings": own | (settings or {}),
-        "data": sizes | (data or {}),
-        "environment": {"gpu": None, "cpu": {"model": "Some CPU"}},
+        "settings": describe(recipe.settings) | {"seed": seed} | (settings or {}),
+        "execution": {"device": "cpu"},
+        "data": {"name": recipe.data, "train": DATA[recipe.data].train, "test": DATA[recipe.data].test} | (data or {}),
+        "environment": {"gpu": {"name": "Some GPU"}, "cpu": {"model": "Some CPU"}},
+        "revision": None,
+        "command": "micronorm train",
         "date": "2025-01-02T03:04:05+00:00",
+        "definition": recipe.definition(),
     }
-    (folder / "run.json").write_text(json.dumps(run | facts), "utf-8")
-    outcome = {"figures": figures or {"top1": 5.0, "loss": 0.5}, "finished": finished, "steps": 7, "digest": "0"}
-    (folder / "outcome.json").write_text(json.dumps(outcome), "utf-8")
+    run = records.Run.create(folder, own | facts)
+    run.finish({"figures": figures or {"top1": 5.0, "loss": 0.5}, "finished": finished, "steps": 7, "digest": "0"})
     return folder

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +13,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as Grid
 
+from micronorm import records
 from micronorm.cli.targets import MISUSE, TargetError, unknown
 from micronorm.recipes import Recipe, Table, find_table, tables
 from micronorm.recipes.results import Findings, Result, gather, packaged, read_runs
 
 INCOMPLETE = 1
-INTERRUPTED = 130  # what a shell reports for a command that Ctrl-C ended
 
 _SHOWN = {"top1": "top-1", "top5": "top-5"}
 
@@ -76,7 +77,8 @@ def reproduce(
     shown. A run that was stopped goes on where it was.
 
     Exit code 0: every row asked for has a figure or was run. 1: one could not be run (rows that nobody can run count
-    only if --rows names them). 2: a name or an option is wrong. 130: stopped.
+    only if --rows names them). 2: a name or an option is wrong. 130, 143: stopped by a
+    signal.
     """
     try:
         if as_json and (epochs, seed, data) != (None, None, None):
@@ -169,8 +171,9 @@ def _say(console: Console, text: str) -> None:
 def _print_rows(console: Console, table: Table, rows: Sequence[Row]) -> None:
     in_paper = {name for row in rows for name in row.recipe.paper or ()}
     shown = [name for name in _SHOWN if name in in_paper] or ["top1"]
-    grid = Grid(title=f"{table.name}: {table.title}", box=box.SIMPLE_HEAD)
-    grid.caption = f"error in %, {' / '.join(_SHOWN[name] for name in shown)}; ± is the deviation over seeds"
+    grid = Grid(box=box.SIMPLE_HEAD)
+    figures = " / ".join(_SHOWN[name] for name in shown)
+    _say(console, f"{table.name}: {table.title}. Error in %, {figures}; of several seeds mean ± standard deviation.")
     for column in ("row", "paper", "ours", "seeds", "provenance"):
         grid.add_column(column, justify="right" if column in ("paper", "ours") else "left", overflow="fold")
     for row in rows:
@@ -194,7 +197,7 @@ def _figures(figures: Mapping[str, float] | None, spread: Mapping[str, float] | 
 
 
 def _provenance(result: Result) -> str:
-    facts = ", ".join(str(fact) for fact in (result.date[:10], result.device, result.dtype) if fact)
+    facts = ", ".join(str(fact) for fact in (result.date[:10], result.device, result.settings.get("dtype")) if fact)
     return f"{result.where} ({facts})" if facts else result.where
 
 
@@ -264,23 +267,31 @@ def _place(runs: Path, recipe: Recipe, *, seed: int, epochs: int | None) -> Path
 
 def _is_finished(place: Path) -> bool:
     try:
-        return json.loads((place / "outcome.json").read_text("utf-8"))["finished"] is True
-    except (OSError, ValueError, KeyError, TypeError):
+        outcome = records.read(place, rows=False).outcome
+    except (FileNotFoundError, ValueError):
         return False
+    return outcome is not None and outcome.get("finished") is True
 
 
 def _run_row(recipe: Recipe, *, out: Path, seed: int, epochs: int | None, data: Path | None) -> str | None:
-    """Train one row as `micronorm train` does; why it could not be, or None.
+    """Train one row as `micronorm train` does; why it could not be, or None. A stopped run ends the command."""
+    from micronorm.cli.progress import Progress
+    from micronorm.cli.train import Variation, run_recipe
 
-    The one place that knows how: a stopped run ends the command.
-    """
+    command = ["micronorm", "train", recipe.name, "--seed", str(seed), "--out", str(out)]
     try:
-        from micronorm.cli.train import run_recipe  # pyright: ignore[reportMissingImports]
-
-        outcome = run_recipe(recipe, out=out, seed=seed, epochs=epochs, data=data, resume=(out / "run.json").exists())
-    except (FileNotFoundError, ImportError, ValueError) as fault:  # no data, no torchvision, damaged data
-        return str(fault)
+        outcome = run_recipe(
+            recipe,
+            out=out,
+            variation=Variation(epochs=epochs, seed=seed),
+            data=data,
+            resume=(out / records.FACTS).exists(),
+            listener=Progress(Console(highlight=False)),
+            command=shlex.join(command if epochs is None else [*command, "--epochs", str(epochs)]),
+        )
+    except (FileNotFoundError, ImportError, MemoryError, ValueError) as fault:  # no data, no torchvision, damaged data
+        return " ".join(str(fault).split())
     if not outcome.finished:
         typer.echo(f"{recipe.name} was stopped after step {outcome.steps}; the same command goes on from there.")
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(INCOMPLETE if outcome.signal is None else 128 + outcome.signal)
     return None

@@ -1,7 +1,7 @@
 """What was measured for a recipe: results that come with the package, and run directories in a folder.
 
-A result counts for a recipe when the run finished and its epochs, samples per step and data are the recipe's. Whatever
-does not count is kept with the reason, to be told.
+A result counts for a recipe when the run finished and its settings and data are the recipe's: epochs and samples per
+step above all. Whatever does not count is kept with the reason, to be told.
 """
 
 import json
@@ -13,6 +13,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from micronorm import records
+from micronorm.engine.settings import describe
 from micronorm.recipes.recipe import DATA, Recipe
 from micronorm.recipes.registry import tables
 
@@ -40,14 +42,12 @@ class Result:
         recipe: the recipe's name.
         seed: of weights, order and augmentation.
         figures: errors in % and others, by name.
-        epochs: that it ran for.
-        step_batch: samples per optimizer step.
-        data: "name", "train" and "test" (counts), and "verified" where files were or were not compared with the
-            published ones.
+        settings: the run's own, as `engine.settings.describe` gives them; "epochs" and "step_batch" at least.
+        data: "name", "train" and "test" (counts); "verified" where files were or were not compared with the published
+            ones; "size" where images were given another than the recipe's.
         where: the run directory, or the entry of the packaged file.
         date: ISO 8601.
         device: what it ran on, for people.
-        dtype: of the computation.
         finished: whether it came to its end.
         definition: of the recipe at that time (`Recipe.definition`); None where the record does not say.
     """
@@ -55,15 +55,13 @@ class Result:
     recipe: str
     seed: int
     figures: Mapping[str, float]
-    epochs: int
-    step_batch: int
+    settings: Mapping[str, Any]
     data: Mapping[str, Any]
     where: str
-    date: str
-    device: str | None
-    dtype: str | None
-    finished: bool
-    definition: Mapping[str, Any] | None
+    date: str = ""
+    device: str | None = None
+    finished: bool = True
+    definition: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ class Findings:
 
 
 def fault(result: Result, recipe: Recipe) -> str | None:
-    """Why the result does not count for the recipe; None where it does.
+    """Why the result does not count for the recipe; None where it does. The seed and the dtype may be any.
 
     Example:
         >>> from micronorm import recipes
@@ -106,38 +104,29 @@ def fault(result: Result, recipe: Recipe) -> str | None:
         ...     recipe="digits/gn",
         ...     seed=0,
         ...     figures={"top1": 2.0},
-        ...     epochs=1,
-        ...     step_batch=64,
+        ...     settings={"epochs": 1, "step_batch": 64},
         ...     data={"name": "digits", "train": 1297, "test": 500},
         ...     where="runs/a",
-        ...     date="2025-01-01",
-        ...     device=None,
-        ...     dtype="float32",
-        ...     finished=True,
-        ...     definition=None,
         ... )
         >>> fault(found, recipes.find("digits/gn"))
-        '1 epochs where the recipe has 8'
+        'epochs 1 where the recipe has 8'
     """
     if not result.finished:
         return "not finished"
-    for name, found in (("epochs", result.epochs), ("step_batch", result.step_batch)):
-        wanted = getattr(recipe.settings, name)
-        if found != wanted:
-            return f"{found} {'epochs' if name == 'epochs' else 'samples per step'} where the recipe has {wanted}"
     facts = DATA[recipe.data]
-    wanted_data = {"name": recipe.data, "train": facts.train, "test": facts.test}
-    for name, wanted in wanted_data.items():
-        found = result.data.get(name)
-        if found != wanted:
-            return f"data with {name} {found!r} where the recipe has {wanted!r}"
+    settings = {name: value for name, value in describe(recipe.settings).items() if name not in ("seed", "dtype")}
+    data = {"name": recipe.data, "train": facts.train, "test": facts.test, "size": facts.shape[1]}
+    for kind, found, wanted in (("", result.settings, settings), ("data ", result.data, data)):
+        for name, value in wanted.items():
+            # a packaged result does not say all; what must be said, `_result` has seen to
+            if found.get(name, value) != value:
+                return f"{kind}{name} {found[name]} where the recipe has {value}"
     if result.data.get("verified") is False:
         return "data that were not compared with the published files"
-    if result.definition is not None and dict(result.definition) != recipe.definition():
-        new = recipe.definition()
-        changed = [key for key in {**new, **result.definition} if result.definition.get(key, ...) != new.get(key, ...)]
-        return f"made before the recipe changed in {', '.join(changed)}"
-    return None
+    now = recipe.definition()
+    then = now if result.definition is None else result.definition
+    changed = [name for name in {**now, **then} if then.get(name, ...) != now.get(name, ...)]
+    return f"made before the recipe changed in {', '.join(changed)}" if changed else None
 
 
 def gather(recipe: Recipe, results: Iterable[Result]) -> Findings:
@@ -182,7 +171,7 @@ def packaged() -> list[Result]:
 
 def parse_packaged(text: str) -> list[Result]:
     """Results from the text of a file like recorded.json: a list of objects, each with the keys `_REQUIRED`."""
-    entries = _load(text)
+    entries = json.loads(text)
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ValueError(f"{RECORDED} must be a list of objects")
     found = []
@@ -190,13 +179,9 @@ def parse_packaged(text: str) -> list[Result]:
         missing = [key for key in _REQUIRED if key not in entry]
         if missing:
             raise ValueError(f"{RECORDED}#{index} lacks {', '.join(missing)}")
-        found.append(
-            _result(
-                {**entry, "environment": entry, "settings": entry},
-                {"figures": entry["figures"], "finished": True},
-                where=f"{RECORDED}#{index}",
-            )
-        )
+        settings = {name: entry[name] for name in ("seed", "epochs", "step_batch", "dtype")}
+        facts = {**entry, "settings": settings, "environment": entry}
+        found.append(_result(facts, {"figures": entry["figures"], "finished": True}, where=f"{RECORDED}#{index}"))
     return found
 
 
@@ -206,40 +191,31 @@ def read_runs(folder: Path) -> tuple[list[Result], list[tuple[Path, str]]]:
     A folder that does not exist holds no runs.
     """
     found, damaged = [], []
-    for file in sorted(folder.rglob("run.json")):
+    for path in records.find_runs(folder) if folder.is_dir() else []:
         try:
-            found.append(_result(*_read_run(file.parent), where=str(file.parent)))
+            record = records.read(path, rows=False)
+            found.append(_result(record.facts, record.outcome or {}, where=str(path)))
         except (OSError, ValueError) as error:
-            damaged.append((file.parent, str(error)))
+            damaged.append((path, str(error)))
     return found, damaged
-
-
-def _read_run(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The facts and the outcome of a run directory; the outcome is empty while there is none."""
-    outcome = directory / "outcome.json"
-    facts = _load((directory / "run.json").read_text("utf-8"))
-    return facts, _load(outcome.read_text("utf-8")) if outcome.exists() else {}
-
-
-def _load(text: str) -> Any:
-    # records write what JSON lacks, NaN and the infinities, as {"float": "nan"}
-    return json.loads(text, object_hook=lambda row: float(row["float"]) if row.keys() == {"float"} else row)
 
 
 def _result(facts: Mapping[str, Any], outcome: Mapping[str, Any], *, where: str) -> Result:
     try:
-        settings, environment = facts["settings"], facts.get("environment") or {}
+        settings, data = facts["settings"], facts["data"]
+        for name, kept in (("epochs", settings), ("step_batch", settings), ("name", data), ("train", data)):
+            if name not in kept:
+                raise ValueError(f"the record lacks {name!r}")
+        size = (facts.get("variation") or {}).get("size")
         return Result(
-            recipe=str(facts["recipe"]),
+            recipe=facts["recipe"],
             seed=int(settings["seed"]),
             figures={name: float(value) for name, value in (outcome.get("figures") or {}).items()},
-            epochs=int(settings["epochs"]),
-            step_batch=int(settings["step_batch"]),
-            data=dict(facts["data"]),
+            settings=settings,
+            data={**data, **({} if size is None else {"size": size})},
             where=where,
             date=str(facts.get("date") or ""),
-            device=_device(environment),
-            dtype=settings.get("dtype"),
+            device=_device(facts),
             finished=outcome.get("finished") is True and bool(outcome.get("figures")),
             definition=facts.get("definition"),
         )
@@ -249,9 +225,11 @@ def _result(facts: Mapping[str, Any], outcome: Mapping[str, Any], *, where: str)
         raise ValueError(f"the record is not of the known form: {error}") from None
 
 
-def _device(environment: Mapping[str, Any]) -> str | None:
-    for kind, key in (("gpu", "name"), ("cpu", "model")):
-        value = environment.get(kind)
+def _device(facts: Mapping[str, Any]) -> str | None:
+    """The GPU's name or the processor's: a run on the CPU of a machine with a GPU had the latter."""
+    on_cpu = str((facts.get("execution") or {}).get("device")) == "cpu"
+    for kind, key in (("cpu", "model"),) if on_cpu else (("gpu", "name"), ("cpu", "model")):
+        value = facts["environment"].get(kind)
         name = value.get(key) if isinstance(value, Mapping) else value
         if name:
             return str(name)
