@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from micronorm.engine.parallel import NO_WISHES, Wishes
 from micronorm.engine.savepoint import optimizer_tensors
 from micronorm.engine.step import Portion, Step, StepResult
 
@@ -39,19 +40,19 @@ class GraphedStep:
         self._sums: Tensor | None = None
         self._size = 0
 
-    def __call__(self, portion: Portion, *, stop: bool = False) -> StepResult:
+    def __call__(self, portion: Portion, wishes: Wishes = NO_WISHES) -> StepResult:
         """As `Step`."""
         if self._graph is None:
             self._capture(portion)
         if portion.counted != self._size:
-            return self.step(portion, stop=stop)
+            return self.step(portion, wishes)
         for static, value in zip(self._inputs, [*portion.batch, portion.keys], strict=True):
             static.copy_(value, non_blocking=True)
         self.step.transaction.refresh()
         assert self._graph is not None
         assert self._sums is not None
         self._graph.replay()
-        return StepResult(self.step.names, self._sums.clone(), self.step.micro_batch.size, stop)
+        return StepResult(self.step.names, self._sums.clone(), self.step.micro_batch.size, wishes)
 
     def _capture(self, portion: Portion) -> None:
         if not all(isinstance(column, Tensor) for column in portion.batch):

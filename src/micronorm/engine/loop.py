@@ -5,6 +5,7 @@ is a function of the seed, the epoch and the sample's index, so the number of th
 """
 
 import math
+import signal
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -14,29 +15,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from micronorm.engine import checkpoint, sharded
+from micronorm.engine.checkpoint import digest
 from micronorm.engine.dropout import key_dropout
-from micronorm.engine.environment import environment
 from micronorm.engine.evaluate import evaluate
-from micronorm.engine.events import Events
 from micronorm.engine.graph import GraphedStep
+from micronorm.engine.journal import Journal
 from micronorm.engine.listener import Listener, Silent
 from micronorm.engine.meter import Meter
 from micronorm.engine.microbatch import MicroBatch, describe_randomness
-from micronorm.engine.parallel import Sharded, open_ranks
+from micronorm.engine.parallel import Sharded, Wishes, open_ranks
 from micronorm.engine.savepoint import RandomState
 from micronorm.engine.settings import Execution, Outcome, Settings, describe
 from micronorm.engine.signals import Signals
-from micronorm.engine.state import load_rest_of_state, load_whole_state, rest_of_state, save_weights, whole_state
+from micronorm.engine.state import rest_of_state, whole_state
 from micronorm.engine.step import Portion, ShardOutOfMemory, Step
 from micronorm.engine.task import Share, Task
 from micronorm.ops.keyed import permutation, sample_keys
-from micronorm.records import Run
-
-CHECKPOINTS = "checkpoints"
-WEIGHTS = "model.safetensors"
-SAVE_SECONDS = 600.0
-_REMEMBERED_SIZE = "micro_batch"
 
 
 class _Position(NamedTuple):
@@ -92,7 +86,7 @@ class _TrainingRun:
     def __init__(
         self, model: nn.Module, task: Task, settings: Settings, execution: Execution, out: Path | None, listener: Any
     ) -> None:
-        self.task, self.settings, self.execution, self.out = task, settings, execution, out
+        self.task, self.settings, self.execution = task, settings, execution
         self.parallel = open_ranks(execution.device, execution.parallel)
         self.first = self.parallel.rank == 0
         self.listener = listener if self.first else Silent()
@@ -102,13 +96,11 @@ class _TrainingRun:
         self.last = min(self.total, execution.steps or self.total)
         self.done = 0
         self.figures: dict[str, float] = {}
+        self.signal: int | None = None
         self.step = self._make_step(model)
         self.take_step = GraphedStep(self.step) if execution.cuda_graph else self.step
         self.meter = Meter(task, self.device)
-        self.events: Events | None = None
-        self.record: Run | None = None
-        self.saved: Path | None = None
-        self.saved_at = time.monotonic()
+        self.journal = Journal(out, self.step, settings)
 
     def _make_step(self, model: nn.Module) -> Step:
         settings, execution = self.settings, self.execution
@@ -145,7 +137,7 @@ class _TrainingRun:
     # --- the run -------------------------------------------------------------------------------------------------
 
     def go(self, *, resume: bool, facts: dict[str, Any]) -> Outcome:
-        self._open_record(resume=resume, facts=facts)
+        self._begin(resume=resume, facts=facts)
         description = f"{type(self.step.model).__name__} on {self.device}"
         if self.parallel.world > 1:
             description += f", {self.parallel.world} ranks"
@@ -157,11 +149,11 @@ class _TrainingRun:
                 if self.done < self.last:
                     self._all_steps(signals)
             except ShardOutOfMemory as error:
-                self._remember_size(error.micro_batch)
+                self.journal.remember_size(error.micro_batch)
                 raise
             finally:
                 self.listener.on_end()
-        return self._finish()
+        return self._end()
 
     def _all_steps(self, signals: Signals) -> None:
         upcoming: deque[_Position] = deque()
@@ -174,7 +166,8 @@ class _TrainingRun:
             if self.done == 0 and self.execution.micro_batch is None:
                 self._fit(portion)
             factor = self._set_rate()
-            result = self.take_step(portion, stop=signals.received is not None)
+            wishes = Wishes(stop=signals.received is not None, save=self._wants_checkpoint())
+            result = self.take_step(portion, wishes)
             self.done += 1
             row = {"step": self.done, "epoch": position.epoch, "lr": factor, "samples": position.samples}
             self._log(self.meter.add(row, result))
@@ -182,10 +175,13 @@ class _TrainingRun:
                 self.listener.on_message(message)
             ended = self.done % self.steps_per_epoch == 0
             if ended or self.done == self.last:
-                self._end_epoch(position.epoch, evaluated=self._is_due(position.epoch))
-            if ended or self.done == self.last or result.stop or self._save_is_due():
+                self._report_epoch(position.epoch, evaluated=self._is_due(position.epoch))
+            if ended:
+                self.meter.end_epoch()
+            if ended or self.done == self.last or result.wishes.stop or result.wishes.save:
                 self._save()
-            if result.stop:
+            if result.wishes.stop:
+                self.signal = self.parallel.broadcast(signals.received or signal.SIGTERM)
                 return
 
     def _shares(self, upcoming: deque[_Position]) -> Iterator[Share]:
@@ -224,150 +220,69 @@ class _TrainingRun:
         fits = self.parallel.smallest(self.step.fit(portion, (cut.unit, 4 * cut.unit)))
         cut.size = max(cut.unit, min(cut.size, fits) // cut.unit * cut.unit)
 
+    def _wants_checkpoint(self) -> bool:
+        """Whether the state after the coming step should be kept."""
+        every = self.execution.save_steps
+        return self.journal.is_late if every is None else (self.done + 1) % every == 0
+
     def _is_due(self, epoch: int) -> bool:
         return (epoch + 1) % self.execution.evaluate_epochs == 0 or self.done == self.last
 
-    def _save_is_due(self) -> bool:
-        if self.execution.save_steps is not None:
-            return self.done % self.execution.save_steps == 0
-        late = time.monotonic() - self.saved_at > SAVE_SECONDS
-        return self.parallel.world == 1 and late
-
-    def _end_epoch(self, epoch: int, *, evaluated: bool) -> None:
+    def _report_epoch(self, epoch: int, *, evaluated: bool) -> None:
         self._log(self.meter.flush())
-        row: dict[str, Any] = {"epoch": epoch, "step": self.done, "train": self.meter.end_epoch()}
+        row: dict[str, Any] = {"epoch": epoch, "step": self.done, "train": self.meter.epoch_figures()}
         if evaluated:
             started = time.perf_counter()
             self.figures = row["test"] = evaluate(self.step, seed=self.settings.seed)
             row["evaluation_seconds"] = time.perf_counter() - started
-        if self.record is not None:
-            self.record.append_epoch(row)
-        if self.events is not None:
-            for split in ("train", "test"):
-                self.events.scalars(self.done, {f"{split}/{k}": v for k, v in row.get(split, {}).items()})
+        self.journal.write_epoch(row)
         self.listener.on_epoch(row)
         self.meter.restart()
 
     def _log(self, rows: list[dict[str, Any]]) -> None:
-        if rows and self.record is not None:
-            self.record.append_steps(rows)
+        self.journal.write_steps(rows)
         for row in rows:
             self.listener.on_step(row)
-            if self.events is not None:
-                self.events.scalars(row["step"], {"step/loss": row["loss"], "step/lr": row["lr"]})
 
-    # --- what is written -----------------------------------------------------------------------------------------
+    # --- before and after ----------------------------------------------------------------------------------------
 
-    def _open_record(self, *, resume: bool, facts: dict[str, Any]) -> None:
-        if self.out is None:
-            return
-        found = newest(self.out / CHECKPOINTS) if resume else None
-        if found is not None:
-            self._load(found)
-        if self.first:
-            if resume:
-                self.record = self._reopen(facts)
-            else:
-                self.record = Run.create(self.out, self._facts(facts))
-            self.events = Events(self.out / "events", resumed_at=self.done if resume else None)
-        self.parallel.barrier()
-
-    def _reopen(self, facts: dict[str, Any]) -> Run:
-        if not (self.out is not None and (self.out / "run.json").exists()):
-            assert self.out is not None
-            return Run.create(self.out, self._facts(facts))  # killed before it had begun
-        record = Run.open(self.out)
-        record.rewind(self.done)
-        again = {"step": self.done, "ranks": self.parallel.world, **environment()}
-        record.add_facts(resumptions=[*record.facts.get("resumptions", []), again])
-        return record
-
-    def _facts(self, facts: dict[str, Any]) -> dict[str, Any]:
-        return {
+    def _begin(self, *, resume: bool, facts: dict[str, Any]) -> None:
+        state = self.journal.load_newest() if resume else None
+        if state is not None:
+            self.done, self.figures = state["step"], state["figures"]
+            self.meter.load_state_dict(state["epoch_sums"])
+            self._limit_size(state["micro_batch"])
+        if resume:
+            self._limit_size(self.journal.remembered_size())
+        known = {
             "settings": describe(self.settings),
             "execution": describe(self.execution) | {"ranks": self.parallel.world, "device": str(self.device)},
             "data": {"train": len(self.task.train), "test": len(self.task.test)},
-            "environment": (found := environment()),
-            "revision": found["revision"],
-            "date": found["date"],
-            "recipe": "",
-            "command": "",
             "invariance": self.randomness or "a step does not depend on how its samples were cut up",
-            **facts,
         }
+        self.journal.begin({**known, **facts}, resume=resume, done=self.done)
+
+    def _limit_size(self, size: int | None) -> None:
+        """Begin with the size that memory was found to hold, where the user did not ask for one."""
+        cut = self.step.micro_batch
+        if size is not None and self.execution.micro_batch is None:
+            cut.size = max(cut.unit, min(size, cut.size))
 
     def _save(self) -> None:
         self._log(self.meter.flush())
-        self.saved_at = time.monotonic()
-        if self.out is None:
-            return
-        folder = self.out / CHECKPOINTS
-        rest = rest_of_state(self.step, done=self.done, seed=self.settings.seed) | {
-            "settings": describe(self.settings),
-            "micro_batch": self.step.micro_batch.size,
-            "epoch_sums": self.meter.state_dict(),
-            "figures": self.figures,
-        }
-        if isinstance(self.parallel, Sharded):
-            self.saved = sharded.save(folder, self.done, self.step, rest)
-        elif self.first:
-            self.saved = checkpoint.save(folder, self.done, whole_state(self.step) | rest)
-        self.parallel.barrier()
+        self.journal.save(self.done, {"epoch_sums": self.meter.state_dict(), "figures": self.figures})
         self.meter.restart()
 
-    def _load(self, path: Path) -> None:
-        """Go back to where a checkpoint was made. Nothing is changed before its settings were found to be these."""
-        if path.is_dir():
-            rest = sharded.load_rest(path)
-            self._check_settings(path, rest)
-            sharded.load(path, self.step)
-        else:
-            rest = checkpoint.load(path)
-            self._check_settings(path, rest)
-            load_whole_state(self.step, rest)
-        self.done = load_rest_of_state(self.step, rest)
-        self.figures = rest["figures"]
-        self.meter.load_state_dict(rest["epoch_sums"])
-        if self.execution.micro_batch is None:
-            cut = self.step.micro_batch
-            cut.size = max(cut.unit, min(rest["micro_batch"], cut.size))
-        self.saved = path
-
-    def _check_settings(self, path: Path, state: dict[str, Any]) -> None:
-        mine = describe(self.settings)
-        differing = [key for key, value in state["settings"].items() if mine.get(key) != value]
-        if differing:
-            changes = ", ".join(f"{key} was {state['settings'][key]} and is {mine.get(key)}" for key in differing)
-            raise ValueError(
-                f"{path.name} belongs to a run with other settings: {changes}; use those, or another --out"
-            )
-
-    def _remember_size(self, size: int) -> None:
-        if self.out is not None:
-            (self.out / _REMEMBERED_SIZE).write_text(str(size))
-
-    def _finish(self) -> Outcome:
+    def _end(self) -> Outcome:
         state = whole_state(self.step) | rest_of_state(self.step, done=self.done, seed=self.settings.seed)
-        digest = self.parallel.broadcast(checkpoint.digest(state))
-        outcome = Outcome(self.done, self.figures, digest, self.done == self.total, self.saved)
-        if self.out is not None:
-            save_weights(self.step, self.out / WEIGHTS)
-        if self.record is not None:
-            self.record.finish(
-                {
-                    "steps": outcome.steps,
-                    "figures": outcome.figures,
-                    "digest": outcome.digest,
-                    "finished": outcome.finished,
-                }
-            )
-        if self.events is not None:
-            self.events.close()
-        self.parallel.barrier()
+        outcome = Outcome(
+            steps=self.done,
+            figures=self.figures,
+            digest=self.parallel.broadcast(digest(state)),
+            finished=self.done == self.total,
+            checkpoint=self.journal.saved,
+            signal=self.signal,
+            first=self.first,
+        )
+        self.journal.end(outcome)
         return outcome
-
-
-def newest(folder: Path) -> Path | None:
-    """The newest checkpoint of a folder, of either kind."""
-    found = [*checkpoint.checkpoints(folder), *sharded.checkpoints(folder)]
-    return max(found, key=lambda path: path.name.split(".")[0], default=None)

@@ -50,10 +50,13 @@ class Meter:
         """Do not count the time since the last reading: it went into something other than steps."""
         self._flushed = time.perf_counter()
 
-    def end_epoch(self) -> dict[str, float]:
-        """The figures over all samples since the last call, as training saw them."""
-        sums, self._epoch = self._epoch, {}
-        return self.task.figures(sums) if sums else {}
+    def epoch_figures(self) -> dict[str, float]:
+        """The figures over all samples of the epoch so far, as training saw them."""
+        return self.task.figures(self._epoch) if self._epoch else {}
+
+    def end_epoch(self) -> None:
+        """Begin a new epoch's sums."""
+        self._epoch = {}
 
     def state_dict(self) -> dict[str, float]:
         """The sums of the epoch so far."""

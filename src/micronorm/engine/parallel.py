@@ -20,15 +20,24 @@ from typing_extensions import override
 TIMEOUT = timedelta(minutes=10)
 
 
+class Wishes(NamedTuple):
+    """What a rank would like to happen after the step; all do it when one does."""
+
+    stop: bool = False
+    save: bool = False
+
+
+NO_WISHES = Wishes()
+
+
 class Verdict(NamedTuple):
-    """What the ranks found together; larger numbers win."""
+    """How an attempt at a step went; what is true on one rank is true of all."""
 
     failed: bool
-    """A rank ran out of memory."""
+    """Memory ran out."""
     broken: bool
-    """A rank met another error and is about to end."""
-    stop: bool
-    """A rank was asked to stop after this step."""
+    """Another error was met, which is about to end the rank."""
+    wishes: Wishes
 
 
 class Alone:
@@ -107,9 +116,10 @@ class _Group(Alone):
 
     @override
     def agree(self, verdict: Verdict) -> Verdict:
-        flags = torch.tensor(verdict, dtype=torch.int32)
+        flags = torch.tensor([verdict.failed, verdict.broken, *verdict.wishes], dtype=torch.int32)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        return Verdict(*map(bool, flags.tolist()))
+        failed, broken, *wishes = map(bool, flags.tolist())
+        return Verdict(failed, broken, Wishes(*wishes))
 
     @override
     def total(self, sums: Tensor) -> Tensor:

@@ -97,6 +97,10 @@ class Outcome:
     finished: bool
     """False where a signal or `steps` ended it early."""
     checkpoint: Path | None
+    signal: int | None = None
+    """The signal that ended it."""
+    first: bool = True
+    """Whether this is rank 0, which alone writes and speaks."""
 
 
 def describe(value: Settings | Execution) -> dict[str, Any]:

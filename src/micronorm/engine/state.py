@@ -1,7 +1,8 @@
 """What a run must keep to go on: model, optimizer, loss scale, statistics, random states, and its place.
 
 Parameters are known by name here, not by their number in the optimizer: so a run may go on with its model replicated
-where it was sharded before, or the other way round, on any number of ranks.
+where it was sharded before, or the other way round, on any number of ranks. Learning rates and the like are not part of
+it: the settings say them.
 """
 
 import os
@@ -29,7 +30,7 @@ def whole_state(step: Step) -> dict[str, Any]:
     if isinstance(step.parallel, Sharded):
         return {
             "model": get_model_state_dict(step.model, options=_WHOLE),
-            "optimizer": get_optimizer_state_dict(step.model, step.optimizer, options=_WHOLE),
+            "optimizer": get_optimizer_state_dict(step.model, step.optimizer, options=_WHOLE).get("state", {}),
         }
     return {"model": step.model.state_dict(), "optimizer": _by_name(step.model, step.optimizer.state_dict())}
 
@@ -39,10 +40,13 @@ def load_whole_state(step: Step, state: dict[str, Any]) -> None:
     if isinstance(step.parallel, Sharded):
         options = StateDictOptions(full_state_dict=True)
         # The optimizer first: torch takes a step with a learning rate of zero to make its state.
-        set_optimizer_state_dict(step.model, step.optimizer, state["optimizer"], options=options)
+        groups = get_optimizer_state_dict(step.model, step.optimizer, options=_WHOLE)["param_groups"]
+        optimizer: Any = {"state": state["optimizer"], "param_groups": groups}
+        set_optimizer_state_dict(step.model, step.optimizer, optimizer, options=options)
         set_model_state_dict(step.model, state["model"], options=options)
     else:
-        step.optimizer.load_state_dict(_by_number(step.model, state["optimizer"]))
+        groups = step.optimizer.state_dict()["param_groups"]
+        step.optimizer.load_state_dict({"state": _by_number(step.model, state["optimizer"]), "param_groups": groups})
         step.model.load_state_dict(state["model"])
 
 
@@ -88,17 +92,15 @@ def _names(model: nn.Module) -> list[str]:
 
 def _by_name(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     names = _names(model)
-    groups = [group | {"params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
-    return {"state": {names[i]: values for i, values in state["state"].items()}, "param_groups": groups}
+    return {names[i]: values for i, values in state["state"].items()}
 
 
-def _by_number(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+def _by_number(model: nn.Module, state: dict[str, Any]) -> dict[int, Any]:
     numbers = {name: i for i, name in enumerate(_names(model))}
-    unknown = [name for group in state["param_groups"] for name in group["params"] if name not in numbers]
+    unknown = [name for name in state if name not in numbers]
     if unknown:
         raise ValueError(
             f"the checkpoint's optimizer holds {len(unknown)} parameters the model lacks, at first {unknown[0]!r}; "
             "build the model the checkpoint was made with"
         )
-    groups = [group | {"params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]]
-    return {"state": {numbers[name]: values for name, values in state["state"].items()}, "param_groups": groups}
+    return {numbers[name]: values for name, values in state.items()}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from micronorm.commit.transaction import Transaction
 from micronorm.engine.microbatch import MemoryProbe, MicroBatch, is_out_of_memory, release_memory
-from micronorm.engine.parallel import Alone, Sharded, Verdict
+from micronorm.engine.parallel import NO_WISHES, Alone, Sharded, Verdict, Wishes
 from micronorm.engine.savepoint import Savepoint
 from micronorm.engine.task import Batch, Task
 from micronorm.nn.keyed_dropout import dropout_keys
@@ -43,7 +43,7 @@ class StepResult:
     names: list[str]
     sums: Tensor
     micro_batch: int
-    stop: bool
+    wishes: Wishes
     messages: list[str] = field(default_factory=list)
 
 
@@ -99,11 +99,11 @@ class Step:
         self.names: list[str] = []
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
-    def __call__(self, portion: Portion, *, stop: bool = False) -> StepResult:
-        """Take one step; `stop` is told to the other ranks, and what they tell comes back."""
+    def __call__(self, portion: Portion, wishes: Wishes = NO_WISHES) -> StepResult:
+        """Take one step; the wishes are told to the other ranks, and theirs come back with these."""
         messages: list[str] = []
         while True:
-            sums, verdict = self._attempt(portion, stop)
+            sums, verdict = self._attempt(portion, wishes)
             if sums is not None:
                 break
             before = self.micro_batch.size
@@ -114,9 +114,9 @@ class Step:
         self.parallel.reduce_gradients()
         totals = self.parallel.total(self.flatten(sums))
         self.apply(totals)
-        return StepResult(self.names, totals, self.micro_batch.size, verdict.stop, messages)
+        return StepResult(self.names, totals, self.micro_batch.size, verdict.wishes, messages)
 
-    def _attempt(self, portion: Portion, stop: bool) -> tuple[dict[str, Any] | None, Verdict]:
+    def _attempt(self, portion: Portion, wishes: Wishes) -> tuple[dict[str, Any] | None, Verdict]:
         """Compute the micro-batches. None where a rank ran out of memory: then all of them are where they were."""
         self.savepoint.take()
         sums, error, failed = None, None, False
@@ -133,7 +133,7 @@ class Step:
                 ) from caught
             # Nothing of the traceback may be kept where the step is to be repeated: it holds the activations.
             error = None if failed else caught
-        verdict = self.parallel.agree(Verdict(failed, error is not None, stop))
+        verdict = self.parallel.agree(Verdict(failed, error is not None, wishes))
         if verdict.failed or verdict.broken:
             self.roll_back()
         if error is not None:
