@@ -183,7 +183,18 @@ def fresh_import() -> dict:
 
 @pytest.mark.parametrize(
     "heavy",
-    ["triton", "torchvision", "timm", "torch._dynamo", "sklearn", "typer", "onnx", "onnxscript", "onnxruntime"],
+    [
+        "triton",
+        "torchvision",
+        "timm",
+        "torch._dynamo",
+        "sklearn",
+        "typer",
+        "onnx",
+        "onnxscript",
+        "onnxruntime",
+        "tensorboard",
+    ],
 )
 def test_importing_micronorm_does_not_load(fresh_import, heavy):
     assert [name for name in fresh_import["loaded"] if name == heavy or name.startswith(heavy + ".")] == []

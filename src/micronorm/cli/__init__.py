@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 import micronorm
-from micronorm.cli import check, demo, fold, plan
+from micronorm.cli import check, demo, fold, plan, reproduce, train
 
 app = typer.Typer(
     name="micronorm",
@@ -15,6 +15,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(demo.demo)
+app.command()(train.train)
+app.command()(reproduce.reproduce)
 app.command()(check.check)
 app.command()(plan.plan)
 app.command()(fold.fold)

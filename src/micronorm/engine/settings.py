@@ -1,8 +1,8 @@
 """What a run computes, and how: two values, because only the first may change its result."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -97,3 +97,24 @@ class Outcome:
     finished: bool
     """False where a signal or `steps` ended it early."""
     checkpoint: Path | None
+    signal: int | None = None
+    """The signal that ended it."""
+    first: bool = True
+    """Whether this is rank 0, which alone writes and speaks."""
+
+
+def describe(value: Settings | Execution) -> dict[str, Any]:
+    """Settings or execution as plain values for a record."""
+
+    def plain(item: Any) -> Any:
+        if isinstance(item, dict):
+            return {key: plain(v) for key, v in item.items()}
+        if isinstance(item, (list, tuple)):
+            return [plain(v) for v in item]
+        return item if item is None or isinstance(item, (bool, int, float, str)) else str(item).removeprefix("torch.")
+
+    described = {key: plain(item) for key, item in asdict(value).items()}
+    if isinstance(value, Settings):
+        for name in ("optimizer", "schedule"):
+            described[name] = {"kind": type(getattr(value, name)).__name__, **described[name]}
+    return described

@@ -24,12 +24,14 @@ from micronorm.ops.weight import (
 # --- how a layer uses a weight, by the kind of layer -----------------------------------------------------------------
 
 
-class _Layer:
+class Reparameterized:
     """What the kinds below share: `weight` seen as one row per output channel."""
 
     # Any: torch declares these attributes differently from layer to layer.
     weight: Any
     bias: Any
+    shared_weight: Tensor | None = None
+    """The effective weight, where somebody computed it for several forwards (`micronorm.nn.sharing`)."""
 
     def rows(self, weight: Tensor) -> Tensor:
         """`weight` as O×…."""
@@ -43,13 +45,17 @@ class _Layer:
         """The weight the layer computes with, in the layout of `weight`."""
         raise AssertionError("each method's mixin defines this")
 
+    def weight_in_use(self) -> Tensor:
+        """The effective weight of this forward: the shared one, where there is one."""
+        return self.effective_weight() if self.shared_weight is None else self.shared_weight
 
-class _Conv(_Layer):
+
+class _Conv(Reparameterized):
     def forward(self, input: Tensor) -> Tensor:
-        return self._conv_forward(input, self.effective_weight(), self.bias)  # type: ignore[attr-defined]
+        return self._conv_forward(input, self.weight_in_use(), self.bias)  # type: ignore[attr-defined]
 
 
-class _SameConv(_Layer):
+class _SameConv(Reparameterized):
     """TensorFlow's SAME padding, computed from the size of each input: the convolutions of timm's `tf_` models."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -64,15 +70,15 @@ class _SameConv(_Layer):
         ):
             missing = max((-(-size // stride) - 1) * stride + (kernel - 1) * dilation + 1 - size, 0)
             pads += [missing // 2, missing - missing // 2]
-        return layer._conv_forward(F.pad(input, pads), self.effective_weight(), self.bias)
+        return layer._conv_forward(F.pad(input, pads), self.weight_in_use(), self.bias)
 
 
-class _Linear(_Layer):
+class _Linear(Reparameterized):
     def forward(self, input: Tensor) -> Tensor:
-        return F.linear(input, self.effective_weight(), self.bias)
+        return F.linear(input, self.weight_in_use(), self.bias)
 
 
-class _ConvTranspose(_Layer):
+class _ConvTranspose(Reparameterized):
     """Transposed convolutions keep their output channels in axis 1, per group: (groups·I)×(O/groups)×kernel."""
 
     groups: int
@@ -94,7 +100,7 @@ class _ConvTranspose(_Layer):
         convolve = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[dims - 1]
         return convolve(
             input,
-            self.effective_weight(),
+            self.weight_in_use(),
             self.bias,
             layer.stride,
             layer.padding,
@@ -107,7 +113,7 @@ class _ConvTranspose(_Layer):
 # --- the methods -----------------------------------------------------------------------------------------------------
 
 
-class _WS(_Layer):
+class _WS(Reparameterized):
     """Weight Standardization over the fan-in of each output channel.
 
     `absorb()` keeps the present mean and scale of every row in the buffers `absorbed_mean` and `absorbed_scale`; the
@@ -168,7 +174,7 @@ class _WS(_Layer):
         return f"{super().extra_repr()}{switches}, eps={self.eps}{absorbed}"  # type: ignore[misc]
 
 
-class _WithLength(_Layer):
+class _WithLength(Reparameterized):
     """A learnable length g per output channel, which starts at the length of the weight it scales."""
 
     length: nn.Parameter

@@ -1,0 +1,198 @@
+"""`micronorm train RECIPE`: the run that memory, a kill or the number of GPUs cannot spoil."""
+
+import shlex
+import sys
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from micronorm import records
+from micronorm.cli.progress import TrainingProgress
+from micronorm.cli.targets import MISUSE
+from micronorm.engine.listener import Listener
+from micronorm.engine.loop import train as train_model
+from micronorm.engine.settings import DTYPES, Execution, Outcome, Settings
+from micronorm.recipes import Recipe, find
+from micronorm.tasks.classification import open_classification
+
+FAILED = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variation:
+    """Where a run departs from its recipe; None leaves what the recipe says. A resumed run keeps its own."""
+
+    step_batch: int | None = None
+    epochs: int | None = None
+    lr: float | None = None
+    dtype: str | None = None
+    seed: int | None = None
+    size: int | None = None
+
+    def apply(self, settings: Settings) -> Settings:
+        """The recipe's settings with these in their place."""
+        given: dict[str, Any] = {
+            "step_batch": self.step_batch,
+            "epochs": self.epochs,
+            "seed": self.seed,
+            "dtype": None if self.dtype is None else DTYPES[self.dtype],
+            "optimizer": None if self.lr is None else replace(settings.optimizer, lr=self.lr),  # type: ignore[type-var]
+        }
+        return replace(settings, **{name: value for name, value in given.items() if value is not None})
+
+    def over(self, earlier: "Variation") -> "Variation":
+        """These where they are given, else the earlier ones."""
+        mine = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(earlier, **{name: value for name, value in mine.items() if value is not None})
+
+
+def run_recipe(
+    recipe: Recipe,
+    *,
+    out: Path | None,
+    variation: Variation | None = None,
+    execution: Execution | None = None,
+    data: Path | None = None,
+    download: bool = False,
+    workers: int = 0,
+    resume: bool = False,
+    listener: Listener | None = None,
+    command: str = "",
+) -> Outcome:
+    """Train one recipe into a run directory.
+
+    Raises:
+        FileNotFoundError: the data set is not where it was looked for.
+        FileExistsError: `out` holds a run already, and `resume` was not asked for.
+        ValueError: settings that do not go together, or with the run to be resumed.
+    """
+    variation = variation or Variation()
+    if resume and out is not None and (out / records.FACTS).exists():
+        earlier = records.read(out).facts
+        if earlier["recipe"] != recipe.name:
+            raise ValueError(f"{out} holds a run of {earlier['recipe']}, not of {recipe.name}; give another --out")
+        variation = variation.over(Variation(**earlier.get("variation", {})))
+    settings = variation.apply(recipe.settings)
+    execution = execution or Execution()
+    model = recipe.build(settings.seed)
+    task = open_classification(
+        recipe.data,
+        data,
+        device=_data_device(recipe, execution),
+        download=download,
+        workers=workers,
+        size=variation.size,
+    )
+    asked = {f.name: getattr(variation, f.name) for f in fields(variation)}
+    facts = {"recipe": recipe.name, "command": command, "variation": asked, "definition": recipe.definition()}
+    facts["data"] = {"name": recipe.data, "train": len(task.train), "test": len(task.test)}
+    return train_model(model, task, settings, execution, out=out, resume=resume, facts=facts, listener=listener)
+
+
+def _data_device(recipe: Recipe, execution: Execution) -> torch.device | str:
+    """Where batches appear: small sets are kept on the GPU, files are decoded on the CPU."""
+    if recipe.data == "imagenet":
+        return "cpu"
+    return execution.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def train(
+    recipe: Annotated[str, typer.Argument(help="A recipe, such as digits or cifar1/c10-bcn-ws; see `reproduce`.")],
+    step_batch: Annotated[int | None, typer.Option(min=1, help="Samples per optimizer step, over all ranks.")] = None,
+    micro_batch: Annotated[
+        str, typer.Option(help="Samples per forward and backward; auto begins with what fits into memory.")
+    ] = "auto",
+    steps: Annotated[int | None, typer.Option(min=1, help="Stop after so many steps; --resume goes on.")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the training samples.")] = None,
+    lr: Annotated[float | None, typer.Option(min=0.0, help="The learning rate that the schedule scales.")] = None,
+    dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}; the half types use autocast.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=2**31, help="Of weights, order and augmentation.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The run directory; runs/RECIPE-SEED unless given.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint in the directory.")
+    ] = False,
+    data: Annotated[Path | None, typer.Option(help="Where the data set lies; ./data and ~/data unless given.")] = None,
+    download: Annotated[bool, typer.Option("--download", help="Fetch CIFAR where it is not found.")] = False,
+    workers: Annotated[int, typer.Option(min=0, help="Processes that decode image files.")] = 0,
+    size: Annotated[int | None, typer.Option(min=1, help="Height and width of ImageNet's crops; 224.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; the GPU where there is one.")] = None,
+    channels_last: Annotated[bool, typer.Option("--channels-last", help="Images in NHWC.")] = False,
+    compiled: Annotated[bool, typer.Option("--compile", help="Compile the model with torch.compile.")] = False,
+    cuda_graph: Annotated[bool, typer.Option("--cuda-graph", help="Capture the whole step, one GPU only.")] = False,
+    parallel: Annotated[str, typer.Option(help="How ranks share the model: ddp or fsdp.")] = "ddp",
+    save_every: Annotated[int | None, typer.Option(min=1, help="Steps between checkpoints within an epoch.")] = None,
+) -> None:
+    """Train a recipe. The micro-batch, the ranks, kills and out-of-memory errors change nothing but rounding.
+
+    Several GPUs: torchrun --nproc-per-node 4 -m micronorm train RECIPE. Ctrl-C and SIGTERM finish the step, save and
+    say how to go on.
+
+    Exit code 0: trained as far as asked. 1: the run failed. 2: a name or an option is wrong. 130, 143: interrupted.
+    """
+    try:
+        found = find(recipe)
+        variation = Variation(step_batch=step_batch, epochs=epochs, lr=lr, dtype=dtype, seed=seed, size=size)
+        if dtype is not None and dtype not in DTYPES:
+            raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        execution = Execution(
+            micro_batch=_micro_batch(micro_batch),
+            device=None if device is None else torch.device(device),
+            channels_last=channels_last,
+            compile=compiled,
+            cuda_graph=cuda_graph,
+            parallel=parallel,  # type: ignore[arg-type]
+            steps=steps,
+            save_steps=save_every,
+        )
+    except (ValueError, RuntimeError) as fault:  # torch.device raises the second
+        raise _misused(fault) from None
+    folder = out or Path("runs") / f"{found.name.replace('/', '-')}-{seed or 0}"
+    console = Console(highlight=False)
+    try:
+        outcome = run_recipe(
+            found,
+            out=folder,
+            variation=variation,
+            execution=execution,
+            data=data,
+            download=download,
+            workers=workers,
+            resume=resume,
+            listener=TrainingProgress(console),
+            command=shlex.join(["micronorm", *sys.argv[1:]]),
+        )
+    except (ValueError, TypeError, FileNotFoundError, FileExistsError) as fault:
+        raise _misused(fault) from None
+    except MemoryError as fault:
+        typer.echo(f"micronorm train: {fault}", err=True)
+        raise typer.Exit(FAILED) from None
+    if outcome.first:
+        _print_outcome(console, outcome, folder, found)
+    if outcome.signal is not None:
+        raise typer.Exit(128 + outcome.signal)
+
+
+def _micro_batch(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"--micro-batch must be auto or a number of samples from 1 on, got {text!r}")
+    return int(text)
+
+
+def _misused(fault: Exception) -> typer.Exit:
+    typer.echo(f"micronorm train: {' '.join(str(fault).split())}", err=True)
+    return typer.Exit(MISUSE)
+
+
+def _print_outcome(console: Console, outcome: Outcome, folder: Path, recipe: Recipe) -> None:
+    figures = ", ".join(f"{name} {value:.4g}" for name, value in outcome.figures.items())
+    say = console.print if console.is_terminal else typer.echo
+    say(f"{outcome.steps} steps; {figures or 'not evaluated'}")
+    say(f"state {outcome.digest[:16]}; {folder / 'model.safetensors'}")
+    if not outcome.finished:
+        say(f"to go on: micronorm train {recipe.name} --out {folder} --resume")

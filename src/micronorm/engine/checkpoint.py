@@ -1,0 +1,110 @@
+"""Checkpoints that a kill cannot spoil, and that say so when something else has.
+
+A checkpoint is one file, `step-00000120.3fa9c1d2e4b58677.pt`: the step it was made after, and the first 16 digits of
+the SHA-256 of its bytes. It is written beside its place and renamed into it, so a file of that name is complete; its
+digest is compared before anything is read from it. The one before it is kept. Files are read with `weights_only=True`:
+nothing in them is executed.
+"""
+
+import hashlib
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from micronorm.records import write_atomically
+
+FORMAT = "micronorm checkpoint"
+VERSION = 1
+KEPT = 2
+_NAME = re.compile(r"step-(\d+)\.([0-9a-f]{16})\.pt")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used; the message says what is wrong and what else there is."""
+
+
+def save(folder: Path, step: int, state: dict[str, Any]) -> Path:
+    """Write a checkpoint of `state` and drop all but the newest two. Returns its path."""
+    buffer = io.BytesIO()
+    torch.save({"format": FORMAT, "version": VERSION, "step": step, **state}, buffer)
+    content = buffer.getvalue()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"step-{step:08d}.{hashlib.sha256(content).hexdigest()[:16]}.pt"
+    write_atomically(path, content)
+    for old in checkpoints(folder)[KEPT:]:
+        old.unlink(missing_ok=True)
+    return path
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints of a folder, newest first."""
+    found = [path for path in folder.glob("step-*.pt") if _NAME.fullmatch(path.name)] if folder.is_dir() else []
+    return sorted(found, key=lambda path: (path.name, path.stat().st_mtime), reverse=True)
+
+
+def load(path: Path, *, map_location: torch.device | str = "cpu") -> dict[str, Any]:
+    """The state in a checkpoint, after its digest was found right.
+
+    Raises:
+        CheckpointError: a file that is truncated, damaged, or not one of these; names the checkpoint before it.
+    """
+    name = _NAME.fullmatch(path.name)
+    if name is None:
+        raise CheckpointError(f"{path} is not a checkpoint of micronorm: their names are step-NUMBER.DIGEST.pt")
+    content = path.read_bytes()
+    if hashlib.sha256(content).hexdigest()[:16] != name[2]:
+        raise CheckpointError(
+            f"{path} is damaged: its {len(content):,} bytes do not have the digest in its name{_offer(path)}"
+        )
+    try:
+        state = torch.load(io.BytesIO(content), map_location=map_location, weights_only=True)
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}){_offer(path)}") from error
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise CheckpointError(f"{path} holds no checkpoint of micronorm{_offer(path)}")
+    if state["version"] != VERSION:
+        raise CheckpointError(f"{path} has format {state['version']}, this version of micronorm reads {VERSION}")
+    return state
+
+
+def _offer(path: Path) -> str:
+    others = [other for other in checkpoints(path.parent) if other != path]
+    if not others:
+        return "; there is no other checkpoint beside it, the run must be started again"
+    return f"; delete it to resume from the one before it, {others[0].name}"
+
+
+def digest(state: Any) -> str:
+    """SHA-256 over the raw bytes of every tensor and value of a nested state, by their paths.
+
+    Example:
+        >>> digest({"a": torch.ones(2)}) == digest({"a": torch.ones(2)})
+        True
+        >>> digest({"a": torch.ones(2)}) == digest({"a": torch.ones(2, dtype=torch.float64)})
+        False
+    """
+    total = hashlib.sha256()
+    for path, value in _leaves(state, ""):
+        total.update(path.encode() + b"\0")
+        if isinstance(value, Tensor):
+            total.update(f"{value.dtype} {tuple(value.shape)}".encode() + b"\0")
+            total.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        else:
+            total.update(f"{type(value).__name__} {value!r}".encode() + b"\0")
+    return total.hexdigest()
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key in sorted(value, key=str):
+            yield from _leaves(value[key], f"{path}/{key}")
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from _leaves(item, f"{path}/{i}")
+    else:
+        yield path, value

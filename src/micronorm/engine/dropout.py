@@ -1,0 +1,82 @@
+"""Make a model's dropout a function of its samples."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from micronorm.nn.keyed_dropout import KeyedDropout, KeyedDropPath
+from micronorm.surgery import adopt_hooks, names_of, replace
+
+_DIMS: Mapping[type[nn.Module], int] = {nn.Dropout: 0, nn.Dropout1d: 1, nn.Dropout2d: 2, nn.Dropout3d: 3}
+_ALWAYS_RANDOM = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+
+
+def key_dropout(model: nn.Module) -> list[str]:
+    """Replace the model's dropout and drop-path by layers with masks from keys; the rest is named.
+
+    Replaced are nn.Dropout, nn.Dropout1d/2d/3d, timm's DropPath and torchvision's StochasticDepth(mode="row"), with
+    their rate, hooks and mode. Layers with rate 0 stay as they are. State-dict keys do not change, nor does the
+    distribution of the masks. `micronorm.nn.keyed_dropout.dropout_keys` then declares the keys of each micro-batch.
+
+    Args:
+        model: changed in place; not yet wrapped by DDP, FSDP or torch.compile.
+
+    Returns:
+        Names of the modules whose chance cannot be keyed: nn.AlphaDropout and FeatureAlphaDropout, nn.RReLU, fractional
+        pooling, StochasticDepth(mode="batch"), the dropout inside nn.MultiheadAttention and of recurrent layers, and
+        any module that keeps a positive number under a name with "drop" in it, since it may hand that to F.dropout.
+        Unless the list is empty, a step's independence of its cut holds in distribution only. A call of F.dropout whose
+        rate is written into the code cannot be seen; `mn.check_cuts` finds it.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.Dropout(0.0), nn.AlphaDropout(0.1))
+        >>> key_dropout(model)
+        ['3']
+        >>> model[1], model[2]
+        (KeyedDropout(p=0.1, inplace=False, dims=0, stream=0), Dropout(p=0.0, inplace=False))
+    """
+    names = names_of(model)
+    stream = 1 + max((m.stream for m in names if isinstance(m, KeyedDropout | KeyedDropPath)), default=-1)
+    replacements: dict[nn.Module, nn.Module] = {}
+    left = []
+    for module, (name, *_) in names.items():
+        if isinstance(module, KeyedDropout | KeyedDropPath):
+            continue
+        build = _keyed(module) if module is not model else None
+        if build is not None:
+            new = build(stream + len(replacements)).train(module.training)
+            adopt_hooks(new, module)
+            replacements[module] = new
+        elif _is_random(module):
+            left.append(name or type(module).__name__)
+    replace(model, replacements)
+    return left
+
+
+def _keyed(module: Any) -> Callable[[int], nn.Module] | None:
+    """What makes the keyed layer in place of `module` for a given stream; None if there is none, or the rate is 0."""
+    kind: type[nn.Module] = type(module)
+    if kind in _DIMS and module.p:  # exactly these: a subclass may do anything
+        return lambda stream: KeyedDropout(module.p, _DIMS[kind], module.inplace, stream=stream)
+    if _comes_from(kind, "timm", "DropPath") and module.drop_prob:
+        return lambda stream: KeyedDropPath(module.drop_prob, module.scale_by_keep, stream=stream)
+    if _comes_from(kind, "torchvision", "StochasticDepth") and module.p and module.mode == "row":
+        return lambda stream: KeyedDropPath(module.p, stream=stream)
+    return None
+
+
+def _comes_from(kind: type[nn.Module], package: str, name: str) -> bool:
+    # by name, so that neither library need be installed or imported
+    return kind.__name__ == name and kind.__module__.partition(".")[0] == package
+
+
+def _is_random(module: Any) -> bool:
+    if isinstance(module, _ALWAYS_RANDOM):
+        return True
+    if isinstance(module, _DropoutNd) or _comes_from(type(module), "torchvision", "StochasticDepth"):
+        return bool(module.p)
+    if isinstance(module, nn.RNNBase) and module.num_layers == 1:  # it drops between layers
+        return False
+    return any(isinstance(value, float) and value > 0 for name, value in vars(module).items() if "drop" in name.lower())

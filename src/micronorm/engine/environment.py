@@ -1,0 +1,105 @@
+"""What a run ran on: for its record. Nothing here names a user, a machine or a folder."""
+
+import os
+import platform
+import re
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_CPUINFO = Path("/proc/cpuinfo")
+_DRIVER = Path("/proc/driver/nvidia/version")
+_SOURCE = Path(__file__).parents[2]  # `src`, in a checkout
+
+
+def environment() -> dict[str, Any]:
+    """Versions, processor, GPUs, source revision and date, as a record keeps them. What cannot be known is None.
+
+    Without a GPU nothing initializes CUDA. With one this does, as training on it would.
+
+    Example:
+        >>> found = environment()
+        >>> list(found)
+        ['date', 'micronorm', 'revision', 'python', 'torch', 'platform', 'cpu', 'gpu']
+        >>> list(found["cpu"])
+        ['model', 'cores', 'threads', 'torch_threads']
+    """
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        # Looked up rather than imported: the engine stands below the package's public names.
+        "micronorm": getattr(sys.modules[__name__.partition(".")[0]], "__version__", None),
+        "revision": revision(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": _platform(),
+        "cpu": _cpu(),
+        "gpu": _gpu(),
+    }
+
+
+def revision() -> str | None:
+    """The commit of the checkout that micronorm runs from, with "-dirty" where its `src` differs; None elsewhere."""
+    if _SOURCE.name != "src" or not (_SOURCE.parent / ".git").exists():
+        return None  # an installed package, perhaps inside somebody else's repository
+    commit = _git("rev-parse", "HEAD")
+    changes = _git("status", "--porcelain", "--", "src")
+    if not commit or changes is None:
+        return None
+    return f"{commit}-dirty" if changes else commit
+
+
+def _git(*arguments: str) -> str | None:
+    # A git hook's GIT_DIR would speak of another repository.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    command = ["git", "--no-optional-locks", "-C", str(_SOURCE.parent), *arguments]
+    try:
+        done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _platform() -> str:
+    # Without the kernel's release: whoever runs the machine often writes names of their own into it.
+    return " ".join(filter(None, (platform.system(), platform.machine(), *platform.libc_ver())))
+
+
+def _cpu() -> dict[str, Any]:
+    text = _read(_CPUINFO)
+    models = re.findall(r"^(?:model name|Model|cpu model)\s*: *(.+)$", text, re.MULTILINE)
+    # A core is a pair of these; without them (ARM, some virtual machines) the number of cores is not known.
+    cores = re.findall(r"^physical id\s*: *(\d+)$.*?^core id\s*: *(\d+)$", text, re.MULTILINE | re.DOTALL)
+    affinity = getattr(os, "sched_getaffinity", None)  # those this process may use, where the system can tell
+    return {
+        "model": models[0].strip() if models else platform.processor() or platform.machine() or None,
+        "cores": len(set(cores)) or None,
+        "threads": len(affinity(0)) if affinity else os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+    }
+
+
+def _gpu() -> dict[str, Any] | None:
+    if not torch.cuda.is_available():
+        return None
+    count = torch.cuda.device_count()
+    names = [torch.cuda.get_device_name(index) for index in range(count)]
+    driver = re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", _read(_DRIVER))
+    return {
+        "name": ", ".join(dict.fromkeys(names)),
+        "count": count,
+        "memory": torch.cuda.get_device_properties(0).total_memory,
+        "driver": driver.group() if driver else None,
+        "cuda": torch.version.cuda or torch.version.hip,
+        "cudnn": torch.backends.cudnn.version(),
+    }
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text("utf-8", "replace")
+    except OSError:
+        return ""

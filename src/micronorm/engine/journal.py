@@ -1,0 +1,161 @@
+"""What a run writes: its record, its events, its checkpoints and its weights. Rank 0 holds the pen."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from micronorm.engine import checkpoint, sharded
+from micronorm.engine.environment import environment
+from micronorm.engine.events import Events
+from micronorm.engine.parallel import Alone, Sharded
+from micronorm.engine.settings import Outcome, Settings, describe
+from micronorm.engine.state import load_rest_of_state, load_whole_state, rest_of_state, save_weights, whole_state
+from micronorm.engine.step import Step
+from micronorm.records import FACTS, Run, write_atomically
+
+CHECKPOINTS = "checkpoints"
+EVENTS = "events"
+WEIGHTS = "model.safetensors"
+SMALLER = "micro_batch"
+"""Holds the micro-batch to resume with, where a sharded run ended out of memory."""
+
+SAVE_SECONDS = 600.0
+
+T = TypeVar("T")
+
+
+class Journal:
+    """The run directory of one run, on every rank. Without a folder it keeps nothing."""
+
+    def __init__(self, folder: Path | None, step: Step, settings: Settings) -> None:
+        self.folder, self.step, self.settings = folder, step, settings
+        self.parallel = step.parallel
+        self.record: Run | None = None
+        self.events: Events | None = None
+        self.saved: Path | None = None
+        self.saved_at = time.monotonic()
+
+    # --- the record ----------------------------------------------------------------------------------------------
+
+    def begin(self, facts: Mapping[str, Any], *, resume: bool, done: int) -> None:
+        """Open the record: a new one, or the old one as it was after `done` steps."""
+        if self.folder is not None:
+            _on_rank_0(self.parallel, lambda: self._begin(facts, resume=resume, done=done))
+
+    def _begin(self, facts: Mapping[str, Any], *, resume: bool, done: int) -> None:
+        assert self.folder is not None
+        found = environment()
+        if resume and (self.folder / FACTS).exists():  # else it was killed before it had begun
+            self.record = Run.open(self.folder)
+            self.record.rewind(done)
+            again = {"step": done, "ranks": self.parallel.world, "environment": found}
+            self.record.add_facts(resumptions=[*self.record.facts.get("resumptions", []), again])
+        else:
+            known = {"recipe": "", "command": "", "revision": found["revision"], "date": found["date"]}
+            self.record = Run.create(self.folder, {**known, "environment": found, **facts})
+        self.events = Events(self.folder / EVENTS, resumed_at=done if resume else None)
+
+    def write_steps(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Append rows, one per step."""
+        if rows and self.record is not None:
+            self.record.append_steps(rows)
+        for row in rows if self.events is not None else ():
+            assert self.events is not None
+            self.events.scalars(row["step"], {"step/loss": row["loss"], "step/lr": row["lr"]})
+
+    def write_epoch(self, row: Mapping[str, Any]) -> None:
+        """Append an epoch's row."""
+        if self.record is not None:
+            self.record.append_epoch(row)
+        if self.events is not None:
+            for split in ("train", "test"):
+                self.events.scalars(row["step"], {f"{split}/{name}": v for name, v in row.get(split, {}).items()})
+
+    def end(self, outcome: Outcome) -> None:
+        """Write the weights and what the run came to. Collective."""
+        if self.folder is not None:
+            save_weights(self.step, self.folder / WEIGHTS)
+        if self.record is not None:
+            kept = ("steps", "figures", "digest", "finished")
+            self.record.finish({name: getattr(outcome, name) for name in kept})
+        if self.events is not None:
+            self.events.close()
+        self.parallel.barrier()
+
+    # --- checkpoints ---------------------------------------------------------------------------------------------
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the last checkpoint is so old that this rank would like another."""
+        return self.folder is not None and time.monotonic() - self.saved_at > SAVE_SECONDS
+
+    def save(self, done: int, rest: Mapping[str, Any]) -> None:
+        """Write a checkpoint, with what the loop wants to find again in `rest`. Collective."""
+        self.saved_at = time.monotonic()
+        if self.folder is None:
+            return
+        state = rest_of_state(self.step, done=done, seed=self.settings.seed)
+        state |= {"settings": describe(self.settings), "micro_batch": self.step.micro_batch.size, **rest}
+        if isinstance(self.parallel, Sharded):
+            self.saved = sharded.save(self.folder / CHECKPOINTS, done, self.step, state)
+        else:
+            folder, whole = self.folder / CHECKPOINTS, whole_state(self.step)
+            self.saved = _on_rank_0(self.parallel, lambda: checkpoint.save(folder, done, whole | state))
+
+    def load_newest(self) -> dict[str, Any] | None:
+        """Put the newest checkpoint back; what `save` was given as `rest`, with "step". None where there is none.
+
+        Nothing is changed before the checkpoint was found whole and its settings were found to be these.
+        """
+        path = None if self.folder is None else newest(self.folder / CHECKPOINTS)
+        if path is None:
+            return None
+        state = sharded.load_rest(path) if path.is_dir() else checkpoint.load(path)
+        self._check_settings(path, state["settings"])
+        if path.is_dir():
+            sharded.load(path, self.step)
+        else:
+            load_whole_state(self.step, state)
+        self.saved = path
+        return {**state, "step": load_rest_of_state(self.step, state)}
+
+    def _check_settings(self, path: Path, theirs: Mapping[str, Any]) -> None:
+        mine = describe(self.settings)
+        changes = [f"{key} was {theirs[key]} and is {mine.get(key)}" for key in theirs if mine.get(key) != theirs[key]]
+        if changes:
+            raise ValueError(
+                f"{path.name} belongs to a run with other settings: {', '.join(changes)}; use those, or another --out"
+            )
+
+    # --- memory --------------------------------------------------------------------------------------------------
+
+    def remember_size(self, size: int) -> None:
+        """Note the micro-batch to resume with; any rank may be the one that has to."""
+        if self.folder is not None:
+            write_atomically(self.folder / SMALLER, str(size).encode())
+
+    def remembered_size(self) -> int | None:
+        """What `remember_size` noted."""
+        file = None if self.folder is None else self.folder / SMALLER
+        return int(file.read_text()) if file is not None and file.exists() else None
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest checkpoint of a folder, of either kind."""
+    found = [*checkpoint.checkpoints(folder), *sharded.checkpoints(folder)]
+    return max(found, key=lambda path: path.name.split(".")[0], default=None)
+
+
+def _on_rank_0(parallel: Alone, act: Callable[[], T]) -> T:
+    """What `act` gives on rank 0, on every rank; or its error, on every rank: none may wait for one that is gone."""
+    value, error = None, None
+    if parallel.rank == 0:
+        try:
+            value = act()
+        except Exception as caught:
+            error = caught
+    told, error = parallel.broadcast((value if isinstance(value, Path) else None, error))
+    if error is not None:
+        raise error
+    return told if parallel.rank else value  # type: ignore[return-value]

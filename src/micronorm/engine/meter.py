@@ -1,0 +1,70 @@
+"""What each step came to, read from the device now and then and all at once: a read waits for the GPU."""
+
+import time
+from typing import Any
+
+import torch
+
+from micronorm.engine.step import StepResult
+from micronorm.engine.task import Task
+
+AT_MOST = 50
+SECONDS = 1.0
+
+
+class Meter:
+    """Collects the results of steps and turns them into rows of the record."""
+
+    def __init__(self, task: Task, device: torch.device) -> None:
+        self.task, self.device = task, device
+        self._pending: list[tuple[dict[str, Any], StepResult]] = []
+        self._epoch: dict[str, float] = {}
+        self._flushed = time.perf_counter()
+
+    def add(self, row: dict[str, Any], result: StepResult) -> list[dict[str, Any]]:
+        """Take one step's result; the rows that are complete, if it is time to read them."""
+        self._pending.append((row, result))
+        late = time.perf_counter() - self._flushed > SECONDS
+        cheap = self.device.type == "cpu"
+        return self.flush() if cheap or late or len(self._pending) >= AT_MOST else []
+
+    def flush(self) -> list[dict[str, Any]]:
+        """The rows of all steps taken so far that were not given out."""
+        if not self._pending:
+            return []
+        sums = torch.stack([result.sums for _, result in self._pending]).tolist()
+        now = time.perf_counter()
+        seconds = (now - self._flushed) / len(self._pending)
+        rows = []
+        for (row, result), values in zip(self._pending, sums, strict=True):
+            named = dict(zip(result.names, values, strict=True))
+            for name, value in named.items():
+                self._epoch[name] = self._epoch.get(name, 0.0) + value
+            row |= {"seconds": seconds, "micro_batch": result.micro_batch, "memory": self._memory()}
+            rows.append(row | self.task.figures(named))
+        self._pending.clear()
+        self._flushed = now
+        return rows
+
+    def restart(self) -> None:
+        """Do not count the time since the last reading: it went into something other than steps."""
+        self._flushed = time.perf_counter()
+
+    def epoch_figures(self) -> dict[str, float]:
+        """The figures over all samples of the epoch so far, as training saw them."""
+        return self.task.figures(self._epoch) if self._epoch else {}
+
+    def end_epoch(self) -> None:
+        """Begin a new epoch's sums."""
+        self._epoch = {}
+
+    def state_dict(self) -> dict[str, float]:
+        """The sums of the epoch so far."""
+        return dict(self._epoch)
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Put back what `state_dict` gave."""
+        self._epoch = dict(state)
+
+    def _memory(self) -> int | None:
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None

@@ -1,0 +1,106 @@
+"""What a run must keep to go on: model, optimizer, loss scale, statistics, random states, and its place.
+
+Parameters are known by name here, not by their number in the optimizer: so a run may go on with its model replicated
+where it was sharded before, or the other way round, on any number of ranks. Learning rates and the like are not part of
+it: the settings say them.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from micronorm.engine.parallel import Sharded
+from micronorm.engine.savepoint import RandomState
+from micronorm.engine.step import Step
+
+_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def whole_state(step: Step) -> dict[str, Any]:
+    """Model and optimizer with every tensor whole. Collective where the model is sharded; rank 0 gets it."""
+    if isinstance(step.parallel, Sharded):
+        return {
+            "model": get_model_state_dict(step.model, options=_WHOLE),
+            "optimizer": get_optimizer_state_dict(step.model, step.optimizer, options=_WHOLE).get("state", {}),
+        }
+    return {"model": step.model.state_dict(), "optimizer": _by_name(step.model, step.optimizer.state_dict())}
+
+
+def load_whole_state(step: Step, state: dict[str, Any]) -> None:
+    """Put back what `whole_state` gave, on every rank, however the model is shared out now."""
+    if isinstance(step.parallel, Sharded):
+        options = StateDictOptions(full_state_dict=True)
+        # The optimizer first: torch takes a step with a learning rate of zero to make its state.
+        groups = get_optimizer_state_dict(step.model, step.optimizer)["param_groups"]  # on every rank
+        optimizer: Any = {"state": state["optimizer"], "param_groups": groups}
+        set_optimizer_state_dict(step.model, step.optimizer, optimizer, options=options)
+        set_model_state_dict(step.model, state["model"], options=options)
+    else:
+        groups = step.optimizer.state_dict()["param_groups"]
+        step.optimizer.load_state_dict({"state": _by_number(step.model, state["optimizer"]), "param_groups": groups})
+        step.model.load_state_dict(state["model"])
+
+
+def rest_of_state(step: Step, *, done: int, seed: int) -> dict[str, Any]:
+    """Everything but model and optimizer. Collective: it holds every rank's random states."""
+    return {
+        "position": {"step": done, "seed": seed},
+        "scaler": step.scaler.state_dict(),
+        "windows": step.transaction.state_dict(),
+        "random": step.parallel.gather(RandomState.get(step.device)),
+    }
+
+
+def load_rest_of_state(step: Step, state: dict[str, Any]) -> int:
+    """Put back what `rest_of_state` gave; the number of steps done."""
+    step.scaler.load_state_dict(state["scaler"])
+    step.transaction.load_state_dict(state["windows"])
+    # Ranks that were not there before go on with the last one's: all that training draws is keyed by sample, and where
+    # a model's randomness could not be, the run has said so.
+    RandomState.set(state["random"][min(step.parallel.rank, len(state["random"]) - 1)], step.device)
+    return state["position"]["step"]
+
+
+def save_weights(step: Step, path: Path) -> None:
+    """Write the model as safetensors, atomically. Collective; tensors that share memory are written once."""
+    import safetensors.torch
+
+    if isinstance(step.parallel, Sharded):
+        tensors: Any = get_model_state_dict(step.model, options=_WHOLE)
+        save = lambda target: safetensors.torch.save_file(tensors, target)  # noqa: E731
+    else:
+        save = lambda target: safetensors.torch.save_model(step.model, target)  # noqa: E731
+    if step.parallel.rank == 0:
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        save(str(temporary))
+        os.replace(temporary, path)
+
+
+def _names(model: nn.Module) -> list[str]:
+    """The parameters' names in the order `model.parameters()` gives them to an optimizer."""
+    return [name for name, _ in model.named_parameters()]
+
+
+def _by_name(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    names = _names(model)
+    return {names[i]: values for i, values in state["state"].items()}
+
+
+def _by_number(model: nn.Module, state: dict[str, Any]) -> dict[int, Any]:
+    numbers = {name: i for i, name in enumerate(_names(model))}
+    unknown = [name for name in state if name not in numbers]
+    if unknown:
+        raise ValueError(
+            f"the checkpoint's optimizer holds {len(unknown)} parameters the model lacks, at first {unknown[0]!r}; "
+            "build the model the checkpoint was made with"
+        )
+    return {numbers[name]: values for name, values in state.items()}

@@ -1,0 +1,151 @@
+"""The networks of the recipes, as plain torch layers: nn.Conv2d and nn.BatchNorm2d, which conversion then replaces.
+
+The CIFAR networks and that of the digits are here. Those for ImageNet are torchvision's, which is imported only when
+one of them is built.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def _conv(inputs: int, outputs: int, kernel: int, *, stride: int = 1) -> nn.Conv2d:
+    # no bias: the norm after it has one of its own
+    return nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=False)
+
+
+class BasicBlock(nn.Module):
+    """relu(norm(conv(relu(norm(conv(x))))) + shortcut(x)); the first convolution and the shortcut take the stride.
+
+    Where the shape changes the shortcut is a projection, a 1×1 convolution and its norm (option B of He et al.; their
+    own CIFAR networks had the parameter-free option A). The authors' CIFAR code projects, so this does.
+    """
+
+    def __init__(self, inputs: int, outputs: int, *, stride: int) -> None:
+        super().__init__()
+        self.conv1 = _conv(inputs, outputs, 3, stride=stride)
+        self.norm1 = nn.BatchNorm2d(outputs)
+        self.conv2 = _conv(outputs, outputs, 3)
+        self.norm2 = nn.BatchNorm2d(outputs)
+        self.shortcut = (
+            nn.Identity()
+            if inputs == outputs and stride == 1
+            else nn.Sequential(_conv(inputs, outputs, 1, stride=stride), nn.BatchNorm2d(outputs))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """N×inputs×H×W to N×outputs×H/stride×W/stride."""
+        y = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
+
+
+class SmallImageResNet(nn.Module):
+    """A residual network for small images: a 3×3 stem without pooling, stages of basic blocks, one classifier.
+
+    Every stage but the first halves height and width. Convolutions start from Kaiming's normal distribution over the
+    fan-out, norms from weight 1 and bias 0.
+
+    Args:
+        widths: channels of each stage; the stem has those of the first.
+        blocks: blocks of each stage.
+        classes: outputs of the classifier.
+        inputs: channels of the images.
+
+    Example:
+        >>> import torch
+        >>> SmallImageResNet(widths=(16, 32, 64), blocks=(3, 3, 3), classes=10)(torch.randn(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
+    """
+
+    def __init__(self, *, widths: Sequence[int], blocks: Sequence[int], classes: int, inputs: int = 3) -> None:
+        super().__init__()
+        self.conv = _conv(inputs, widths[0], 3)
+        self.norm = nn.BatchNorm2d(widths[0])
+        stages = []
+        before = widths[0]
+        for stage, (width, count) in enumerate(zip(widths, blocks, strict=True)):
+            strides = [1 if stage == 0 else 2] + [1] * (count - 1)
+            sizes = [before] + [width] * (count - 1)
+            stages.append(nn.Sequential(*(BasicBlock(i, width, stride=s) for i, s in zip(sizes, strides, strict=True))))
+            before = width
+        self.stages = nn.Sequential(*stages)
+        self.classifier = nn.Linear(before, classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """N×inputs×H×W images to N×classes."""
+        y = self.stages(F.relu(self.norm(self.conv(x))))
+        return self.classifier(y.mean((2, 3)))
+
+
+def _cifar(depth: int, *, classes: int) -> nn.Module:
+    """The 6n + 2 layers of He et al. for CIFAR: three stages of n basic blocks."""
+    count, rest = divmod(depth - 2, 6)
+    assert rest == 0, depth
+    return SmallImageResNet(widths=(16, 32, 64), blocks=(count,) * 3, classes=classes)
+
+
+def _cifar_resnet18(*, classes: int) -> nn.Module:
+    """ResNet-18 as it is commonly used for CIFAR: ImageNet's widths and depths behind the 3×3 stem."""
+    return SmallImageResNet(widths=(64, 128, 256, 512), blocks=(2, 2, 2, 2), classes=classes)
+
+
+def _digits(*, classes: int) -> nn.Module:
+    """One block per stage, for N×1×8×8 images."""
+    return SmallImageResNet(widths=(16, 32, 64), blocks=(1, 1, 1), classes=classes, inputs=1)
+
+
+def _torchvision(blocks: Sequence[int], *, classes: int, groups: int = 1, width_per_group: int = 64) -> nn.Module:
+    """torchvision's bottleneck ResNet, the last norm of each residual block starting at weight 0.
+
+    The paper does not say how its networks start; the authors' code zeroes that norm. Built from the class because
+    torchvision has no builder for ResNeXt-101 32×4d.
+    """
+    try:
+        resnet: Any = importlib.import_module("torchvision.models.resnet")
+    except ImportError as error:
+        raise ImportError("ImageNet networks are torchvision's, which is not installed: pip install torchvision") from (
+            error
+        )
+    return resnet.ResNet(
+        resnet.Bottleneck,
+        list(blocks),
+        num_classes=classes,
+        zero_init_residual=True,
+        groups=groups,
+        width_per_group=width_per_group,
+    )
+
+
+_RESNEXT = {"groups": 32, "width_per_group": 4}
+
+NETWORKS: Mapping[str, Callable[..., nn.Module]] = {
+    "digits": _digits,
+    "cifar-resnet20": partial(_cifar, 20),
+    "cifar-resnet56": partial(_cifar, 56),
+    "cifar-resnet110": partial(_cifar, 110),
+    "cifar-resnet18": _cifar_resnet18,
+    "resnet50": partial(_torchvision, (3, 4, 6, 3)),
+    "resnet101": partial(_torchvision, (3, 4, 23, 3)),
+    "resnext50-32x4d": partial(_torchvision, (3, 4, 6, 3), **_RESNEXT),
+    "resnext101-32x4d": partial(_torchvision, (3, 4, 23, 3), **_RESNEXT),
+}
+"""By the name a recipe uses; each takes classes=."""
+
+
+def build_network(name: str, *, classes: int) -> nn.Module:
+    """The plain network of that name, its weights drawn from torch's global generator.
+
+    Example:
+        >>> sum(p.numel() for p in build_network("cifar-resnet20", classes=10).parameters())
+        272474
+    """
+    if name not in NETWORKS:
+        raise ValueError(f"no network {name!r}; there are {', '.join(NETWORKS)}")
+    return NETWORKS[name](classes=classes)

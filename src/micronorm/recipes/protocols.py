@@ -1,0 +1,207 @@
+"""How the paper trains: one protocol for ImageNet, one for CIFAR, each as a function that makes a recipe."""
+
+from collections.abc import Mapping
+
+from micronorm.engine.optimization import SGD, Milestones
+from micronorm.engine.settings import Settings
+from micronorm.nn import BCN, BN, SN, WS
+from micronorm.nn.spec import NormSpec, WeightSpec
+from micronorm.recipes.recipe import DATA, Recipe
+
+Figures = Mapping[str, float]
+
+TITLES = {
+    "digits": "small ResNet",
+    "cifar-resnet20": "ResNet-20",
+    "cifar-resnet56": "ResNet-56",
+    "cifar-resnet110": "ResNet-110",
+    "cifar-resnet18": "ResNet-18",
+    "resnet50": "ResNet-50",
+    "resnet101": "ResNet-101",
+    "resnext50-32x4d": "ResNeXt-50 32×4d",
+    "resnext101-32x4d": "ResNeXt-101 32×4d",
+}
+
+OPTIMIZER = SGD(lr=0.1, momentum=0.9, weight_decay=1e-4)
+
+STEP = (
+    'ours: BCN with statistics="step", whose estimates move once per optimizer step. The paper has no figure for it; '
+    'its own micro-batch algorithm is statistics="sequential"'
+)
+_IMAGENET_NETWORK = (
+    "ours, the paper being silent: torchvision's network (stride in the 3×3 convolutions), Kaiming normal weights over "
+    "the fan-out, the last norm of each residual block starting at zero (as in the authors' code; for BCN through the "
+    "group affine), random resized crop and flip; tested on the central 224×224"
+)
+_MICRO_IMAGENET = (
+    "{step} images per step: the paper's {iterations} iterations of one image per GPU on 4 GPUs, as many as it takes "
+    "for BN's number of updates"
+)
+_CIFAR = (
+    "from the authors' code, the paper being silent: 164 epochs, ×0.1 after 81 and 122, lr 0.1, momentum 0.9, weight "
+    "decay 1e-4, crop after padding by 4 and flip; projection in the shortcuts that change shape"
+)
+_MICRO_CIFAR = "ours, the paper being silent: gradients are averaged over 128 images, as many as a large batch has"
+
+# Epochs and images per step. ResNet-101 has half the images because more did not fit into the authors' memory.
+_IMAGENET_LENGTH = {
+    "resnet50": (90, 256),
+    "resnet101": (100, 128),
+    "resnext50-32x4d": (100, 128),
+    "resnext101-32x4d": (100, 128),
+}
+GPUS = 4
+
+
+def method(norm: NormSpec | None, weight: WeightSpec | None) -> str:
+    """The method in the paper's words: "GN+WS"."""
+    name = type(norm).__name__ if norm is not None else "BN"
+    if weight is None:
+        return name
+    if isinstance(weight, WS) and not (weight.center and weight.scale):
+        return f"{name}+WS, {'mean' if weight.center else 'scale'} only"
+    return f"{name}+{type(weight).__name__}"
+
+
+def shared_samples(norm: NormSpec | None, batch: int) -> tuple[int, int | None]:
+    """`unit` and `largest` of the settings for a norm over `batch` images.
+
+    Norms of one image may be cut anywhere. Those that take a forward's whole batch need `batch` images in each; those
+    that treat it as successive micro-batches need whole ones.
+
+    Example:
+        >>> shared_samples(BN(), 128), shared_samples(BN(micro_batch=64), 64), shared_samples(BCN(), 1)
+        ((128, 128), (64, None), (1, None))
+    """
+    if norm is None or (isinstance(norm, BN | SN) and norm.micro_batch is None):
+        return batch, batch
+    if isinstance(norm, BCN) and norm.statistics == "batch":
+        return batch, batch
+    own = 1
+    if isinstance(norm, BN | SN):
+        own = norm.micro_batch or 1
+    elif isinstance(norm, BCN) and norm.statistics == "sequential":
+        own = norm.micro_batch
+    if own != batch:
+        raise ValueError(f"{norm} treats a batch as micro-batches of {own}, not of {batch}")
+    return own, None
+
+
+def _title(network: str, data: str, norm: NormSpec | None, weight: WeightSpec | None, batch: int) -> str:
+    estimates = ""
+    if isinstance(norm, BCN):
+        estimates = {"batch": "", "sequential": ", Algorithm 1", "step": ", estimates by step"}[norm.statistics]
+    images = "one image" if batch == 1 else f"{batch} images"
+    return f"{TITLES[network]}, {DATA[data].title}: {method(norm, weight)} of {images}{estimates}"
+
+
+def make(
+    name: str,
+    network: str,
+    data: str,
+    norm: NormSpec | None,
+    weight: WeightSpec | None,
+    *,
+    batch: int,
+    settings: Settings,
+    paper: Figures | None = None,
+    notes: tuple[str, ...] = (),
+    unavailable: str | None = None,
+    title: str | None = None,
+) -> Recipe:
+    """The recipe "table/row" of a norm over `batch` images; title and classes follow from the rest.
+
+    `settings` must have the `unit` and `largest` that `shared_samples` gives.
+    """
+    table, _, row = name.partition("/")
+    return Recipe(
+        table=table,
+        row=row,
+        title=title or _title(network, data, norm, weight, batch),
+        network=network,
+        classes=DATA[data].classes,
+        norm=norm,
+        weight=weight,
+        data=data,
+        settings=settings,
+        micro_batch=batch,
+        paper=paper,
+        notes=notes,
+        unavailable=unavailable,
+    )
+
+
+def imagenet(
+    name: str,
+    network: str,
+    norm: NormSpec,
+    weight: WeightSpec | None,
+    paper: Figures | None,
+    *,
+    batch: int = 1,
+    notes: tuple[str, ...] = (),
+) -> Recipe:
+    """SGD at 0.1, ×0.1 after every 30 epochs; samples per step and epochs by network."""
+    epochs, step_batch = _IMAGENET_LENGTH[network]
+    unit, largest = shared_samples(norm, batch)
+    settings = Settings(
+        epochs=epochs,
+        step_batch=step_batch,
+        optimizer=OPTIMIZER,
+        schedule=Milestones(tuple(range(30, epochs, 30))),
+        unit=unit,
+        largest=largest,
+    )
+    general = [_IMAGENET_NETWORK]
+    if batch == 1:
+        general.append(_MICRO_IMAGENET.format(step=step_batch, iterations=step_batch // GPUS))
+    return make(
+        name,
+        network,
+        "imagenet",
+        norm,
+        weight,
+        batch=batch,
+        settings=settings,
+        paper=paper,
+        notes=(*notes, *general),
+    )
+
+
+def cifar(
+    name: str,
+    network: str,
+    data: str,
+    norm: NormSpec | None,
+    weight: WeightSpec | None,
+    paper: Figures | None,
+    *,
+    batch: int,
+    notes: tuple[str, ...] = (),
+    unavailable: str | None = None,
+    title: str | None = None,
+) -> Recipe:
+    """128 samples per step for 164 epochs, SGD at 0.1, ×0.1 after 81 and 122 of them."""
+    unit, largest = (1, None) if unavailable else shared_samples(norm, batch)
+    settings = Settings(
+        epochs=164,
+        step_batch=128,
+        optimizer=OPTIMIZER,
+        schedule=Milestones((81, 122)),
+        unit=unit,
+        largest=largest,
+    )
+    general = (_CIFAR,) if batch == settings.step_batch else (_CIFAR, _MICRO_CIFAR)
+    return make(
+        name,
+        network,
+        data,
+        norm,
+        weight,
+        batch=batch,
+        settings=settings,
+        paper=paper,
+        notes=(*notes, *general),
+        unavailable=unavailable,
+        title=title,
+    )

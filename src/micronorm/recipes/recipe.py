@@ -1,0 +1,162 @@
+"""A recipe: everything that decides the result of a training run, with the paper's figure beside it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from micronorm.convert import convert
+from micronorm.engine.settings import Settings
+from micronorm.nn import BN
+from micronorm.nn.spec import NormSpec, WeightSpec
+from micronorm.recipes.networks import NETWORKS, build_network
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """What a record's data must be for the run to count: so many samples of so many classes."""
+
+    title: str
+    train: int
+    test: int
+    classes: int
+    shape: tuple[int, int, int]
+    """Channels, height and width of what the network is given."""
+
+
+DATA: Mapping[str, DataFacts] = {
+    "digits": DataFacts("scikit-learn's digits", train=1297, test=500, classes=10, shape=(1, 8, 8)),
+    "cifar10": DataFacts("CIFAR-10", train=50_000, test=10_000, classes=10, shape=(3, 32, 32)),
+    "cifar100": DataFacts("CIFAR-100", train=50_000, test=10_000, classes=100, shape=(3, 32, 32)),
+    "imagenet": DataFacts("ImageNet", train=1_281_167, test=50_000, classes=1000, shape=(3, 224, 224)),
+}
+"""By the name a recipe uses. Counts are those of the official releases, training and validation for ImageNet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One row of a table: a network, a normalization, data and settings.
+
+    Args:
+        table: the table's name, the paper's label without `tab:`, or one of ours.
+        row: its name in the table.
+        title: the row for people.
+        paper: the paper's figures for it, errors in %; None where the paper has none.
+        network: its key in `networks.NETWORKS`.
+        classes: outputs of the classifier.
+        norm: what every norm becomes; None leaves the network's own BatchNorm.
+        weight: what every convolution before a norm becomes; None leaves it plain.
+        data: its key in `DATA`.
+        settings: optimizer, schedule, samples per step, and which samples share a forward.
+        micro_batch: images per forward as the row is meant, the paper's batch size per GPU. A hint: how many are
+            computed at once follows from the settings' `unit` and `largest`.
+        notes: what the paper leaves open here and what was chosen, a sentence each.
+        unavailable: why the row cannot be run; None where it can.
+    """
+
+    table: str
+    row: str
+    title: str
+    network: str
+    classes: int
+    norm: NormSpec | None
+    weight: WeightSpec | None
+    data: str
+    settings: Settings
+    micro_batch: int
+    paper: Mapping[str, float] | None = None
+    notes: tuple[str, ...] = ()
+    unavailable: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("network", self.network, NETWORKS), ("data", self.data, DATA)):
+            if value not in known:
+                raise ValueError(f"{self.name}: no {name} {value!r}; there are {', '.join(known)}")
+
+    @property
+    def name(self) -> str:
+        """Table and row: "cifar1/c10-bn"."""
+        return f"{self.table}/{self.row}"
+
+    def build(self, seed: int) -> nn.Module:
+        """The network, converted, on the CPU. Recipes that differ in the method alone start from the same weights.
+
+        torch's random state is left as it was. ValueError for a row that is `unavailable`.
+
+        Example:
+            >>> from micronorm import recipes
+            >>> bcn, gn = (recipes.find(f"digits/{row}").build(seed=0) for row in ("bcn-ws", "gn"))
+            >>> torch.equal(bcn.conv.weight, gn.conv.weight)
+            True
+        """
+        if self.unavailable is not None:
+            raise ValueError(f"{self.name} cannot be built: {self.unavailable}")
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.random.default_generator.manual_seed(seed)  # not torch.manual_seed, which seeds every GPU too
+            network = build_network(self.network, classes=self.classes)
+        return self.equip(network)
+
+    def equip(self, network: nn.Module) -> nn.Module:
+        """A plain network with the recipe's norms and weights, converted in place.
+
+        Example:
+            >>> from micronorm import recipes
+            >>> recipes.find("digits/gn").equip(nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16)))[1]
+            GroupNorm(4, 16, eps=1e-05, affine=True)
+        """
+        if self.norm in (None, BN()) and self.weight is None:  # it is what it should be, which `convert` refuses
+            return network
+        return convert(network, self.norm, self.weight)
+
+    def definition(self) -> dict[str, Any]:
+        """All that decides the result, in JSON's types: recipes that agree in it are the same experiment.
+
+        A record that keeps it can be told from one made before the recipe changed.
+
+        Example:
+            >>> from micronorm import recipes
+            >>> recipes.find("abl/gn").definition() == recipes.find("cwn/gn").definition()
+            True
+        """
+        settings = self.settings
+        return {
+            "network": self.network,
+            "classes": self.classes,
+            "norm": None if self.norm is None else repr(self.norm),
+            "weight": None if self.weight is None else repr(self.weight),
+            "data": self.data,
+            "epochs": settings.epochs,
+            "step_batch": settings.step_batch,
+            "optimizer": repr(settings.optimizer),
+            "schedule": repr(settings.schedule),
+            "unit": settings.unit,
+            "largest": settings.largest,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Recipes that belong together.
+
+    Args:
+        name: the paper's label without `tab:`, or one of ours.
+        title: one line.
+        rows: in the paper's order.
+        default: the row that the table's name alone stands for; None where it stands for no row.
+    """
+
+    name: str
+    title: str
+    rows: tuple[Recipe, ...]
+    default: str | None = None
+
+    def __post_init__(self) -> None:
+        names = [recipe.row for recipe in self.rows]
+        foreign = [recipe.name for recipe in self.rows if recipe.table != self.name]
+        if foreign or len(set(names)) < len(names) or self.default not in (None, *names):
+            raise ValueError(
+                f"table {self.name}: rows must be its own and named once, the default one of them; got "
+                f"{', '.join(recipe.name for recipe in self.rows)} with default {self.default!r}"
+            )

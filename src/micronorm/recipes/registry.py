@@ -1,0 +1,75 @@
+"""Every recipe by its name."""
+
+import difflib
+
+from micronorm.recipes import abl, cifar1, cifar2, cwn, digits, imagenet, imagenet_ws, ind_abl, quick, resnext
+from micronorm.recipes.recipe import Recipe, Table
+
+_TABLES = {
+    module.TABLE.name: module.TABLE
+    for module in (abl, imagenet_ws, cwn, ind_abl, resnext, imagenet, cifar1, cifar2, quick, digits)
+}
+_WITHOUT_RECIPES = ("mask", "fast", "voc", "tsm")  # tables of the paper on detection, segmentation and video
+
+
+def tables() -> dict[str, Table]:
+    """Every table by its name: the paper's in its order, then our own.
+
+    Example:
+        >>> list(tables())
+        ['abl', 'imagenet_ws', 'cwn', 'ind_abl', 'resnext', 'imagenet', 'cifar1', 'cifar2', 'quick', 'digits']
+    """
+    return dict(_TABLES)
+
+
+def find_table(name: str) -> Table:
+    """The table of that name. ValueError where there is none, with those that there are.
+
+    Example:
+        >>> find_table("cwn").rows[0].name
+        'cwn/gn'
+    """
+    if name in _TABLES:
+        return _TABLES[name]
+    known = f"there are {', '.join(_TABLES)}"
+    if name in _WITHOUT_RECIPES or name.startswith("fig:"):
+        kind = "figure" if name.startswith("fig:") else "table"
+        raise ValueError(f"{name!r} would be a {kind} of the paper, but has no recipes yet; {known}")
+    if name.removeprefix("tab:") in _TABLES:
+        raise ValueError(f"no table {name!r}; names go without tab:, write {name.removeprefix('tab:')!r}")
+    near = difflib.get_close_matches(name, _TABLES, n=3, cutoff=0.5)
+    nearest = f"near it: {', '.join(near)}; " if near else ""
+    raise ValueError(f"no table {name!r}; {nearest}{known}")
+
+
+def find(name: str) -> Recipe:
+    """The recipe "table/row"; "digits" alone is "digits/bcn-ws".
+
+    ValueError for a name that is none, with the names most like it.
+
+    Example:
+        >>> find("cifar1/c10-micro-bcn-ws").paper
+        {'top1': 6.31}
+        >>> find("cifar1/c10-bcn")
+        Traceback (most recent call last):
+        ...
+        ValueError: no recipe 'cifar1/c10-bcn'; near it: cifar1/c10-bn, ...
+    """
+    recipes = {recipe.name: recipe for table in _TABLES.values() for recipe in table.rows}
+    if name in recipes:
+        return recipes[name]
+    if name in _TABLES:
+        table = _TABLES[name]
+        if table.default is not None:
+            return recipes[f"{name}/{table.default}"]
+        rows = ", ".join(recipe.name for recipe in table.rows)
+        raise ValueError(f"{name!r} is a table, not a recipe; its recipes are {rows}")
+    table_name, slash, _ = name.partition("/")
+    if slash and table_name not in _TABLES:
+        find_table(table_name)  # which says what is wrong with it
+    near = difflib.get_close_matches(name, recipes, n=5, cutoff=0.5)
+    if near:
+        raise ValueError(f"no recipe {name!r}; near it: {', '.join(near)}")
+    of = _TABLES.get(table_name)
+    known = (recipe.name for recipe in of.rows) if of else (f"{table}/…" for table in _TABLES)
+    raise ValueError(f"no recipe {name!r}, nor one like it; there are {', '.join(known)}")
