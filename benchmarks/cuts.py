@@ -132,8 +132,8 @@ def page(rows: list[dict[str, object]]) -> str:
         f"`python benchmarks/cuts.py{''.join(f' {shlex.quote(a)}' for a in sys.argv[1:])}`. {rows[0]['provenance']}",
         f"`micronorm train digits --step-batch {STEP_BATCH} --lr {LR}`, augmentation on, on the CPU; ranks by "
         "`torch.distributed.run` over gloo. Each run is compared with the one that computes a step's 32 samples at "
-        "once on one rank. The distance is the largest difference in any tensor of the model, statistics included, divided "
-        "by the largest magnitude in that tensor.",
+        "once on one rank. The distance is the largest difference in any tensor of the model, statistics included, "
+        "divided by the largest magnitude in that tensor.",
     ]
     for dtype in ("float64", "float32"):
         chosen = [row for row in rows if row["dtype"] == dtype and row["limit"]]
@@ -145,8 +145,8 @@ def page(rows: list[dict[str, object]]) -> str:
     parts.append(f"## float32, {drifted[0]['steps']} steps: the drift, beside that of one unit in the last place")
     parts.append(
         "Training amplifies rounding: two float32 runs that differ by one unit in the last place of their first "
-        "weights end far apart, and so do two that round differently. The first row is the run that the others are compared "
-        "with; the control is the same run from weights that are one unit in the last place larger."
+        "weights end far apart, and so do two that round differently. The first row is the run that the others are "
+        "compared with; the control is the same run from weights that are one unit in the last place larger."
     )
     lines = [[*cut(row), row["note"], row["distance"], f"{row['test_error']:.2f} %"] for row in drifted]
     parts.append(table(["micro-batch", "ranks", "", "", "distance", "test error"], lines))
