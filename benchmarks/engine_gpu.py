@@ -212,15 +212,17 @@ def compare(task: Classification, options: argparse.Namespace) -> list[dict[str,
             step_batch=size,
             dtype=torch.float64,
             graph=name != "literal",
-            lr=2.0**-6,  # the same number in float32, which is what a captured step has
+            lr=options.compared_lr,
         )
         began = time.perf_counter()
-        for portion in portions(task, step_batch=size, steps=options.compared):
+        for k, portion in enumerate(portions(task, step_batch=size, steps=options.compared), start=1):
             step(portion)
-        ended[name] = {k: v.clone() for k, v in model.state_dict().items()}
+            if k in (1, 10, 50, 100, options.compared):
+                ended[name, k] = {key: value.clone() for key, value in model.state_dict().items()}
         took = time.perf_counter() - began
+        drift = {k: largest_difference(ended["whole", k], ended[name, k]) for other, k in ended if other == name}
         row = {
-            "what": f"{options.compared} steps of {size}, lr 1/64: {name}",
+            "what": f"{options.compared} steps of {size}, lr {options.compared_lr:.3g}: {name}",
             "network": options.network,
             "dtype": "float64",
             "layout": "nchw",
@@ -230,7 +232,7 @@ def compare(task: Classification, options: argparse.Namespace) -> list[dict[str,
             "micro_batch": micro_batch,
             "ms": f"{1000 * took / options.compared:.1f}",
             "img_per_s": f"{size * options.compared / took:.0f}",
-            "difference": "" if name == "whole" else f"{largest_difference(ended['whole'], ended[name]):.2e}",
+            "difference": "; ".join(f"step {k}: {d:.1e}" for k, d in drift.items() if name != "whole"),
         }
         print(row, flush=True)
         rows.append(row)
@@ -248,6 +250,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="which of the three to run")
     parser.add_argument("--compared", type=int, default=200)
+    # A power of two: the same number in float32, which is what a captured step has.
+    parser.add_argument("--compared-lr", type=float, default=2.0**-13)
     parser.add_argument("--compared-samples", type=int, default=2)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
