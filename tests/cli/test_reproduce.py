@@ -38,7 +38,7 @@ def trained(monkeypatch):
         return SimpleNamespace(finished=not stopped, steps=12, signal=signal.SIGTERM if stopped else None)
 
     train, progress = ModuleType("micronorm.cli.train"), ModuleType("micronorm.cli.progress")
-    train.run_recipe, train.Variation, progress.Progress = run_recipe, dict, lambda console: None
+    train.run_recipe, train.Variation, progress.TrainingProgress = run_recipe, dict, lambda console: None
     monkeypatch.setitem(sys.modules, "micronorm.cli.train", train)
     monkeypatch.setitem(sys.modules, "micronorm.cli.progress", progress)
     return calls

@@ -275,7 +275,7 @@ def _is_finished(place: Path) -> bool:
 
 def _run_row(recipe: Recipe, *, out: Path, seed: int, epochs: int | None, data: Path | None) -> str | None:
     """Train one row as `micronorm train` does; why it could not be, or None. A stopped run ends the command."""
-    from micronorm.cli.progress import Progress
+    from micronorm.cli.progress import TrainingProgress
     from micronorm.cli.train import Variation, run_recipe
 
     command = ["micronorm", "train", recipe.name, "--seed", str(seed), "--out", str(out)]
@@ -286,7 +286,7 @@ def _run_row(recipe: Recipe, *, out: Path, seed: int, epochs: int | None, data: 
             variation=Variation(epochs=epochs, seed=seed),
             data=data,
             resume=(out / records.FACTS).exists(),
-            listener=Progress(Console(highlight=False)),
+            listener=TrainingProgress(Console(highlight=False)),
             command=shlex.join(command if epochs is None else [*command, "--epochs", str(epochs)]),
         )
     except (FileNotFoundError, ImportError, MemoryError, ValueError) as fault:  # no data, no torchvision, damaged data

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from micronorm import records
-from micronorm.cli.progress import Progress
+from micronorm.cli.progress import TrainingProgress
 from micronorm.cli.targets import MISUSE
 from micronorm.engine.listener import Listener
 from micronorm.engine.loop import train as train_model
@@ -162,7 +162,7 @@ def train(
             download=download,
             workers=workers,
             resume=resume,
-            listener=Progress(console),
+            listener=TrainingProgress(console),
             command=shlex.join(["micronorm", *sys.argv[1:]]),
         )
     except (ValueError, TypeError, FileNotFoundError, FileExistsError) as fault:
