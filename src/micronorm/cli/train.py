@@ -187,7 +187,7 @@ def train(
         typer.echo(f"micronorm train: {fault}", err=True)
         raise typer.Exit(FAILED) from None
     if outcome.first:
-        _print_outcome(console, outcome, folder, found)
+        _print_outcome(console, outcome, folder, found, data)
     if outcome.signal is not None:
         raise typer.Exit(128 + outcome.signal)
 
@@ -205,10 +205,12 @@ def _misused(fault: Exception) -> typer.Exit:
     return typer.Exit(MISUSE)
 
 
-def _print_outcome(console: Console, outcome: Outcome, folder: Path, recipe: Recipe) -> None:
+def _print_outcome(console: Console, outcome: Outcome, folder: Path, recipe: Recipe, data: Path | None) -> None:
     figures = ", ".join(f"{name} {value:.4g}" for name, value in outcome.figures.items())
     say = console.print if console.is_terminal else typer.echo
     say(f"{outcome.steps} steps; {figures or 'not evaluated'}")
     say(f"state {outcome.digest[:16]}; {folder / 'model.safetensors'}")
     if not outcome.finished:
-        say(f"to go on: micronorm train {recipe.name} --out {folder} --resume")
+        again = ["micronorm", "train", recipe.name, "--out", str(folder), "--resume"]
+        again += [] if data is None else ["--data", str(data)]  # the record does not say where the data lay
+        say(f"to go on: {shlex.join(again)}")
