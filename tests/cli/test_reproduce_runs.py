@@ -36,6 +36,7 @@ def test_a_short_run_is_recorded_and_is_not_ours():
     assert record.facts["recipe"] == "digits/gn"
     assert record.facts["settings"]["epochs"] == 1
     assert record.facts["command"] == f"micronorm train digits/gn --seed 0 --out {place} --epochs 1"
+    assert record.outcome is not None
     assert record.outcome["finished"] is True
     found = row()
     assert (found["ours"], found["seeds"], found["run"]) == (None, [], None)
@@ -50,10 +51,12 @@ def test_a_run_that_was_stopped_goes_on_and_a_whole_one_is_ours_and_not_run_agai
     assert row()["reason"] == f"{place} does not count: not finished"
 
     shown = run("--seed", "2")
-    steps = [step["step"] for step in records.read(place).steps]
+    record = records.read(place)
+    assert record.outcome is not None
+    steps = [step["step"] for step in record.steps]
     assert steps == list(range(1, len(steps) + 1))
     found = row()
-    assert found["ours"] == records.read(place).outcome["figures"]
+    assert found["ours"] == record.outcome["figures"]
     assert math.isfinite(found["ours"]["loss"])
     assert 0 <= found["ours"]["top1"] < 50  # chance is 90
     assert (found["seeds"], found["run"]) == ([2], [str(place)])

@@ -122,6 +122,7 @@ def test_a_recipe_starts_checkpoints_resumes_and_evaluates(name, miniature, out)
     assert trained.keys() == started.keys()
     assert any(not torch.equal(trained[key], started[key]) for key in trained)
 
+    assert record.outcome is not None
     figures = record.outcome["figures"]
     assert all(map(math.isfinite, figures.values()))
     again = figures_of(recipe, out / "model.safetensors", miniature)
