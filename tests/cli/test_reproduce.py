@@ -2,9 +2,8 @@
 
 import json
 import signal
-import sys
 from functools import partial
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -28,19 +27,18 @@ def trained(monkeypatch):
     calls = []
 
     def run_recipe(recipe, *, out, variation, data, resume, listener, command):
-        calls.append((recipe.name, {"out": str(out), "data": data, "resume": resume, "command": command, **variation}))
+        calls.append(
+            (recipe.name, {"out": str(out), "data": data, "resume": resume, "command": command, **vars(variation)})
+        )
         if recipe.row == "bn":
             raise FileNotFoundError("no CIFAR-10 in data")
         if not resume:
-            epochs = variation["epochs"] or recipe.settings.epochs
-            write_run(out, recipe.name, seed=variation["seed"], settings={"epochs": epochs})
+            epochs = variation.epochs or recipe.settings.epochs
+            write_run(out, recipe.name, seed=variation.seed, settings={"epochs": epochs})
         stopped = recipe.row == "gn-ws"
         return SimpleNamespace(finished=not stopped, steps=12, signal=signal.SIGTERM if stopped else None)
 
-    train, progress = ModuleType("micronorm.cli.train"), ModuleType("micronorm.cli.progress")
-    train.run_recipe, train.Variation, progress.TrainingProgress = run_recipe, dict, lambda console: None
-    monkeypatch.setitem(sys.modules, "micronorm.cli.train", train)
-    monkeypatch.setitem(sys.modules, "micronorm.cli.progress", progress)
+    monkeypatch.setattr(reproduce, "run_recipe", run_recipe)
     return calls
 
 
@@ -239,3 +237,18 @@ def test_what_the_paper_leaves_open_is_told_once_with_the_rows_it_is_about(train
     assert "All rows: ours, the paper being silent" in output
     assert "rn50-gn: runs/short does not count: epochs 1 where the recipe has 90." in output
     assert trained == []
+
+
+def test_a_row_is_trained_in_earnest_and_its_record_understood():
+    result = run("digits", "--rows", "gn", "--epochs", "1")
+    assert result.exit_code == 0, result.output
+    (row,) = rows("digits", "--rows", "gn")
+    assert row["ours"] is None
+    assert row["reason"] == "runs/digits/gn/seed-0-epochs-1 does not count: epochs 1 where the recipe has 8"
+
+
+def test_a_data_set_that_is_not_there_is_told_of(tmp_path):
+    result = run("quick", "--rows", "rn20-gn", "--data", str(tmp_path))
+    assert result.exit_code == 1
+    assert "quick/rn20-gn could not be run: CIFAR-10 was looked for in" in result.stderr
+    assert not (tmp_path / "runs").exists()

@@ -14,7 +14,9 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from micronorm import records
+from micronorm.cli.progress import TrainingProgress
 from micronorm.cli.targets import MISUSE, TargetError, unknown
+from micronorm.cli.train import Variation, run_recipe
 from micronorm.recipes import Recipe, Table, find_table, tables
 from micronorm.recipes.results import Findings, Result, gather, packaged, read_runs
 
@@ -73,8 +75,8 @@ def reproduce(
 ) -> None:
     """Show the rows of a table with the paper's figure and ours, and run those that have none of ours.
 
-    A run counts when it finished with the recipe's epochs, samples per step and data. Of several seeds the mean is
-    shown. A run that was stopped goes on where it was.
+    A run counts when it finished with the recipe's settings and data. Of several seeds the mean is shown. A run that
+    was stopped goes on where it was.
 
     Exit code 0: every row asked for has a figure or was run. 1: one could not be run (rows that nobody can run count
     only if --rows names them). 2: a name or an option is wrong. 130, 143: stopped by a
@@ -275,9 +277,6 @@ def _is_finished(place: Path) -> bool:
 
 def _run_row(recipe: Recipe, *, out: Path, seed: int, epochs: int | None, data: Path | None) -> str | None:
     """Train one row as `micronorm train` does; why it could not be, or None. A stopped run ends the command."""
-    from micronorm.cli.progress import TrainingProgress
-    from micronorm.cli.train import Variation, run_recipe
-
     command = ["micronorm", "train", recipe.name, "--seed", str(seed), "--out", str(out)]
     try:
         outcome = run_recipe(
