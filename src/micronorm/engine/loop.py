@@ -259,7 +259,7 @@ class _TrainingRun:
             "settings": describe(self.settings),
             "execution": describe(self.execution) | {"ranks": self.parallel.world, "device": str(self.device)},
             "data": {"train": len(self.task.train), "test": len(self.task.test)},
-            "invariance": self.randomness or "a step does not depend on how its samples were cut up",
+            "chance": self.randomness or "keyed by sample",
         }
         self.journal.begin({**known, **facts}, resume=resume, done=self.done)
 
