@@ -88,8 +88,9 @@ class Step:
         self.parallel, self.micro_batch = parallel, micro_batch
         self.dtype, self.channels_last = dtype, channels_last
         self.device = parallel.device
-        # A step may take as many forwards as it has samples; twice that is a fault.
-        self.transaction = Transaction(model, optimizer, max_forwards=2 * step_batch + 1024)
+        # A step may take as many forwards as it has samples, and float16 may skip as many steps as it takes to halve
+        # its scale down to nothing: only more than that is a fault.
+        self.transaction = Transaction(model, optimizer, max_forwards=32 * step_batch + 1024)
         self.savepoint = Savepoint(model, self.transaction, self.device)
         # A shard is gathered for its forward only: there is no whole weight to keep between micro-batches.
         self.weights = None if isinstance(parallel, Sharded) else SharedWeights(model)
