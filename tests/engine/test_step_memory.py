@@ -3,10 +3,12 @@
 import copy
 import functools
 import gc
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -138,6 +140,35 @@ def test_an_error_that_is_no_lack_of_memory_is_raised_and_leaves_no_trace():
         step(chosen)
     assert state_digest(step) == before
     assert step.micro_batch.size == 2
+
+
+class Drawing(Toy):
+    """Draws from every generator of the process, as sampling in a loss may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[tuple[float, float, float]] = []
+
+    def loss(self, model: nn.Module, batch: tuple[Any, ...]) -> Sum:
+        self.drawn.append((random.random(), numpy.random.random(), torch.rand(()).item()))
+        return super().loss(model, batch)
+
+
+def test_a_repeated_step_draws_the_same_random_numbers_from_every_generator():
+    step = make_step(SmallResNet(), task := Drawing(), 8)
+    with Failures(step, 500):
+        step(portion(task, torch.arange(8)))
+    assert len(task.drawn) == 3
+    assert task.drawn[0] == task.drawn[1]
+    assert not set(task.drawn[2]) & set(task.drawn[1])
+
+
+def test_remembering_the_beginning_of_a_step_takes_no_memory():
+    step = zoo_step(Toy(train=4), 2)
+    addresses = [kept.data_ptr() for kept in (*step.savepoint._copies, *step.transaction._saved)]
+    step.savepoint.take()
+    assert [kept.data_ptr() for kept in (*step.savepoint._copies, *step.transaction._saved)] == addresses
+    assert len(addresses) > 10
 
 
 class Overflowing(Toy):
