@@ -142,6 +142,35 @@ def test_an_error_that_is_no_lack_of_memory_is_raised_and_leaves_no_trace():
     assert step.micro_batch.size == 2
 
 
+class Probe:
+    """Has room for 100 samples, and says what it was asked."""
+
+    def __init__(self) -> None:
+        self.tried: list[int] = []
+
+    def begin(self) -> None: ...
+
+    def end(self, samples: int) -> None:
+        self.tried.append(samples)
+
+    def fitting(self) -> int:
+        return 100
+
+
+def test_looking_for_what_fits_leaves_no_trace():
+    step, probe = zoo_step(task := Toy(train=8), 8), Probe()
+    chosen = portion(task, torch.arange(8))
+    before = state_digest(step)
+    assert step.fit(chosen, (1, 4), measure=lambda: probe) == 100
+    assert probe.tried == [1, 4]
+    with Failures(step, 300, 300):
+        assert step.fit(chosen, (1, 4), measure=Probe) == 1  # not even that was seen to fit; the step will tell
+    with Failures(step, 10**9, 300):
+        assert step.fit(chosen, (2, 4), measure=Probe) == 2
+    assert state_digest(step) == before
+    assert step.micro_batch.size == 8
+
+
 class Drawing(Toy):
     """Draws from every generator of the process, as sampling in a loss may."""
 
