@@ -185,8 +185,8 @@ def test_half_types_compute_a_step_under_autocast_and_keep_parameters_in_float32
     eps = torch.finfo(dtype).eps
     assert sums["loss"] == pytest.approx(others["loss"], rel=eps)
     moves = [torch.cat([(s[name] - p).flatten() for name, p in model.named_parameters()]) for s in (half, exact)]
-    # Ten layers round, and some rectifiers open that were closed: measured 15 to 30 eps.
-    assert 0 < (moves[0] - moves[1]).norm() < 64 * eps * moves[1].norm()
+    # Ten layers round, and some rectifiers open that were closed: measured 9 to 20 eps, and once 60.
+    assert 0 < (moves[0] - moves[1]).norm() < 32 * eps * moves[1].norm()
 
 
 def test_float16_skips_a_step_that_overflows_and_lowers_its_scale():

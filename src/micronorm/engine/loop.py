@@ -120,8 +120,7 @@ class _TrainingRun:
             lr = torch.tensor(settings.optimizer.lr, dtype=torch.float64, device=self.device)
             options = {"lr": lr, "fused": True, "capturable": True}
         optimizer = settings.optimizer(model.parameters(), **options)
-        share = self.parallel.share(settings.step_batch, unit=settings.unit)
-        whole = self.parallel.broadcast(max(share.stop - share.start, settings.unit))
+        whole = self.parallel.largest_share(settings.step_batch, unit=settings.unit)
         size = MicroBatch(execution.micro_batch or whole, unit=settings.unit, largest=settings.largest)
         return Step(
             model,
