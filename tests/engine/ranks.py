@@ -55,6 +55,7 @@ def everything(rank: int, world: int, failures: int, runs: list[dict[str, Any]])
     """All of the below in one start of the processes, which takes longer than any of it."""
     with time_limit():
         found = {"memory": memory(rank, world, failures), "errors": errors(rank, world)}
+        found["figures"] = batch_figures()
         return {**found, "law": [law(**run) for run in runs], "fitting": fitting()}
 
 
@@ -112,6 +113,17 @@ def errors(rank: int, world: int) -> dict[str, str]:
         said["evaluation"] = type(caught).__name__
     said["goes on"] = str(fresh_step(4, parallel)(shared_out(step)).micro_batch)
     return said
+
+
+def batch_figures() -> dict[str, Any]:
+    """Figures of a network whose running statistics differ from rank to rank."""
+    torch.manual_seed(0)
+    step = make_step(SmallResNet(mn.BN()), Toy(), 4, parallel=Replicated(CPU))
+    for _ in range(3):
+        step(shared_out(step))
+    before = digest(step.model.state_dict())
+    figures = evaluate(step, seed=0)
+    return {"figures": figures, "state": step.model.state_dict(), "kept": digest(step.model.state_dict()) == before}
 
 
 class Counting(Toy):

@@ -8,11 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import micronorm as mn
+from micronorm.engine.evaluate import evaluate
 from micronorm.engine.parallel import Alone, Sharded, Verdict, Wishes, open_ranks
 from tests.engine import ranks
-from tests.engine.tasks import CPU
+from tests.engine.tasks import CPU, Toy, make_step
 from tests.laws.ranks import launch
-from tests.networks import assert_same_state
+from tests.networks import SmallResNet, assert_same_state
 from tests.tolerances import tolerance
 
 COUNTS = st.integers(0, 300)
@@ -104,6 +106,18 @@ def test_a_run_does_not_depend_on_its_ranks_even_where_some_have_no_samples(worl
         assert results[0][k]["counts"] == one["counts"] == [7, 7, 7, 1] * 2
         assert results[0][k]["epochs"] == [22, 22]
         assert results[0][k]["losses"] == pytest.approx(one["losses"], rel=1e-9)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_figures_are_those_of_the_model_that_is_kept(world):
+    found = [rank["figures"] for rank in on(world)]
+    assert not torch.equal(found[0]["state"]["norm.running_mean"], found[1]["state"]["norm.running_mean"])
+    one = make_step(SmallResNet(mn.BN()), Toy(), 4)
+    one.model.load_state_dict(found[0]["state"])
+    expected = evaluate(one, seed=0)
+    for rank in found:
+        assert rank["figures"] == pytest.approx(expected, rel=1e-12)
+        assert rank["kept"]
 
 
 def test_ranks_try_out_what_fits_together_or_not_at_all():

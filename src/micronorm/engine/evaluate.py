@@ -19,7 +19,8 @@ def evaluate(step: Step, *, seed: int) -> dict[str, float]:
     sums: dict[str, torch.Tensor] = {}
     error = None
     try:
-        sums = _sums_in_chunks(step, seed=seed)
+        with step.parallel.one_model():
+            sums = _sums_in_chunks(step, seed=seed)
     except Exception as caught:
         if isinstance(step.parallel, Sharded):
             raise  # the others are in a collective forward, and cannot be told

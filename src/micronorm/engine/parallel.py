@@ -84,6 +84,14 @@ class Alone:
         """Around one micro-batch: whether gradients may stay where they are."""
         yield
 
+    @contextlib.contextmanager
+    def one_model(self) -> Iterator[None]:
+        """Within this block every rank computes with rank 0's buffers, which are what a checkpoint keeps. Collective.
+
+        Statistics that nothing merges, such as a BatchNorm's, are those of the samples that the rank has seen.
+        """
+        yield
+
     def local(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The parts of these tensors that lie on this rank."""
         return list(tensors)
@@ -129,6 +137,19 @@ class _Group(Alone):
     def total(self, sums: Tensor) -> Tensor:
         dist.all_reduce(sums)
         return sums
+
+    @override
+    @contextlib.contextmanager
+    def one_model(self) -> Iterator[None]:
+        buffers = [buffer.detach() for buffer in self.model.buffers()]
+        own = [buffer.clone() for buffer in buffers]
+        for buffer in buffers:
+            dist.broadcast(buffer, src=0)
+        try:
+            yield
+        finally:
+            for buffer, value in zip(buffers, own, strict=True):
+                buffer.copy_(value)
 
     @override
     def smallest(self, number: int) -> int:
