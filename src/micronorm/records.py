@@ -10,8 +10,9 @@
 Facts: `format` (1), `recipe` (str), `settings`, `execution`, `data`, `environment` (objects), `revision` (str or null),
 `command` (str), `date` (ISO 8601), and whatever else the writer knows, such as `resumptions`.
 
-A row of steps: `step` (completed steps, from 1), `epoch`, `loss`, `lr`, `samples`, `seconds`, `micro_batch`, `memory`
-(bytes or null), and any counts. A row of epochs: `epoch`, `step`, `seconds`, and the figures `train` and `test`.
+A row of steps: `step` (completed steps, from 1), `epoch` (from 0), `loss`, `lr`, `samples`, `seconds`, `micro_batch`,
+`memory` (bytes or null), and any counts. A row of epochs: `epoch` (from 0), `step`, `seconds`, and the figures `train`
+and `test`.
 
 JSON has no NaN and no infinity: they are written as {"float": "nan"}, {"float": "inf"} and {"float": "-inf"}, and read
 back as the numbers they were. Other floats are written with the digits that give the same float again.
@@ -188,8 +189,12 @@ class Run:
         self._last[name] = last
 
 
-def read(path: str | os.PathLike[str]) -> Record:
+def read(path: str | os.PathLike[str], *, rows: bool = True) -> Record:
     """Read a run directory, of a run that goes on too. The torn last line of a killed writer is dropped.
+
+    Args:
+        path: the directory.
+        rows: False leaves steps and epochs unread, and their lists empty: a long run has hundreds of thousands.
 
     Raises:
         FileNotFoundError: there is no run.
@@ -198,7 +203,7 @@ def read(path: str | os.PathLike[str]) -> Record:
     folder = Path(path)
     facts = _read_facts(folder)
     files = [folder / name for name in (STEPS, EPOCHS)]
-    steps, epochs = ([row for _, row in _read_lines(file)] if file.exists() else [] for file in files)
+    steps, epochs = ([row for _, row in _read_lines(file)] if rows and file.exists() else [] for file in files)
     outcome = folder / OUTCOME
     return Record(
         folder, facts, steps, epochs, _parse(outcome.read_bytes(), str(outcome)) if outcome.exists() else None

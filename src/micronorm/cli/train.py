@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from micronorm import records
-from micronorm.cli.progress import Progress
+from micronorm.cli.progress import TrainingProgress
 from micronorm.cli.targets import MISUSE
 from micronorm.engine.listener import Listener
 from micronorm.engine.loop import train as train_model
@@ -32,6 +32,7 @@ class Variation:
     dtype: str | None = None
     seed: int | None = None
     size: int | None = None
+    unverified: bool | None = None
 
     def apply(self, settings: Settings) -> Settings:
         """The recipe's settings with these in their place."""
@@ -86,10 +87,14 @@ def run_recipe(
         download=download,
         workers=workers,
         size=variation.size,
+        verify=not variation.unverified,
+        classes=recipe.classes,
     )
     asked = {f.name: getattr(variation, f.name) for f in fields(variation)}
     facts = {"recipe": recipe.name, "command": command, "variation": asked, "definition": recipe.definition()}
     facts["data"] = {"name": recipe.data, "train": len(task.train), "test": len(task.test)}
+    if variation.unverified:
+        facts["data"]["verified"] = False
     return train_model(model, task, settings, execution, out=out, resume=resume, facts=facts, listener=listener)
 
 
@@ -117,6 +122,9 @@ def train(
     ] = False,
     data: Annotated[Path | None, typer.Option(help="Where the data set lies; ./data and ~/data unless given.")] = None,
     download: Annotated[bool, typer.Option("--download", help="Fetch CIFAR where it is not found.")] = False,
+    unverified: Annotated[
+        bool, typer.Option("--unverified", help="Take CIFAR's files as they are, such as a miniature of one's own.")
+    ] = False,
     workers: Annotated[int, typer.Option(min=0, help="Processes that decode image files.")] = 0,
     size: Annotated[int | None, typer.Option(min=1, help="Height and width of ImageNet's crops; 224.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; the GPU where there is one.")] = None,
@@ -125,6 +133,7 @@ def train(
     cuda_graph: Annotated[bool, typer.Option("--cuda-graph", help="Capture the whole step, one GPU only.")] = False,
     parallel: Annotated[str, typer.Option(help="How ranks share the model: ddp or fsdp.")] = "ddp",
     save_every: Annotated[int | None, typer.Option(min=1, help="Steps between checkpoints within an epoch.")] = None,
+    evaluate_every: Annotated[int, typer.Option(min=1, help="Epochs between evaluations; the last is evaluated.")] = 1,
 ) -> None:
     """Train a recipe. The micro-batch, the ranks, kills and out-of-memory errors change nothing but rounding.
 
@@ -135,7 +144,15 @@ def train(
     """
     try:
         found = find(recipe)
-        variation = Variation(step_batch=step_batch, epochs=epochs, lr=lr, dtype=dtype, seed=seed, size=size)
+        variation = Variation(
+            step_batch=step_batch,
+            epochs=epochs,
+            lr=lr,
+            dtype=dtype,
+            seed=seed,
+            size=size,
+            unverified=unverified or None,
+        )
         if dtype is not None and dtype not in DTYPES:
             raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
         execution = Execution(
@@ -147,6 +164,7 @@ def train(
             parallel=parallel,  # type: ignore[arg-type]
             steps=steps,
             save_steps=save_every,
+            evaluate_epochs=evaluate_every,
         )
     except (ValueError, RuntimeError) as fault:  # torch.device raises the second
         raise _misused(fault) from None
@@ -162,7 +180,7 @@ def train(
             download=download,
             workers=workers,
             resume=resume,
-            listener=Progress(console),
+            listener=TrainingProgress(console),
             command=shlex.join(["micronorm", *sys.argv[1:]]),
         )
     except (ValueError, TypeError, FileNotFoundError, FileExistsError) as fault:
@@ -171,7 +189,7 @@ def train(
         typer.echo(f"micronorm train: {fault}", err=True)
         raise typer.Exit(FAILED) from None
     if outcome.first:
-        _print_outcome(console, outcome, folder, found)
+        _print_outcome(console, outcome, folder, found, data)
     if outcome.signal is not None:
         raise typer.Exit(128 + outcome.signal)
 
@@ -189,10 +207,12 @@ def _misused(fault: Exception) -> typer.Exit:
     return typer.Exit(MISUSE)
 
 
-def _print_outcome(console: Console, outcome: Outcome, folder: Path, recipe: Recipe) -> None:
+def _print_outcome(console: Console, outcome: Outcome, folder: Path, recipe: Recipe, data: Path | None) -> None:
     figures = ", ".join(f"{name} {value:.4g}" for name, value in outcome.figures.items())
     say = console.print if console.is_terminal else typer.echo
     say(f"{outcome.steps} steps; {figures or 'not evaluated'}")
     say(f"state {outcome.digest[:16]}; {folder / 'model.safetensors'}")
     if not outcome.finished:
-        say(f"to go on: micronorm train {recipe.name} --out {folder} --resume")
+        again = ["micronorm", "train", recipe.name, "--out", str(folder), "--resume"]
+        again += [] if data is None else ["--data", str(data)]  # the record does not say where the data lay
+        say(f"to go on: {shlex.join(again)}")
