@@ -121,8 +121,7 @@ class _TrainingRun:
             lr = torch.tensor(settings.optimizer.lr, dtype=torch.float32, device=self.device)
             options = {"lr": lr, "fused": True, "capturable": True}
         optimizer = settings.optimizer(model.parameters(), **options)
-        share = self.parallel.share(settings.step_batch, unit=settings.unit)
-        whole = self.parallel.broadcast(max(share.stop - share.start, settings.unit))
+        whole = self.parallel.largest_share(settings.step_batch, unit=settings.unit)
         size = MicroBatch(execution.micro_batch or whole, unit=settings.unit, largest=settings.largest)
         return Step(
             model,
@@ -216,7 +215,8 @@ class _TrainingRun:
     def _fit(self, portion: Portion) -> None:
         """Begin with the largest micro-batch that memory seems to hold; a wrong guess costs one repeated step."""
         cut = self.step.micro_batch
-        if self.device.type != "cuda" or cut.size <= 4 * cut.unit or portion.counted <= 4 * cut.unit:
+        # Shares may differ by a unit: what the ranks do next they must all do.
+        if self.device.type != "cuda" or min(cut.size, self.parallel.smallest(portion.counted)) <= 4 * cut.unit:
             return
         fits = self.parallel.smallest(self.step.fit(portion, (cut.unit, 4 * cut.unit)))
         cut.size = max(cut.unit, min(cut.size, fits) // cut.unit * cut.unit)

@@ -59,6 +59,10 @@ class Alone:
         first, last = (self.rank * units // self.world, (self.rank + 1) * units // self.world)
         return slice(first * unit, min(last * unit, samples))
 
+    def largest_share(self, samples: int, *, unit: int = 1) -> int:
+        """How many samples of a step the rank with the most of them takes, in whole units."""
+        return math.ceil(math.ceil(samples / unit) / self.world) * unit
+
     def passes(self, samples: int, *, unit: int, size: int) -> int:
         """How many forwards this rank makes for its share of a step; no fewer where all ranks must make as many."""
         share = self.share(samples, unit=unit)
@@ -78,6 +82,14 @@ class Alone:
     @contextlib.contextmanager
     def accumulating(self, *, last: bool) -> Iterator[None]:
         """Around one micro-batch: whether gradients may stay where they are."""
+        yield
+
+    @contextlib.contextmanager
+    def one_model(self) -> Iterator[None]:
+        """Within this block every rank computes with rank 0's buffers, which are what a checkpoint keeps. Collective.
+
+        Statistics that nothing merges, such as a BatchNorm's, are those of the samples that the rank has seen.
+        """
         yield
 
     def local(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -125,6 +137,19 @@ class _Group(Alone):
     def total(self, sums: Tensor) -> Tensor:
         dist.all_reduce(sums)
         return sums
+
+    @override
+    @contextlib.contextmanager
+    def one_model(self) -> Iterator[None]:
+        buffers = [buffer.detach() for buffer in self.model.buffers()]
+        own = [buffer.clone() for buffer in buffers]
+        for buffer in buffers:
+            dist.broadcast(buffer, src=0)
+        try:
+            yield
+        finally:
+            for buffer, value in zip(buffers, own, strict=True):
+                buffer.copy_(value)
 
     @override
     def smallest(self, number: int) -> int:
@@ -215,8 +240,7 @@ class Sharded(_Group):
 
     @override
     def passes(self, samples: int, *, unit: int, size: int) -> int:
-        units = math.ceil(samples / unit)
-        return max(1, math.ceil(math.ceil(units / self.world) * unit / size))
+        return max(1, math.ceil(self.largest_share(samples, unit=unit) / size))
 
     @override
     @contextlib.contextmanager
@@ -252,6 +276,4 @@ def open_ranks(device: torch.device | None, mode: str) -> Alone:
         torch.cuda.set_device(device)
     if not (launched or dist.is_initialized()):
         return Alone(device)
-    if mode not in ("ddp", "fsdp"):
-        raise ValueError(f'parallel must be "ddp" or "fsdp", got {mode!r}')
     return Replicated(device) if mode == "ddp" else Sharded(device)

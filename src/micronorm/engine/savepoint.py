@@ -64,6 +64,7 @@ class Savepoint:
         self.device = device
         self._copies: list[Tensor] = []
         self._cuda: Tensor | None = None
+        self.take()  # so that the memory it needs is taken now, and not by a step that may have run out of it
 
     def take(self) -> None:
         """Remember this moment."""
@@ -73,7 +74,7 @@ class Savepoint:
         if buffers:
             torch._foreach_copy_(self._copies, buffers)
         self.transaction.begin()
-        self._torch = torch.get_rng_state()
+        self._torch, self._numpy, self._python = torch.get_rng_state(), numpy.random.get_state(), random.getstate()
         self._cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
 
     @torch.no_grad()
@@ -83,6 +84,8 @@ class Savepoint:
             torch._foreach_copy_(self._buffers(), self._copies)
         self.transaction.roll_back()
         torch.set_rng_state(self._torch)
+        numpy.random.set_state(self._numpy)
+        random.setstate(self._python)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda, self.device)
 

@@ -84,6 +84,8 @@ class Execution:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.parallel not in ("ddp", "fsdp"):
+            raise ValueError(f'parallel must be "ddp" or "fsdp", got {self.parallel!r}')
 
 
 @dataclass(frozen=True)

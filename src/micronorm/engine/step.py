@@ -88,8 +88,9 @@ class Step:
         self.parallel, self.micro_batch = parallel, micro_batch
         self.dtype, self.channels_last = dtype, channels_last
         self.device = parallel.device
-        # A step may take as many forwards as it has samples; twice that is a fault.
-        self.transaction = Transaction(model, optimizer, max_forwards=2 * step_batch + 1024)
+        # A step may take as many forwards as it has samples, and float16 may skip as many steps as it takes to halve
+        # its scale down to nothing: only more than that is a fault.
+        self.transaction = Transaction(model, optimizer, max_forwards=32 * step_batch + 1024)
         self.savepoint = Savepoint(model, self.transaction, self.device)
         # A shard is gathered for its forward only: there is no whole weight to keep between micro-batches.
         self.weights = None if isinstance(parallel, Sharded) else SharedWeights(model)
@@ -125,12 +126,7 @@ class Step:
         except Exception as caught:
             failed = is_out_of_memory(caught)
             if failed and isinstance(self.parallel, Sharded):
-                size = self.micro_batch.halve()
-                raise ShardOutOfMemory(
-                    f"rank {self.parallel.rank} ran out of memory in a collective forward, which the others cannot be "
-                    f"told; resume the run: it goes on with {size} samples per micro-batch",
-                    size,
-                ) from caught
+                raise self._out_of_memory_in_a_shard() from caught
             # Nothing of the traceback may be kept where the step is to be repeated: it holds the activations.
             error = None if failed else caught
         verdict = self.parallel.agree(Verdict(failed, error is not None, wishes))
@@ -141,6 +137,14 @@ class Step:
         if verdict.broken:
             raise StepFailed("the step failed on another rank, and was taken back on this one")
         return (None if verdict.failed else sums), verdict
+
+    def _out_of_memory_in_a_shard(self) -> ShardOutOfMemory:
+        size = self.micro_batch.halve()
+        return ShardOutOfMemory(
+            f"rank {self.parallel.rank} ran out of memory in a collective forward, which the others cannot be told; "
+            f"resume the run: it goes on with {size} samples per micro-batch",
+            size,
+        )
 
     def roll_back(self) -> None:
         """Take the attempt back: gradients, buffers, windows, random states."""
@@ -189,7 +193,8 @@ class Step:
         buffers = [buffer.clone() for buffer in self.model.buffers()]
         part = self.place(tuple(column[:1] for column in portion.batch))
         half = torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype in HALF)
-        with self.parallel.accumulating(last=last), self.transaction.paused(), half:
+        keys = dropout_keys(portion.keys[:1])  # without them dropout would draw from the global generator
+        with self.parallel.accumulating(last=last), self.transaction.paused(), half, keys:
             (self.task.loss(self.model, part).sum * 0).backward()
         with torch.no_grad():
             torch._foreach_copy_(list(self.model.buffers()), buffers)
@@ -229,16 +234,31 @@ class Step:
     def fit(self, portion: Portion, sizes: Sequence[int], *, measure: Callable[[], MemoryProbe] | None = None) -> int:
         """The largest micro-batch that fits, by trial runs of two sizes which leave no trace. On a GPU only."""
         probe = (measure or (lambda: MemoryProbe(self.device)))()
-        size = self.micro_batch.size
+        size, fits = self.micro_batch.size, min(sizes)
         try:
             for trial in sizes:
                 self.micro_batch.size = trial
-                self.savepoint.take()
-                probe.begin()
-                part = Portion(tuple(c[:trial] for c in portion.batch), portion.keys[:trial], trial, trial)
-                self.accumulate(part)
-                probe.end(trial)
-                self.roll_back()
+                if not self._try(portion, trial, probe):
+                    return fits
+                fits = trial
         finally:
             self.micro_batch.size = size
         return probe.fitting()
+
+    def _try(self, portion: Portion, trial: int, probe: MemoryProbe) -> bool:
+        """Whether so many samples at once fit."""
+        self.savepoint.take()
+        probe.begin()
+        part = Portion(tuple(c[:trial] for c in portion.batch), portion.keys[:trial], trial, trial)
+        failed = False
+        try:
+            self.accumulate(part)
+            probe.end(trial)
+        except Exception as caught:
+            failed = is_out_of_memory(caught)
+            if not failed:
+                raise
+            if isinstance(self.parallel, Sharded):
+                raise self._out_of_memory_in_a_shard() from caught
+        self.roll_back()
+        return not failed
