@@ -10,8 +10,9 @@
 Facts: `format` (1), `recipe` (str), `settings`, `execution`, `data`, `environment` (objects), `revision` (str or null),
 `command` (str), `date` (ISO 8601), and whatever else the writer knows, such as `resumptions`.
 
-A row of steps: `step` (completed steps, from 1), `epoch`, `loss`, `lr`, `samples`, `seconds`, `micro_batch`, `memory`
-(bytes or null), and any counts. A row of epochs: `epoch`, `step`, `seconds`, and the figures `train` and `test`.
+A row of steps: `step` (completed steps, from 1), `epoch` (from 0), `loss`, `lr`, `samples`, `seconds`, `micro_batch`,
+`memory` (bytes or null), and any counts. A row of epochs: `epoch` (from 0), `step`, `seconds`, and the figures `train`
+and `test`.
 
 JSON has no NaN and no infinity: they are written as {"float": "nan"}, {"float": "inf"} and {"float": "-inf"}, and read
 back as the numbers they were. Other floats are written with the digits that give the same float again.

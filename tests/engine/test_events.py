@@ -1,9 +1,12 @@
 import math
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import micronorm
 from micronorm.engine.events import Events
 
 accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -88,4 +91,5 @@ def test_without_the_tensorboard_package_nothing_happens(tmp_path, monkeypatch):
 
 def test_importing_the_module_does_not_import_tensorboard():
     code = "import micronorm.engine.events, sys; sys.exit('tensorboard' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+    env = {**os.environ, "PYTHONPATH": str(Path(micronorm.__file__).parents[1])}
+    assert subprocess.run([sys.executable, "-c", code], env=env, timeout=120).returncode == 0

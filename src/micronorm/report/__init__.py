@@ -1,0 +1,5 @@
+"""Run directories in, one self-contained HTML page out."""
+
+from micronorm.report.page import Cuts, Table, write_page
+
+__all__ = ["Cuts", "Table", "write_page"]
