@@ -9,9 +9,10 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
+from torch import nn
 
 from micronorm import records
-from micronorm.cli.progress import Progress
+from micronorm.cli.progress import TrainingProgress
 from micronorm.cli.targets import MISUSE
 from micronorm.engine.listener import Listener
 from micronorm.engine.loop import train as train_model
@@ -60,10 +61,14 @@ def run_recipe(
     download: bool = False,
     workers: int = 0,
     resume: bool = False,
+    model: nn.Module | None = None,
     listener: Listener | None = None,
     command: str = "",
 ) -> Outcome:
     """Train one recipe into a run directory.
+
+    `model` is for callers who want to look at the network or to begin elsewhere: what `recipe.build` gave, perhaps
+    changed, which is then trained in place. Without a record (`out=None`), if it was changed.
 
     Raises:
         FileNotFoundError: the data set is not where it was looked for.
@@ -78,7 +83,8 @@ def run_recipe(
         variation = variation.over(Variation(**earlier.get("variation", {})))
     settings = variation.apply(recipe.settings)
     execution = execution or Execution()
-    model = recipe.build(settings.seed)
+    if model is None:
+        model = recipe.build(settings.seed)
     task = open_classification(
         recipe.data,
         data,
@@ -162,7 +168,7 @@ def train(
             download=download,
             workers=workers,
             resume=resume,
-            listener=Progress(console),
+            listener=TrainingProgress(console),
             command=shlex.join(["micronorm", *sys.argv[1:]]),
         )
     except (ValueError, TypeError, FileNotFoundError, FileExistsError) as fault:
