@@ -47,6 +47,15 @@ def test_what_was_written_is_read(run):
     assert record.outcome == {"steps": 3, "figures": {"error": 3.2}}
 
 
+def test_facts_and_outcome_are_read_without_the_rows(run):
+    run.append_steps([step_row(1)])
+    run.append_epoch({"epoch": 0, "step": 1})
+    run.finish({"steps": 1})
+    record = read(run.path, rows=False)
+    assert (record.steps, record.epochs) == ([], [])
+    assert (record.facts, record.outcome) == (run.facts, {"steps": 1})
+
+
 def test_a_run_that_has_not_ended_is_read_without_an_outcome(run):
     record = read(run.path)
     assert (record.steps, record.epochs, record.outcome) == ([], [], None)

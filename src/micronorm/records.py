@@ -189,8 +189,12 @@ class Run:
         self._last[name] = last
 
 
-def read(path: str | os.PathLike[str]) -> Record:
+def read(path: str | os.PathLike[str], *, rows: bool = True) -> Record:
     """Read a run directory, of a run that goes on too. The torn last line of a killed writer is dropped.
+
+    Args:
+        path: the directory.
+        rows: False leaves steps and epochs unread, and their lists empty: a long run has hundreds of thousands.
 
     Raises:
         FileNotFoundError: there is no run.
@@ -199,7 +203,7 @@ def read(path: str | os.PathLike[str]) -> Record:
     folder = Path(path)
     facts = _read_facts(folder)
     files = [folder / name for name in (STEPS, EPOCHS)]
-    steps, epochs = ([row for _, row in _read_lines(file)] if file.exists() else [] for file in files)
+    steps, epochs = ([row for _, row in _read_lines(file)] if rows and file.exists() else [] for file in files)
     outcome = folder / OUTCOME
     return Record(
         folder, facts, steps, epochs, _parse(outcome.read_bytes(), str(outcome)) if outcome.exists() else None

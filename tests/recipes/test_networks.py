@@ -53,7 +53,7 @@ def test_every_stage_but_the_first_halves_the_image(name):
     network = build_network(name, classes=7)
     size = 8 if name == "digits" else 32
     x = network.norm(network.conv(torch.randn(2, network.conv.in_channels, size, size)))
-    for stage in network.stages:
+    for stage in network.stages.children():
         x = stage(x)
         assert x.shape[2:] == (size, size)
         size //= 2

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 import micronorm
-from micronorm.cli import check, demo, fold, plan, train
+from micronorm.cli import check, demo, fold, plan, reproduce, train
 
 app = typer.Typer(
     name="micronorm",
@@ -16,6 +16,7 @@ app = typer.Typer(
 )
 app.command()(demo.demo)
 app.command()(train.train)
+app.command()(reproduce.reproduce)
 app.command()(check.check)
 app.command()(plan.plan)
 app.command()(fold.fold)

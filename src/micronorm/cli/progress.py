@@ -16,6 +16,9 @@ _RECENT_STEPS = 50  # over which images per second are counted
 _BAR_WIDTH, _WIDTH_FOR_BAR = 16, 110  # on a narrower terminal the figures need the room
 
 
+_LABELS = {"top1": "error %"}  # what a task's figures are called on the screen
+
+
 class TrainingProgress:
     """Listens to a run and shows epoch, step, loss, error, time left, images per second, memory and learning rate.
 
@@ -71,8 +74,8 @@ class TrainingProgress:
         """An epoch has ended and the test samples were evaluated."""
         self._row = {**self._row, **{key: row[key] for key in ("epoch", "step") if key in row}}
         test = row.get("test") or {}
-        name = "error" if "error" in test else next(iter(test), None)
-        self._test = f"test {name.replace('_', ' ')} {test[name]:.4g}" if name is not None else ""
+        name = next((key for key in test if key != "loss"), "loss" if test else None)  # the loss is shown already
+        self._test = f"test {_LABELS.get(name, name.replace('_', ' '))} {test[name]:.4g}" if name is not None else ""
         if self._live is not None:
             self._live.update(self._bar, figures=self._figures())
         else:

@@ -131,6 +131,7 @@ def train(
     cuda_graph: Annotated[bool, typer.Option("--cuda-graph", help="Capture the whole step, one GPU only.")] = False,
     parallel: Annotated[str, typer.Option(help="How ranks share the model: ddp or fsdp.")] = "ddp",
     save_every: Annotated[int | None, typer.Option(min=1, help="Steps between checkpoints within an epoch.")] = None,
+    evaluate_every: Annotated[int, typer.Option(min=1, help="Epochs between evaluations; the last is evaluated.")] = 1,
 ) -> None:
     """Train a recipe. The micro-batch, the ranks, kills and out-of-memory errors change nothing but rounding.
 
@@ -153,6 +154,7 @@ def train(
             parallel=parallel,  # type: ignore[arg-type]
             steps=steps,
             save_steps=save_every,
+            evaluate_epochs=evaluate_every,
         )
     except (ValueError, RuntimeError) as fault:  # torch.device raises the second
         raise _misused(fault) from None

@@ -144,6 +144,12 @@ def read_cifar(folder: Path | str, *, classes: Literal[10, 100], verify: bool = 
     Raises:
         FileNotFoundError: nothing there, with where it was looked for and how to get it.
         ValueError: a damaged file, with its name and what was expected.
+
+    Example:
+        >>> read_cifar("no/such/folder", classes=100)
+        Traceback (most recent call last):
+            ...
+        FileNotFoundError: CIFAR-100 was looked for in ...
     """
     folder = Path(folder)
     found = _find(folder, classes)
@@ -270,8 +276,9 @@ def _parse_python(data: bytes, classes: int) -> CifarPart:
         raise ValueError(f"it lacks a list of whole numbers under '{key}'; its entries are {sorted(entries)}")
     if len(labels) != len(pixels):
         raise ValueError(f"it has {len(pixels)} images and {len(labels)} labels")
-    if not all(0 <= label < classes for label in labels):
-        raise ValueError(_beyond(max(labels, key=abs), classes))
+    beyond = [label for label in labels if not 0 <= label < classes]
+    if beyond:
+        raise ValueError(_beyond(beyond[0], classes))
     return CifarPart(pixels.reshape(-1, 3, 32, 32), torch.tensor(labels))
 
 

@@ -2,7 +2,8 @@
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import signal
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,6 +75,12 @@ def open_folders(
         workers: processes that decode; 0 decodes in this one. Batches are the same whatever their number.
         device: where batches appear.
         standardization: per channel, for bytes.
+
+    Example:
+        >>> open_folders("no/such/folder")
+        Traceback (most recent call last):
+            ...
+        FileNotFoundError: ImageNet was looked for in ...
     """
     root = find_folders(folder)
     if root is None:
@@ -154,16 +161,23 @@ class FolderSamples:
     def load(self, shares: Iterable[tuple[int, Tensor]], *, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(images, labels) for each share (epoch, indices), in order."""
         # A loader and its workers serve one `load` at a time and are kept for the next; a second at once gets its own.
+        # Nothing may hold them in a circle of references: workers that the collector ends keep it waiting for seconds.
         loader, queue = self._idle.pop() if self._idle else self._new_loader()
+        queue.shares = orders = self._orders(shares, seed)
         try:
-            queue.shares = self._orders(shares, seed)
             for images, labels in loader:
                 here = images.to(self._device, non_blocking=True)
                 yield self._standardize(here), labels.to(self._device, non_blocking=True)
+        except Exception as error:
+            if not self._workers:
+                raise
+            # What happened in the worker is in the message. The frames on this side hold the loader in a circle.
+            raise error.with_traceback(None)  # noqa: B904
         finally:
+            orders.close()  # unfinished it holds these samples in a circle
             self._idle.append((loader, queue))
 
-    def _orders(self, shares: Iterable[tuple[int, Tensor]], seed: int) -> Iterator["_Order"]:
+    def _orders(self, shares: Iterable[tuple[int, Tensor]], seed: int) -> Generator["_Order", None, None]:
         for epoch, indices in shares:
             check_indices(indices, len(self))
             yield _Order(seed, epoch, indices.tolist())
@@ -178,9 +192,15 @@ class FolderSamples:
             prefetch_factor=_AHEAD if self._workers else None,
             persistent_workers=self._workers > 0,
             pin_memory=self._device.type == "cuda",
+            worker_init_fn=_ignore_interrupts,
             generator=torch.Generator(),  # the loader would draw its workers' seeds from the run's own otherwise
         )
         return loader, queue
+
+
+def _ignore_interrupts(worker: int) -> None:
+    """Ctrl-C reaches every process of a terminal, but when to stop is for the one that trains to say."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class _Order(NamedTuple):
@@ -247,8 +267,8 @@ def crop_box(draws: Sequence[float], *, height: int, width: int) -> Box:
     chance; if none does, it is the largest central one whose ratio is allowed.
 
     Example:
-        >>> crop_box([0.5] * 40, height=100, width=200)
-        Box(top=...
+        >>> crop_box([0.5] * 40, height=150, width=200)
+        Box(top=12, left=37, height=127, width=127)
     """
     for area, ratio, down, right in zip(*(iter(draws),) * 4, strict=True):
         pixels = height * width * (SCALE[0] + (SCALE[1] - SCALE[0]) * area)

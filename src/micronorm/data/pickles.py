@@ -41,7 +41,9 @@ class _Array:
             raise ValueError("its array does not hold bytes in C order")
         if not all(isinstance(n, int) and n >= 0 for n in shape) or math.prod(shape) != len(data):
             raise ValueError(f"its array of shape {shape} comes with {len(data)} bytes")
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8).reshape(shape)
+        # torch.frombuffer refuses to read nothing
+        values = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        return values.reshape(shape)
 
 
 # Callables rather than classes or functions, without attributes: a file can write nothing into them.

@@ -117,7 +117,8 @@ class _TrainingRun:
             model.compile()
         options: dict[str, Any] = {}
         if execution.cuda_graph:
-            lr = torch.tensor(settings.optimizer.lr, dtype=torch.float64, device=self.device)
+            # Fused kernels take the learning rate in float32, whatever the parameters are.
+            lr = torch.tensor(settings.optimizer.lr, dtype=torch.float32, device=self.device)
             options = {"lr": lr, "fused": True, "capturable": True}
         optimizer = settings.optimizer(model.parameters(), **options)
         share = self.parallel.share(settings.step_batch, unit=settings.unit)

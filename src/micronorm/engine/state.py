@@ -40,7 +40,7 @@ def load_whole_state(step: Step, state: dict[str, Any]) -> None:
     if isinstance(step.parallel, Sharded):
         options = StateDictOptions(full_state_dict=True)
         # The optimizer first: torch takes a step with a learning rate of zero to make its state.
-        groups = get_optimizer_state_dict(step.model, step.optimizer, options=_WHOLE)["param_groups"]
+        groups = get_optimizer_state_dict(step.model, step.optimizer)["param_groups"]  # on every rank
         optimizer: Any = {"state": state["optimizer"], "param_groups": groups}
         set_optimizer_state_dict(step.model, step.optimizer, optimizer, options=options)
         set_model_state_dict(step.model, state["model"], options=options)

@@ -6,8 +6,8 @@ from micronorm.recipes.protocols import STEP, cifar
 from micronorm.recipes.recipe import Recipe, Table
 
 _QUOTED = (
-    "the paper quotes this figure from the paper on DN, and neither its schedule nor the size of its large batch; ours "
-    "runs it like the rows beside it"
+    "the paper quotes this figure from the paper on DN and gives neither its schedule nor the size of its large batch; "
+    "ours runs it like the rows beside it"
 )
 _SCHEDULE = "ours, the paper being silent for this table: the protocol of cifar1"
 _DN = (

@@ -1,0 +1,296 @@
+"""`micronorm reproduce`: a table of the paper, its figures beside ours, and the runs that are missing."""
+
+import json
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table as Grid
+
+from micronorm import records
+from micronorm.cli.progress import TrainingProgress
+from micronorm.cli.targets import MISUSE, TargetError, unknown
+from micronorm.cli.train import Variation, run_recipe
+from micronorm.recipes import Recipe, Table, find_table, tables
+from micronorm.recipes.results import Findings, Result, gather, packaged, read_runs
+
+INCOMPLETE = 1
+
+_SHOWN = {"top1": "top-1", "top5": "top-5"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A recipe and what was found for it."""
+
+    recipe: Recipe
+    found: Findings
+
+    @property
+    def reason(self) -> str | None:
+        """Why there is no figure of ours; None where there is one."""
+        if self.found.counted:
+            return None
+        if self.recipe.unavailable is not None:
+            return self.recipe.unavailable
+        if self.found.rejected:
+            return "; ".join(f"{result.where} does not count: {why}" for result, why in self.found.rejected)
+        return "not run"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row as `--json` prints it; figures that are not finite become null."""
+        mean = self.found.mean()
+        record = {
+            "row": self.recipe.row,
+            "paper": None if self.recipe.paper is None else dict(self.recipe.paper),
+            "ours": mean and {name: value if math.isfinite(value) else None for name, value in mean.items()},
+            "seeds": self.found.seeds,
+            "run": [result.where for result in self.found.counted] or None,
+        }
+        return record if self.reason is None else {**record, "reason": self.reason}
+
+
+def reproduce(
+    table: Annotated[
+        str | None, typer.Argument(help="A table of the paper, or ours; without one they are listed.")
+    ] = None,
+    rows: Annotated[str | None, typer.Option(help="These rows only, by name, with commas between.")] = None,
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="Run for so many epochs instead; such runs never count as ours.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=2**31, help="Run this seed, also where others are there.")
+    ] = None,
+    runs: Annotated[Path, typer.Option(help="The folder of run directories: looked through, and written to.")] = Path(
+        "runs"
+    ),
+    data: Annotated[Path | None, typer.Option(help="Where the data set lies.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Run nothing; print the rows as JSON.")] = False,
+) -> None:
+    """Show the rows of a table with the paper's figure and ours, and run those that have none of ours.
+
+    A run counts when it finished with the recipe's settings and data. Of several seeds the mean is shown. A run that
+    was stopped goes on where it was.
+
+    Exit code 0: every row asked for has a figure or was run. 1: one could not be run (rows that nobody can run count
+    only if --rows names them). 2: a name or an option is wrong. 130, 143: stopped by a
+    signal.
+    """
+    try:
+        if as_json and (epochs, seed, data) != (None, None, None):
+            raise TargetError("--json runs nothing: --epochs, --seed and --data say nothing to it")
+        if table is None:
+            _refuse_without_table(rows, epochs, seed, data)
+            _list_tables(as_json=as_json)
+            return
+        chosen, asked = _choose(table, rows)
+    except (TargetError, ValueError) as fault:
+        typer.echo(f"micronorm reproduce: {fault}", err=True)
+        raise typer.Exit(MISUSE) from None
+    console = Console(highlight=False)
+    found = _look(chosen, runs)
+    if as_json:
+        typer.echo(json.dumps([row.to_dict() for row in found], indent=1, ensure_ascii=False, allow_nan=False))
+        return
+    _print_rows(console, find_table(table), found)
+    _print_remarks(console, found)
+    missing = [row.recipe for row in found if _is_missing(row, epochs=epochs, seed=seed)]
+    failed = _run_all(console, missing, asked, runs=runs, data=data, epochs=epochs, seed=0 if seed is None else seed)
+    if len(failed) < len(missing):
+        _print_rows(console, find_table(table), _look(chosen, runs, tell=False))
+    if failed & asked:
+        raise typer.Exit(INCOMPLETE)
+
+
+def _refuse_without_table(*options: Any) -> None:
+    if any(option is not None for option in options):
+        raise TargetError(f"say which table: {', '.join(tables())}")
+
+
+def _list_tables(*, as_json: bool) -> None:
+    if as_json:
+        listed = [{"table": t.name, "title": t.title, "rows": [r.row for r in t.rows]} for t in tables().values()]
+        typer.echo(json.dumps(listed, indent=1, ensure_ascii=False))
+        return
+    grid = Grid(box=box.SIMPLE_HEAD)
+    for column in ("table", "rows", "what"):
+        grid.add_column(column, justify="right" if column == "rows" else "left", overflow="fold")
+    for table in tables().values():
+        grid.add_row(table.name, str(len(table.rows)), table.title)
+    console = Console(highlight=False)
+    console.print(grid)
+    _say(console, "micronorm reproduce TABLE shows the paper's figures beside ours and runs what is missing.")
+
+
+def _choose(name: str, rows: str | None) -> tuple[tuple[Recipe, ...], set[str]]:
+    """The recipes to show, and the names of those without which the command has failed.
+
+    A row that nobody can run is among the latter only when it was named.
+    """
+    table = find_table(name)
+    if rows is None:
+        return table.rows, {recipe.name for recipe in table.rows if recipe.unavailable is None}
+    known = {recipe.row: recipe for recipe in table.rows}
+    wanted = list(dict.fromkeys(row.strip() for row in rows.split(",") if row.strip()))
+    if not wanted:
+        raise TargetError(f"--rows names no row; {name} has {', '.join(known)}")
+    for row in wanted:
+        if row not in known:
+            raise TargetError(unknown(f"{name} has no row {row!r}", row, list(known)))
+    chosen = tuple(known[row] for row in wanted)
+    return chosen, {recipe.name for recipe in chosen}
+
+
+def _look(recipes: Sequence[Recipe], runs: Path, *, tell: bool = True) -> list[Row]:
+    local, damaged = read_runs(runs)
+    if tell:
+        for path, why in damaged:
+            typer.echo(f"micronorm reproduce: {path} cannot be read and is left out: {why}", err=True)
+    results = [*packaged(), *local]
+    return [Row(recipe, gather(recipe, results)) for recipe in recipes]
+
+
+def _is_missing(row: Row, *, epochs: int | None, seed: int | None) -> bool:
+    if epochs is not None and epochs != row.recipe.settings.epochs:
+        return True  # asked for outright: no record can stand for it
+    return not row.found.counted if seed is None else seed not in row.found.seeds
+
+
+# --- what is printed --------------------------------------------------------------------------------------------------
+
+
+def _say(console: Console, text: str) -> None:
+    # A terminal breaks lines between words; a file gets the whole line, for whoever searches in it.
+    console.print(text, markup=False, soft_wrap=not console.is_terminal)
+
+
+def _print_rows(console: Console, table: Table, rows: Sequence[Row]) -> None:
+    in_paper = {name for row in rows for name in row.recipe.paper or ()}
+    shown = [name for name in _SHOWN if name in in_paper] or ["top1"]
+    grid = Grid(box=box.SIMPLE_HEAD)
+    figures = " / ".join(_SHOWN[name] for name in shown)
+    _say(console, f"{table.name}: {table.title}. Error in %, {figures}; of several seeds mean ± standard deviation.")
+    for column in ("row", "paper", "ours", "seeds", "provenance"):
+        grid.add_column(column, justify="right" if column in ("paper", "ours") else "left", overflow="fold")
+    for row in rows:
+        found = row.found
+        grid.add_row(
+            row.recipe.row,
+            _figures(row.recipe.paper, None, shown),
+            _figures(found.mean(), found.deviation(), shown),
+            ", ".join(map(str, found.seeds)),
+            row.reason or "\n".join(map(_provenance, found.counted)),
+            style=None if row.recipe.unavailable is None else "dim",
+        )
+    console.print(grid)
+
+
+def _figures(figures: Mapping[str, float] | None, spread: Mapping[str, float] | None, shown: Sequence[str]) -> str:
+    if figures is None:
+        return "–"
+    around = {name: f" ± {value:.2f}" for name, value in (spread or {}).items()}
+    return " / ".join(f"{figures[name]:.2f}{around.get(name, '')}" if name in figures else "–" for name in shown)
+
+
+def _provenance(result: Result) -> str:
+    facts = ", ".join(str(fact) for fact in (result.date[:10], result.device, result.settings.get("dtype")) if fact)
+    return f"{result.where} ({facts})" if facts else result.where
+
+
+def _print_remarks(console: Console, rows: Sequence[Row]) -> None:
+    """The notes of the recipes, each once with the rows it is about, and the runs that did not count."""
+    about: dict[str, list[str]] = {}
+    for row in rows:
+        for note in row.recipe.notes:
+            about.setdefault(note, []).append(row.recipe.row)
+    for note, names in about.items():
+        _say(console, f"{'All rows' if len(names) == len(rows) else ', '.join(names)}: {note}.")
+    for row in rows:
+        if row.found.counted:  # else the table says so
+            for result, why in row.found.rejected:
+                _say(console, f"{row.recipe.row}: {result.where} does not count: {why}.")
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+def _run_all(
+    console: Console,
+    missing: Sequence[Recipe],
+    asked: set[str],
+    *,
+    runs: Path,
+    data: Path | None,
+    epochs: int | None,
+    seed: int,
+) -> set[str]:
+    """Run the recipes one after the other; returns the names of those that could not be run."""
+    places = {r.name: _place(runs, r, seed=seed, epochs=epochs) for r in missing if r.unavailable is None}
+    for recipe in missing:
+        if recipe.name in places:
+            _say(console, _announcement(recipe, places[recipe.name], epochs=epochs, seed=seed))
+        elif recipe.name in asked:
+            _say(console, f"{recipe.name} cannot be run: {recipe.unavailable}.")
+    failed = {recipe.name for recipe in missing} - set(places)
+    for recipe in missing:
+        if recipe.name not in places:
+            continue
+        why = _run_row(recipe, out=places[recipe.name], seed=seed, epochs=epochs, data=data)
+        if why is not None:
+            failed.add(recipe.name)
+            typer.echo(f"micronorm reproduce: {recipe.name} could not be run: {why}", err=True)
+    return failed
+
+
+def _announcement(recipe: Recipe, out: Path, *, epochs: int | None, seed: int) -> str:
+    length = recipe.settings.epochs if epochs is None else epochs
+    text = f"To run: {recipe.name} ({recipe.title}), {length} epochs, seed {seed}, into {out}."
+    if length != recipe.settings.epochs:
+        text += f" It has {recipe.settings.epochs} epochs: this run is kept, but never counts as ours."
+    return text
+
+
+def _place(runs: Path, recipe: Recipe, *, seed: int, epochs: int | None) -> Path:
+    """Where the run goes: a folder of its own, or that of the same run left unfinished, to be resumed."""
+    short = epochs is not None and epochs != recipe.settings.epochs
+    first = runs / recipe.table / recipe.row / (f"seed-{seed}-epochs-{epochs}" if short else f"seed-{seed}")
+    place, number = first, 1
+    while _is_finished(place):  # and yet does not count: it is kept
+        number += 1
+        place = first.with_name(f"{first.name}-{number}")
+    return place
+
+
+def _is_finished(place: Path) -> bool:
+    try:
+        outcome = records.read(place, rows=False).outcome
+    except (FileNotFoundError, ValueError):
+        return False
+    return outcome is not None and outcome.get("finished") is True
+
+
+def _run_row(recipe: Recipe, *, out: Path, seed: int, epochs: int | None, data: Path | None) -> str | None:
+    """Train one row as `micronorm train` does; why it could not be, or None. A stopped run ends the command."""
+    command = ["micronorm", "train", recipe.name, "--seed", str(seed), "--out", str(out)]
+    try:
+        outcome = run_recipe(
+            recipe,
+            out=out,
+            variation=Variation(epochs=epochs, seed=seed),
+            data=data,
+            resume=(out / records.FACTS).exists(),
+            listener=TrainingProgress(Console(highlight=False)),
+            command=shlex.join(command if epochs is None else [*command, "--epochs", str(epochs)]),
+        )
+    except (FileNotFoundError, ImportError, MemoryError, ValueError) as fault:  # no data, no torchvision, damaged data
+        return " ".join(str(fault).split())
+    if not outcome.finished:
+        typer.echo(f"{recipe.name} was stopped after step {outcome.steps}; the same command goes on from there.")
+        raise typer.Exit(INCOMPLETE if outcome.signal is None else 128 + outcome.signal)
+    return None

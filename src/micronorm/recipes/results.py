@@ -1,0 +1,236 @@
+"""What was measured for a recipe: results that come with the package, and run directories in a folder.
+
+A result counts for a recipe when the run finished and its settings and data are the recipe's: epochs and samples per
+step above all. Whatever does not count is kept with the reason, to be told.
+"""
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from micronorm import records
+from micronorm.engine.settings import describe
+from micronorm.recipes.recipe import DATA, Recipe
+from micronorm.recipes.registry import tables
+
+RECORDED = "recorded.json"
+_REQUIRED = (
+    "recipe",
+    "seed",
+    "figures",
+    "epochs",
+    "step_batch",
+    "data",
+    "dtype",
+    "versions",
+    "date",
+    "command",
+    "digest",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One run, wherever its record lies.
+
+    Args:
+        recipe: the recipe's name.
+        seed: of weights, order and augmentation.
+        figures: errors in % and others, by name.
+        settings: the run's own, as `engine.settings.describe` gives them; "epochs" and "step_batch" at least.
+        data: "name", "train" and "test" (counts); "verified" where files were or were not compared with the published
+            ones; "size" where images were given another than the recipe's.
+        where: the run directory, or the entry of the packaged file.
+        date: ISO 8601.
+        device: what it ran on, for people.
+        finished: whether it came to its end.
+        definition: of the recipe at that time (`Recipe.definition`); None where the record does not say.
+    """
+
+    recipe: str
+    seed: int
+    figures: Mapping[str, float]
+    settings: Mapping[str, Any]
+    data: Mapping[str, Any]
+    where: str
+    date: str = ""
+    device: str | None = None
+    finished: bool = True
+    definition: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What was found for one recipe."""
+
+    counted: tuple[Result, ...]
+    """One per seed, in the order of seeds."""
+    rejected: tuple[tuple[Result, str], ...]
+    """Those that do not count, with the reason."""
+
+    @property
+    def seeds(self) -> list[int]:
+        """Of the runs that count."""
+        return [result.seed for result in self.counted]
+
+    def mean(self) -> dict[str, float] | None:
+        """Each figure that all runs have, averaged over seeds; None where no run counts."""
+        return self._over_seeds(statistics.fmean)
+
+    def deviation(self) -> dict[str, float] | None:
+        """The sample standard deviation over seeds of each figure; None for fewer than two."""
+        return self._over_seeds(statistics.stdev) if len(self.counted) > 1 else None
+
+    def _over_seeds(self, over: Any) -> dict[str, float] | None:
+        if not self.counted:
+            return None
+        names = [name for name in self.counted[0].figures if all(name in r.figures for r in self.counted)]
+        values = {name: [result.figures[name] for result in self.counted] for name in names}
+        # statistics refuses infinities and NaN, which are what a diverged run gives
+        return {name: over(v) if all(map(math.isfinite, v)) else math.nan for name, v in values.items()}
+
+
+def fault(result: Result, recipe: Recipe) -> str | None:
+    """Why the result does not count for the recipe; None where it does. The seed and the dtype may be any.
+
+    Example:
+        >>> from micronorm import recipes
+        >>> found = Result(
+        ...     recipe="digits/gn",
+        ...     seed=0,
+        ...     figures={"top1": 2.0},
+        ...     settings={"epochs": 1, "step_batch": 64},
+        ...     data={"name": "digits", "train": 1297, "test": 500},
+        ...     where="runs/a",
+        ... )
+        >>> fault(found, recipes.find("digits/gn"))
+        'epochs 1 where the recipe has 8'
+    """
+    if not result.finished:
+        return "not finished"
+    facts = DATA[recipe.data]
+    settings = {name: value for name, value in describe(recipe.settings).items() if name not in ("seed", "dtype")}
+    data = {"name": recipe.data, "train": facts.train, "test": facts.test, "size": facts.shape[1]}
+    for kind, found, wanted in (("", result.settings, settings), ("data ", result.data, data)):
+        for name, value in wanted.items():
+            # a packaged result does not say all; what must be said, `_result` has seen to
+            if found.get(name, value) != value:
+                return f"{kind}{name} {found[name]} where the recipe has {value}"
+    if result.data.get("verified") is False:
+        return "data that were not compared with the published files"
+    now = recipe.definition()
+    then = now if result.definition is None else result.definition
+    changed = [name for name in {**now, **then} if then.get(name, ...) != now.get(name, ...)]
+    return f"made before the recipe changed in {', '.join(changed)}" if changed else None
+
+
+def gather(recipe: Recipe, results: Iterable[Result]) -> Findings:
+    """What counts for `recipe`: of its own name, or of a row in another table that is the same experiment.
+
+    Of several with one seed the latest counts, a run directory before a packaged result.
+    """
+    names = _names(recipe)
+    counted: dict[int, Result] = {}
+    rejected = []
+    for result in sorted(results, key=lambda r: (not r.where.startswith(RECORDED), r.date, r.where)):
+        if result.recipe not in names:
+            continue
+        reason = fault(result, recipe)
+        if reason is None:
+            counted[result.seed] = result
+        else:
+            rejected.append((result, reason))
+    return Findings(tuple(counted[seed] for seed in sorted(counted)), tuple(rejected))
+
+
+def _names(recipe: Recipe) -> set[str]:
+    """What a record of this experiment may call it."""
+    same = {recipe.name: recipe}
+    if recipe.unavailable is None:
+        own = recipe.definition()
+        others = (other for table in tables().values() for other in table.rows if other.unavailable is None)
+        same |= {other.name: other for other in others if other.definition() == own}
+    short = {table.name for table in tables().values() if f"{table.name}/{table.default}" in same}
+    return set(same) | short
+
+
+def packaged() -> list[Result]:
+    """The results that come with the package.
+
+    Example:
+        >>> all(result.where.startswith("recorded.json#") for result in packaged())
+        True
+    """
+    return parse_packaged((resources.files("micronorm.recipes") / RECORDED).read_text("utf-8"))
+
+
+def parse_packaged(text: str) -> list[Result]:
+    """Results from the text of a file like recorded.json: a list of objects, each with the keys `_REQUIRED`."""
+    entries = json.loads(text)
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ValueError(f"{RECORDED} must be a list of objects")
+    found = []
+    for index, entry in enumerate(entries):
+        missing = [key for key in _REQUIRED if key not in entry]
+        if missing:
+            raise ValueError(f"{RECORDED}#{index} lacks {', '.join(missing)}")
+        settings = {name: entry[name] for name in ("seed", "epochs", "step_batch", "dtype")}
+        facts = {**entry, "settings": settings, "environment": entry}
+        found.append(_result(facts, {"figures": entry["figures"], "finished": True}, where=f"{RECORDED}#{index}"))
+    return found
+
+
+def read_runs(folder: Path) -> tuple[list[Result], list[tuple[Path, str]]]:
+    """Every run directory at or under `folder`, and those that could not be read, with the reason.
+
+    A folder that does not exist holds no runs.
+    """
+    found, damaged = [], []
+    for path in records.find_runs(folder) if folder.is_dir() else []:
+        try:
+            record = records.read(path, rows=False)
+            found.append(_result(record.facts, record.outcome or {}, where=str(path)))
+        except (OSError, ValueError) as error:
+            damaged.append((path, str(error)))
+    return found, damaged
+
+
+def _result(facts: Mapping[str, Any], outcome: Mapping[str, Any], *, where: str) -> Result:
+    try:
+        settings, data = facts["settings"], facts["data"]
+        for name, kept in (("epochs", settings), ("step_batch", settings), ("name", data), ("train", data)):
+            if name not in kept:
+                raise ValueError(f"the record lacks {name!r}")
+        size = (facts.get("variation") or {}).get("size")
+        return Result(
+            recipe=facts["recipe"],
+            seed=int(settings["seed"]),
+            figures={name: float(value) for name, value in (outcome.get("figures") or {}).items()},
+            settings=settings,
+            data={**data, **({} if size is None else {"size": size})},
+            where=where,
+            date=str(facts.get("date") or ""),
+            device=_device(facts),
+            finished=outcome.get("finished") is True and bool(outcome.get("figures")),
+            definition=facts.get("definition"),
+        )
+    except KeyError as error:
+        raise ValueError(f"the record lacks {error}") from None
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"the record is not of the known form: {error}") from None
+
+
+def _device(facts: Mapping[str, Any]) -> str | None:
+    """The GPU's name or the processor's: a run on the CPU of a machine with a GPU had the latter."""
+    on_cpu = str((facts.get("execution") or {}).get("device")) == "cpu"
+    for kind, key in (("cpu", "model"),) if on_cpu else (("gpu", "name"), ("cpu", "model")):
+        value = facts["environment"].get(kind)
+        name = value.get(key) if isinstance(value, Mapping) else value
+        if name:
+            return str(name)
+    return None

@@ -1,0 +1,77 @@
+"""Data sets in their official layouts with a handful of images, written by hand."""
+
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+BINARY = {10: "cifar-10-batches-bin", 100: "cifar-100-binary"}
+PYTHON = {10: "cifar-10-batches-py", 100: "cifar-100-python"}
+FILES = {
+    10: ([f"data_batch_{i}" for i in range(1, 6)], ["test_batch"]),
+    100: (["train"], ["test"]),
+}
+
+
+def records(classes: int, file: int, count: int) -> tuple[np.ndarray, list[int]]:
+    """(pixels count×3072, labels) of the file with this number; the same at every call."""
+    random = np.random.default_rng([classes, file])
+    return random.integers(0, 256, (count, 3072), dtype=np.uint8), random.integers(0, classes, count).tolist()
+
+
+def write_binary(folder: Path, classes: int, count: int = 3) -> Path:
+    """The binary release, `count` records in each file."""
+    place = folder / BINARY[classes]
+    place.mkdir(parents=True)
+    for number, name in enumerate([*FILES[classes][0], *FILES[classes][1]]):
+        pixels, labels = records(classes, number, count)
+        heads = [[label] if classes == 10 else [label // 5, label] for label in labels]
+        rows = [bytes(head) + row.tobytes() for head, row in zip(heads, pixels, strict=True)]
+        (place / f"{name}.bin").write_bytes(b"".join(rows))
+    return place
+
+
+def write_python(folder: Path, classes: int, count: int = 3) -> Path:
+    """The Python release, `count` records in each file."""
+    place = folder / PYTHON[classes]
+    place.mkdir(parents=True)
+    for number, name in enumerate([*FILES[classes][0], *FILES[classes][1]]):
+        pixels, labels = records(classes, number, count)
+        (place / name).write_bytes(python2_pickle(pixels, labels, "labels" if classes == 10 else "fine_labels"))
+    return place
+
+
+def python2_pickle(pixels: np.ndarray, labels: Sequence[int], key: str) -> bytes:
+    """The program that Python 2 wrote for {"data": pixels, key: labels, "batch_label": …}, opcode by opcode."""
+
+    def string(value: bytes) -> bytes:
+        return b"T" + struct.pack("<i", len(value)) + value
+
+    def whole(value: int) -> bytes:
+        return b"J" + struct.pack("<i", value)
+
+    dtype = b"cnumpy\ndtype\n" + string(b"u1") + b"K\x00K\x01\x87R"
+    dtype += b"(K\x03" + string(b"|") + b"NNN" + whole(-1) + whole(-1) + b"K\x00tb"
+    array = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85" + string(b"b") + b"\x87R"
+    array += b"(K\x01" + whole(pixels.shape[0]) + whole(pixels.shape[1]) + b"\x86" + dtype + b"\x89"
+    array += string(pixels.tobytes()) + b"tb"
+    numbers = b"](" + b"".join(map(whole, labels)) + b"e"
+    entries = string(b"data") + array + string(key.encode()) + numbers
+    entries += string(b"batch_label") + string(b"training batch 1 of 5")
+    return b"\x80\x02}(" + entries + b"u."
+
+
+def write_folders(root: Path, *, classes: Sequence[str] = ("ant", "bee", "cat"), count: int = 4) -> Path:
+    """train and val with `count` images of noise per class, of several sizes, kinds and spellings; some greyscale."""
+    random = np.random.default_rng(0)
+    for part in ("train", "val"):
+        for name in classes:
+            place = root / part / name
+            place.mkdir(parents=True)
+            for i in range(count):
+                shape = (40 + 5 * i, 64 - 3 * i) if i == 1 else (40 + 5 * i, 64 - 3 * i, 3)
+                suffix = ("jpg", "JPEG", "png", "jpeg")[i % 4]
+                Image.fromarray(random.integers(0, 256, shape, dtype=np.uint8)).save(place / f"{name}_{i}.{suffix}")
+    return root

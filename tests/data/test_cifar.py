@@ -1,0 +1,232 @@
+import hashlib
+import itertools
+import pickle
+import sys
+import urllib.error
+
+import numpy as np
+import pytest
+import torch
+
+from micronorm.data import cifar
+from micronorm.data.cifar import STANDARDIZATION, find_cifar, open_cifar, read_cifar
+from tests.data.miniature import BINARY, FILES, PYTHON, records, write_binary, write_python
+
+WRITERS = {"binary": write_binary, "python": write_python}
+BOTH = pytest.mark.parametrize("classes", [10, 100])
+RELEASES = pytest.mark.parametrize("release", ["binary", "python"])
+
+
+def make_official(monkeypatch, place, classes, count=3):
+    """Let the miniature in `place` be the official release: its sums and counts are the published ones."""
+    releases = []
+    for release in cifar._RELEASES[classes]:
+        parts = [
+            tuple(
+                file._replace(
+                    records=count, digest=hashlib.new(release.algorithm, (place / file.name).read_bytes()).hexdigest()
+                )
+                if release.folder == place.name
+                else file
+                for file in files
+            )
+            for files in (release.train, release.test)
+        ]
+        releases.append(release._replace(train=parts[0], test=parts[1]))
+    monkeypatch.setattr(cifar, "_RELEASES", {**cifar._RELEASES, classes: tuple(releases)})
+
+
+@BOTH
+@RELEASES
+def test_a_release_is_read_in_the_official_order(tmp_path, classes, release):
+    WRITERS[release](tmp_path, classes)
+    train, test = read_cifar(tmp_path, classes=classes, verify=False)
+    batches = len(FILES[classes][0])
+    for part, files in ((train, range(batches)), (test, [batches])):
+        pixels, labels = zip(*(records(classes, file, 3) for file in files), strict=True)
+        assert torch.equal(part.images, torch.from_numpy(np.concatenate(pixels)).reshape(-1, 3, 32, 32))
+        assert part.labels.tolist() == [*itertools.chain(*labels)]
+        assert part.images.dtype == torch.uint8
+        assert part.labels.dtype == torch.int64
+
+
+@BOTH
+@RELEASES
+def test_a_verified_release_must_have_the_published_sums(tmp_path, monkeypatch, classes, release):
+    place = WRITERS[release](tmp_path, classes)
+    make_official(monkeypatch, place, classes)
+    assert len(read_cifar(tmp_path, classes=classes).test.labels) == 3
+    file = sorted(place.iterdir())[-1]
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1  # one bit of one pixel
+    file.write_bytes(content)
+    with pytest.raises(
+        ValueError, match=r"(SHA1|MD5) is \w+, the published one \w+\. Delete it.*verify=False"
+    ) as caught:
+        read_cifar(tmp_path, classes=classes)
+    assert str(file) in str(caught.value)
+    read_cifar(tmp_path, classes=classes, verify=False)
+
+
+@BOTH
+def test_a_miniature_is_told_from_the_official_files(tmp_path, classes):
+    write_binary(tmp_path, classes)
+    with pytest.raises(ValueError, match=r"bytes where [15]0,000 records take .* miniature .* verify=False"):
+        read_cifar(tmp_path, classes=classes)
+
+
+@BOTH
+@pytest.mark.parametrize("change", [-1, 1, -5000, None])
+def test_a_binary_file_must_hold_whole_records(tmp_path, classes, change):
+    file = write_binary(tmp_path, classes) / f"{FILES[classes][0][0]}.bin"
+    content = file.read_bytes()
+    file.write_bytes(b"" if change is None else content[:change] if change < 0 else content + b"\0")
+    record = {10: "3,073", 100: "3,074"}[classes]
+    with pytest.raises(ValueError, match=f"{file.name} is damaged.*not a whole number of records of {record} bytes"):
+        read_cifar(tmp_path, classes=classes, verify=False)
+
+
+@pytest.mark.parametrize("classes, offset, label, last", [(10, 0, 10, 9), (100, 1, 100, 99), (100, 0, 20, 19)])
+def test_a_label_beyond_the_classes_is_damage(tmp_path, classes, offset, label, last):
+    file = write_binary(tmp_path, classes) / f"{FILES[classes][1][0]}.bin"
+    content = bytearray(file.read_bytes())
+    content[offset] = label
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=f"{file.name} is damaged.*label {label} does not lie between 0 and {last}"):
+        read_cifar(tmp_path, classes=classes, verify=False)
+
+
+@pytest.mark.parametrize(
+    "entries, message",
+    [
+        ({"labels": [1, 10]}, "label 10 does not lie between 0 and 9"),
+        ({"labels": [1, -1]}, "label -1 does not lie between 0 and 9"),
+        ({"labels": [1]}, "2 images and 1 labels"),
+        ({"labels": [1, 2.0]}, "lacks a list of whole numbers under 'labels'"),
+        ({"labels": None}, "lacks a list of whole numbers under 'labels'"),
+        ({"data": np.zeros((2, 3071), np.uint8)}, "lacks an N×3072 array of bytes under 'data'"),
+        ({"data": np.zeros((0, 3072), np.uint8), "labels": []}, "lacks an N×3072 array"),
+        ({"data": [1, 2]}, "lacks an N×3072 array"),
+        ({"data": np.zeros((2, 3072))}, "does not hold bytes"),
+    ],
+)
+def test_a_python_file_that_does_not_fit_together_is_damage(tmp_path, entries, message):
+    file = write_python(tmp_path, 10) / "data_batch_2"
+    fit = {"data": np.zeros((2, 3072), np.uint8), "labels": [1, 2]}
+    file.write_bytes(pickle.dumps({**fit, **entries}, protocol=4))
+    with pytest.raises(ValueError, match=f"data_batch_2 is damaged.*{message}"):
+        read_cifar(tmp_path, classes=10, verify=False)
+
+
+def test_a_python_file_that_brings_code_is_refused_with_its_name(tmp_path):
+    file = write_python(tmp_path, 10) / "test_batch"
+    file.write_bytes(pickle.dumps({"data": print}, protocol=2))
+    with pytest.raises(ValueError, match=r"test_batch is damaged.*asks for __builtin__\.print"):
+        read_cifar(tmp_path, classes=10, verify=False)
+
+
+@BOTH
+@pytest.mark.parametrize("below", ["", "cifar{}", "CIFAR{}", "cifar-{}", "CIFAR-{}"])
+def test_a_set_is_found_in_the_folder_and_its_obvious_children(tmp_path, classes, below):
+    place = write_binary(tmp_path / below.format(classes), classes)
+    assert find_cifar(tmp_path, classes=classes) == place
+    assert find_cifar(place, classes=classes) == place
+
+
+def test_files_without_the_folder_of_the_archive_are_found(tmp_path):
+    place = write_binary(tmp_path, 10).rename(tmp_path / "cifar10")
+    assert find_cifar(tmp_path, classes=10) == place
+
+
+def test_folders_named_as_the_files_of_cifar_100_are_not_taken_for_them(tmp_path):
+    (tmp_path / "train").mkdir()
+    (tmp_path / "test").mkdir()
+    assert find_cifar(tmp_path, classes=100) is None
+
+
+def test_the_binary_release_comes_first_and_a_complete_one_before_an_incomplete_one(tmp_path):
+    write_python(tmp_path, 10)
+    binary = write_binary(tmp_path, 10)
+    assert find_cifar(tmp_path, classes=10) == binary
+    (binary / "data_batch_3.bin").unlink()
+    assert find_cifar(tmp_path, classes=10) == tmp_path / PYTHON[10]
+
+
+@BOTH
+def test_a_missing_set_says_where_it_was_looked_for_and_how_to_get_it(tmp_path, classes):
+    with pytest.raises(FileNotFoundError) as caught:
+        read_cifar(tmp_path, classes=classes)
+    for part in (str(tmp_path), BINARY[classes], PYTHON[classes], cifar.PAGE, "download=True", f"cifar{classes}"):
+        assert part in str(caught.value)
+
+
+def test_an_incomplete_set_says_what_it_lacks(tmp_path):
+    place = write_binary(tmp_path, 10)
+    (place / "data_batch_3.bin").unlink()
+    (place / "test_batch.bin").unlink()
+    with pytest.raises(FileNotFoundError, match=r"cifar-10-batches-bin lacks data_batch_3\.bin, test_batch\.bin\."):
+        read_cifar(tmp_path, classes=10)
+
+
+def test_classes_are_10_or_100(tmp_path):
+    with pytest.raises(ValueError, match="10 or 100 classes, got classes=20"):
+        read_cifar(tmp_path, classes=20)  # pyright: ignore
+
+
+@BOTH
+def test_a_download_goes_through_torchvision_and_only_where_nothing_is_found(tmp_path, monkeypatch, classes):
+    import torchvision.datasets.utils
+
+    asked = []
+
+    def fetch(url, root, *, filename, md5):
+        asked.append((url, filename, md5))
+        write_python(tmp_path, classes)
+
+    monkeypatch.setattr(torchvision.datasets.utils, "download_and_extract_archive", fetch)
+    for _ in range(2):
+        read = read_cifar(tmp_path, classes=classes, verify=False, download=True)
+        assert len(read.test.labels) == 3
+    name = f"cifar-{classes}-python.tar.gz"
+    md5 = {10: "c58f30108f718f92721af3b95e74349a", 100: "eb9058c3a382ffc7106e4002c42a8d85"}[classes]
+    assert asked == [(f"https://www.cs.toronto.edu/~kriz/{name}", name, md5)]
+
+
+@pytest.mark.parametrize("error", [urllib.error.URLError("no route"), RuntimeError("File not found or corrupted.")])
+def test_a_download_that_fails_says_what_to_do(tmp_path, monkeypatch, error):
+    import torchvision.datasets.utils
+
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(torchvision.datasets.utils, "download_and_extract_archive", fail)
+    with pytest.raises(OSError, match=r"fetching https://.*failed \(.*try again, or unpack an archive from https://"):
+        read_cifar(tmp_path, classes=10, download=True)
+
+
+def test_a_download_without_torchvision_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    monkeypatch.setitem(sys.modules, "torchvision.datasets", None)
+    with pytest.raises(ImportError, match=r"pip install torchvision.*https://www\.cs\.toronto\.edu"):
+        read_cifar(tmp_path, classes=10, download=True)
+
+
+def test_the_published_sums_are_those_of_torchvision():
+    from torchvision.datasets import CIFAR10, CIFAR100
+
+    for classes, theirs in ((10, CIFAR10), (100, CIFAR100)):
+        ours = cifar._RELEASES[classes][1]
+        assert ours.folder == theirs.base_folder
+        assert [[file.name, file.digest] for file in ours.train] == theirs.train_list
+        assert [[file.name, file.digest] for file in ours.test] == theirs.test_list
+
+
+def test_only_training_images_are_augmented(tmp_path):
+    write_binary(tmp_path, 10)
+    read = read_cifar(tmp_path, classes=10, verify=False)
+    train, test = open_cifar(tmp_path, classes=10, verify=False)
+    mean, std = (torch.tensor(column).reshape(3, 1, 1) for column in STANDARDIZATION[10])
+    (tested, _), (trained, _) = (next(part.load([(1, torch.arange(3))], seed=0)) for part in (test, train))
+    assert torch.equal(tested, (read.test.images - mean) / std)
+    assert not torch.equal(trained, (read.train.images[:3] - mean) / std)
+    assert (len(train), len(test)) == (15, 3)

@@ -1,0 +1,61 @@
+from pathlib import Path
+
+import pytest
+
+from micronorm.data.search import DEFAULT_FOLDERS, find_data, locate, search_folders
+from tests.data.miniature import write_binary, write_folders, write_python
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """A working directory and a home without data."""
+    (tmp_path / "work").mkdir()
+    (tmp_path / "home").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    return tmp_path
+
+
+def test_a_given_folder_is_the_only_place_looked_at(elsewhere):
+    write_binary(elsewhere / "work" / "data", 10)
+    place = write_python(elsewhere / "given", 100)
+    assert search_folders(elsewhere / "given") == (elsewhere / "given",)
+    assert find_data(elsewhere / "given") == {"cifar100": place}
+
+
+def test_without_one_it_is_data_here_and_then_data_at_home(elsewhere):
+    assert list(DEFAULT_FOLDERS) == [Path("data"), Path("~/data")]
+    assert search_folders() == (Path("data"), elsewhere / "home" / "data")
+    assert find_data() == {}
+    at_home = [write_binary(elsewhere / "home" / "data", classes) for classes in (10, 100)]
+    here = write_binary(elsewhere / "work" / "data", 10)
+    found = find_data()
+    assert found["cifar10"].resolve() == here
+    assert found["cifar100"] == at_home[1]
+
+
+def test_a_tilde_is_the_home(elsewhere):
+    place = write_binary(elsewhere / "home" / "sets", 10)
+    assert find_data("~/sets") == {"cifar10": place}
+
+
+def test_a_default_folder_is_imagenet_only_under_its_name(elsewhere):
+    write_folders(elsewhere / "work" / "data", count=1)
+    assert find_data() == {}
+    assert find_data("data") == {"imagenet": Path("data")}
+    write_folders(elsewhere / "work" / "data" / "imagenet", count=1)
+    assert find_data() == {"imagenet": Path("data/imagenet")}
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100", "imagenet"])
+def test_a_set_that_is_nowhere_is_said_to_be_missing_from_every_place(elsewhere, name):
+    with pytest.raises(FileNotFoundError) as caught:
+        locate(name)
+    for place in (elsewhere / "work" / "data", elsewhere / "home" / "data"):
+        assert str(place) in str(caught.value)
+    assert name.removeprefix("cifar") in str(caught.value).lower()
+
+
+def test_a_set_that_is_there_is_located(elsewhere):
+    place = write_binary(elsewhere / "given", 100)
+    assert locate("cifar100", elsewhere / "given") == place

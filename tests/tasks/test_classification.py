@@ -1,0 +1,246 @@
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from micronorm.engine.task import Samples, Task
+from micronorm.tasks.classification import NAMES, Classification, open_classification
+from tests.data.miniature import write_binary, write_folders, write_python
+from tests.tolerances import tolerance
+
+
+class Given(nn.Module):
+    """Returns what it was given, whatever the images."""
+
+    def __init__(self, output):
+        super().__init__()
+        self.output = output
+
+    def forward(self, images):
+        return self.output
+
+
+class Nothing:
+    """Samples that nobody asks for."""
+
+    def __len__(self):
+        return 0
+
+    def load(self, shares, *, seed):
+        yield from ()
+
+
+def task(classes: int, **options) -> Classification:
+    return Classification(Nothing(), Nothing(), classes=classes, **options)
+
+
+def batch(labels: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(len(labels), 1), torch.tensor(labels, dtype=torch.int64)
+
+
+def scores(logits: list[list[float]], labels: list[int]) -> dict[str, float]:
+    found = task(len(logits[0])).score(Given(torch.tensor(logits)), batch(labels))
+    return {name: value.item() for name, value in found.items()}
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_is_the_summed_cross_entropy(smoothing):
+    logits = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    labels = [3, 0, 1, 1, 2, 0]
+    loss = task(4, label_smoothing=smoothing).loss(Given(logits), batch(labels))
+    expected = 0.0
+    for row, label in zip(logits.tolist(), labels, strict=True):
+        log_sum = math.log(sum(map(math.exp, row)))
+        for k, value in enumerate(row):
+            expected -= ((1 - smoothing) * (k == label) + smoothing / 4) * (value - log_sum)
+    assert loss.sum.item() == pytest.approx(expected, rel=1e-12)
+    assert loss.count == 6
+    loss.sum.backward()
+    assert logits.grad.abs().sum() > 0
+
+
+def test_the_loss_of_parts_adds_up_to_that_of_the_whole():
+    logits, labels = torch.randn(10, 7, dtype=torch.float64), torch.randint(7, (10,)).tolist()
+    whole = task(7).loss(Given(logits), batch(labels))
+    parts = [task(7).loss(Given(logits[cut]), batch(labels[cut])) for cut in (slice(3), slice(3, 10))]
+    assert sum(part.sum.item() for part in parts) == pytest.approx(whole.sum.item(), rel=1e-12)
+    assert sum(part.count for part in parts) == whole.count == 10
+    assert sum(part.counts["wrong"].item() for part in parts) == whole.counts["wrong"].item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_loss_is_computed_in_float32_at_least(dtype):
+    logits, labels = torch.randn(64, 10).to(dtype), torch.randint(10, (64,)).tolist()
+    found = [
+        task(10).loss(Given(logits), batch(labels)).sum,
+        task(10).score(Given(logits), batch(labels))["loss"],
+    ]
+    exact = F.cross_entropy(logits.double(), torch.tensor(labels), reduction="sum")
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for loss in found:
+        assert loss.dtype == wide
+        assert abs(loss.item() - exact.item()) <= tolerance("output", wide) * exact.item()
+
+
+def test_answers_are_wrong_by_rank():
+    logits, labels = torch.randn(200, 8), torch.randint(8, (200,)).tolist()
+    found = scores(logits.tolist(), labels)
+    ranks = [sorted(row, reverse=True).index(row[label]) for row, label in zip(logits.tolist(), labels, strict=True)]
+    assert found["wrong"] == sum(rank >= 1 for rank in ranks)
+    assert found["wrong5"] == sum(rank >= 5 for rank in ranks)
+    assert found["count"] == 200
+    assert task(8).loss(Given(logits), batch(labels)).counts["wrong"] == found["wrong"]
+
+
+def test_of_equal_logits_the_first_class_is_the_answer():
+    constant = [[0.0] * 6] * 6
+    found = scores(constant, [0, 1, 2, 3, 4, 5])
+    assert found["wrong"] == 5
+    assert found["wrong5"] == 1
+
+
+@pytest.mark.parametrize("row", [[math.nan] * 6, [math.nan, 9.0, 0.0, 0.0, 0.0, 0.0]])
+def test_a_model_that_gives_what_is_not_a_number_is_never_right(row):
+    assert scores([row] * 6, [0, 1, 2, 3, 4, 5])["wrong"] == 6
+
+
+@pytest.mark.parametrize("classes, counted", [(2, False), (5, False), (6, True)])
+def test_the_five_best_are_scored_where_there_are_more_classes(classes, counted):
+    found = scores([[0.0] * classes], [0])
+    assert ("wrong5" in found) is counted
+    assert ("top5" in task(classes).figures(found)) is counted
+
+
+def test_scores_are_tensors_without_axes_that_add_up():
+    logits, labels = torch.randn(9, 6), [0, 1, 2, 3, 4, 5, 0, 1, 2]
+    whole, *parts = (
+        task(6).score(Given(logits[cut]), batch(labels[cut])) for cut in (slice(9), slice(4), slice(4, 4), slice(4, 9))
+    )
+    for name, value in whole.items():
+        assert value.shape == ()
+        assert sum(part[name].item() for part in parts) == pytest.approx(value.item(), rel=1e-6)
+
+
+def test_label_smoothing_is_for_training_only():
+    logits, labels = torch.randn(9, 6), [0, 1, 2, 3, 4, 5, 0, 1, 2]
+    plain, smooth = task(6), task(6, label_smoothing=0.3)
+    assert plain.score(Given(logits), batch(labels)) == smooth.score(Given(logits), batch(labels))
+    assert plain.loss(Given(logits), batch(labels)).sum != smooth.loss(Given(logits), batch(labels)).sum
+
+
+def test_figures_are_means_and_errors_in_per_cent():
+    sums = {"loss": 6.0, "wrong": 3.0, "wrong5": 1.0, "count": 8.0}
+    assert task(10).figures(sums) == {"loss": 0.75, "top1": 37.5, "top5": 12.5}
+    del sums["wrong5"]  # as training counts it
+    assert task(10).figures(sums) == {"loss": 0.75, "top1": 37.5}
+
+
+def test_there_are_no_figures_of_nothing():
+    with pytest.raises(ValueError, match="0 samples"):
+        task(10).figures({"loss": 0.0, "wrong": 0.0, "count": 0})
+
+
+@pytest.mark.parametrize("output", [(torch.zeros(2, 4),), {"out": torch.zeros(2, 4)}])
+@pytest.mark.parametrize("method", ["loss", "score"])
+def test_a_model_that_gives_no_tensor_is_refused(output, method):
+    with pytest.raises(TypeError, match=f"gives a {type(output).__name__}.*N×4 logits.*wrap it"):
+        getattr(task(4), method)(Given(output), batch([0, 1]))
+
+
+@pytest.mark.parametrize("shape", [(2, 5), (2,), (2, 4, 1), (3, 4)])
+def test_a_model_with_another_number_of_logits_is_refused(shape):
+    with pytest.raises(ValueError, match="2 images of 4 classes; build it with 4 outputs"):
+        task(4).loss(Given(torch.zeros(shape)), batch([0, 1]))
+
+
+@pytest.mark.parametrize("options", [{"classes": 1}, {"classes": 3, "label_smoothing": 1.5}])
+def test_a_task_that_makes_no_sense_is_refused(options):
+    with pytest.raises(ValueError, match=r"at least 2 classes|between 0 and 1"):
+        Classification(Nothing(), Nothing(), **options)
+
+
+def opened(name, folder, **options) -> Task:  # the annotation is the test: pyright holds the task to the protocol
+    if name == "digits":
+        return open_classification(name, **options)
+    if name == "imagenet":
+        return open_classification(name, write_folders(folder), size=32, **options)
+    write_binary(folder, int(name.removeprefix("cifar")))
+    return open_classification(name, folder, verify=False, **options)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_set_known_by_name_opens_and_scores(tmp_path, name):
+    classes = {"cifar100": 100, "imagenet": 3}.get(name, 10)
+    problem = opened(name, tmp_path)
+    samples: Samples = problem.train
+    images, labels = next(iter(samples.load([(0, torch.tensor([2, 0]))], seed=0)))
+    side = {"digits": 8}.get(name, 32)
+    assert images.shape == (2, 1 if name == "digits" else 3, side, side)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(images[0].numel(), classes))
+    loss = problem.loss(model, (images, labels))
+    assert loss.count == 2
+    assert loss.sum.isfinite()
+    tested = next(iter(problem.test.load([(0, torch.arange(2))], seed=0)))
+    assert problem.score(model, tested)["count"] == 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_training_samples_change_with_the_epoch_unless_told_not_to(tmp_path, name):
+    for augment, part in itertools.product([True, False], ["train", "test"]):
+        samples = getattr(opened(name, tmp_path / str(augment) / part, augment=augment), part)
+        indices = torch.arange(3)
+        (one, _), (other, _) = samples.load([(0, indices), (1, indices)], seed=0)
+        assert torch.equal(one, other) is not (augment and part == "train")
+
+
+def test_a_folder_in_the_working_directory_is_found(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_binary(tmp_path / "data", 10)
+    assert len(open_classification("cifar10", verify=False).test) == 3
+
+
+def test_a_set_that_is_missing_from_every_place_says_so(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("cifar10", "imagenet"):
+        with pytest.raises(FileNotFoundError, match=f"{tmp_path / 'data'} and {tmp_path / 'home' / 'data'}"):
+            open_classification(name)
+
+
+def test_a_download_goes_into_the_first_place_looked_at(tmp_path, monkeypatch):
+    import torchvision.datasets.utils
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    fetch = lambda url, root, **rest: write_python(tmp_path / root, 100)  # noqa: E731
+    monkeypatch.setattr(torchvision.datasets.utils, "download_and_extract_archive", fetch)
+    assert len(open_classification("cifar100", download=True, verify=False).train) == 3
+    assert (tmp_path / "data" / "cifar-100-python" / "train").exists()
+
+
+@pytest.mark.parametrize(
+    "name, options, message",
+    [
+        ("mnist", {}, "no data set is known as 'mnist'; there are digits, cifar10, cifar100, imagenet"),
+        ("cifar10", {"size": 64}, "size is for imagenet"),
+        ("digits", {"size": 64}, "size is for imagenet"),
+        ("digits", {"folder": "data"}, "come with scikit-learn"),
+        ("digits", {"download": True}, "come with scikit-learn"),
+        ("imagenet", {"download": True}, "cannot be downloaded"),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_refused(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        open_classification(name, **options)
+
+
+@pytest.mark.gpu
+def test_batches_appear_on_the_device(tmp_path):
+    for name in NAMES:
+        problem = opened(name, tmp_path / name, device="cuda")
+        images, labels = next(iter(problem.train.load([(0, torch.arange(2))], seed=0)))
+        assert images.is_cuda
+        assert labels.is_cuda
