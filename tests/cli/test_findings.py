@@ -18,7 +18,7 @@ def results(**wrong: int) -> list[Result]:
 
 def test_the_findings_order_the_methods_as_they_came_out():
     assert compare_methods(results(A=12, B=5, C=9))[0] == (
-        "Wrong of 500 test images: B 5, C 9, A 12. One image is 0.2 points."
+        "Wrong of 500 test images: B: 5, C: 9, A: 12. One image is 0.2 points."
     )
 
 
@@ -41,15 +41,15 @@ def test_the_findings_say_what_they_do_not_show():
 
 
 def repeated(*, cut: float, control: float) -> Repeated:
-    return Repeated("BCN+WS at 1", 7, [1e-6, cut], [1e-7, control], cut_error=1.8, control_error=2.2)
+    return Repeated("BCN+WS at 1", 7, [1, 315], [1e-6, cut], [1e-7, control], cut_error=1.8, control_error=2.2)
 
 
 @pytest.mark.parametrize("cut", [0.0, 0.01, 0.1])
 def test_a_cut_that_ends_as_near_as_the_control_did_no_more_than_rounding(cut):
     sentence = compare_cuts(repeated(cut=cut, control=0.01))
     assert f"in micro-batches of 7 instead of whole steps: {cut:.1e} apart in the end" in sentence
-    assert "(1.0e-06 after the first epoch), 1.80 % test error." in sentence
-    assert "ended 1.0e-02 apart (1.0e-07 after the first epoch), with 2.20 %: the cut did no more than" in sentence
+    assert "(1.0e-06 after the first step), 1.80 % test error." in sentence
+    assert "ended 1.0e-02 apart (1.0e-07 after the first step), with 2.20 %: the cut did no more than" in sentence
 
 
 @pytest.mark.parametrize("cut, control", [(0.11, 0.01), (1e-3, 0.0)])
@@ -66,8 +66,8 @@ def test_of_runs_that_diverged_nothing_is_said(cut, control):
 
 def test_the_method_that_depends_on_the_cut_stands_apart():
     sentence = describe_single_steps({"BN at 64": 10.0, "GN at 1": 1e-6, "BCN at 1": 2e-6}, broken="BN at 64")
-    assert "(float32): GN at 1 1.0e-06, BCN at 1 2.0e-06; for comparison BN at 64" in sentence
-    assert sentence.endswith("which depends on the cut, 1.0e+01.")
+    assert "(float32): GN at 1: 1.0e-06, BCN at 1: 2.0e-06; for comparison BN at 64" in sentence
+    assert sentence.endswith("which depends on the cut: 1.0e+01.")
 
 
 def test_the_comparison_in_float64_says_how_long_it_was():

@@ -14,7 +14,7 @@ from micronorm.engine.listener import Silent
 
 _BAR_WIDTH, _NARROW_BAR_WIDTH, _WIDTH_FOR_BAR = 14, 6, 100
 _FIGURE_WIDTH = 7  # "1.5e-06", and the longest word of a heading
-_REFRESH_PER_SECOND = 8
+_REFRESH_PER_SECOND = 4
 
 
 class Row(Silent):
@@ -22,11 +22,12 @@ class Row(Silent):
 
     Args:
         name: what stands in the first column.
-        after_epoch: is called after each epoch's evaluation. What it gives stands in the last column.
+        after_step: is called after each step, with its number. What it gives stands in the last column; None leaves
+            what stands there.
     """
 
-    def __init__(self, name: str, after_epoch: Callable[[], float | None] | None = None) -> None:
-        self.name, self.after_epoch = name, after_epoch
+    def __init__(self, name: str, after_step: Callable[[int], float | None] | None = None) -> None:
+        self.name, self.after_step = name, after_step
         self.total_steps: int | None = None
         self.steps = self.epochs = 0
         self.loss: float | None = None
@@ -43,6 +44,8 @@ class Row(Silent):
     def on_step(self, row: dict[str, Any]) -> None:
         self.steps = row["step"]
         self.seconds += row["seconds"]
+        if self.after_step is not None and (measured := self.after_step(self.steps)) is not None:
+            self.last = measured
         if not self.epochs:  # from then on the loss is that of an epoch, which does not jump about
             self.loss = row["loss"]
 
@@ -50,7 +53,6 @@ class Row(Silent):
     def on_epoch(self, row: dict[str, Any]) -> None:
         self.epochs = row["epoch"] + 1
         self.loss, self.error = row["train"]["loss"], row["test"]["top1"]
-        self.last = self.after_epoch() if self.after_epoch is not None else None
 
     @override
     def on_end(self) -> None:
@@ -66,7 +68,7 @@ class Board:
         console: where it is shown.
         rows: from top to bottom.
         first: the heading of the rows' names.
-        last: the heading of what `Row.after_epoch` gives; None without that column.
+        last: the heading of what `Row.after_step` gives; None without that column.
     """
 
     def __init__(self, console: Console, rows: Sequence[Row], *, first: str, last: str | None = None) -> None:

@@ -39,6 +39,7 @@ REPEATED = find("digits")
 CUT = 23  # samples per micro-batch of the run that is repeated: 23, 23, 18; smaller ones take longer
 WIDE_CUT = 7  # of the comparison in float64
 WIDE_STEPS = 20
+LOOKS = (1, 2, 5, 10, 20, 50, 100, 200)  # the steps, beside the last, after which repeated runs are compared
 
 
 def name_of(recipe: Recipe) -> str:
@@ -128,8 +129,8 @@ class _Demo:
     variation: Variation
     results: list[Result] = field(default_factory=list)
     """Of the methods that have finished."""
-    states: list[State] = field(default_factory=list)
-    """Of the run to be repeated, after each epoch."""
+    states: dict[int, State] = field(default_factory=dict)
+    """Of the run to be repeated, after the steps of `LOOKS` and after the last."""
 
     def say(self, text: str) -> None:
         # A terminal breaks lines between words; a file gets the whole line, for whoever searches in it.
@@ -159,15 +160,18 @@ class _Demo:
         model = REPEATED.build(self.variation.seed or 0)
         command = f"{COMMAND} --epochs {self.variation.epochs} --seed {self.variation.seed}"
 
-        def keep_state() -> None:
-            self.states.append(state_of(model))
+        def keep_state(step: int) -> None:
+            if step in LOOKS:
+                self.states[step] = state_of(model)
 
         rows = [Row(name_of(recipe), keep_state if recipe == REPEATED else None) for recipe in RECIPES]
         with Board(self.console, rows, first="method") as board:
             for recipe, row in zip(RECIPES, rows, strict=True):
                 own = model if recipe == REPEATED else None
                 folder = self.out / recipe.row
-                run(recipe, self.variation, out=folder, model=own, listener=row, command=command)
+                outcome = run(recipe, self.variation, out=folder, model=own, listener=row, command=command)
+                if recipe == REPEATED:
+                    self.states[outcome.steps] = state_of(model)
                 self.results.append(Result.read(row.name, folder))
                 board.tell(row)
 
@@ -188,8 +192,10 @@ class _Demo:
         )
         apart: list[list[float]] = [[], []]
 
-        def measure(model: nn.Module, found: list[float]) -> float:
-            found.append(difference(state_of(model), self.states[len(found)]))
+        def measure(model: nn.Module, found: list[float], step: int) -> float | None:
+            if step not in self.states:
+                return None
+            found.append(difference(state_of(model), self.states[step]))
             return found[-1]
 
         rows = [
@@ -199,14 +205,11 @@ class _Demo:
             for row, (_, model, size) in zip(rows, again, strict=True):
                 run(REPEATED, self.variation, model=model, micro_batch=size, listener=row)
                 board.tell(row)
-        return Repeated(name, CUT, *apart, *(row.error for row in rows))  # type: ignore[arg-type]
+        return Repeated(name, CUT, list(self.states), *apart, *(row.error for row in rows))  # type: ignore[arg-type]
 
     def _write_page(self, found: Sequence[str], single: Mapping[str, float], repeated: Repeated) -> Path:
-        steps = [[name, f"{value:.1e}"] for name, value in single.items()]
-        epochs = [
-            [epoch, f"{cut:.1e}", f"{control:.1e}"]
-            for epoch, (cut, control) in enumerate(zip(repeated.cut, repeated.control, strict=True), start=1)
-        ]
+        steps = [[name, _short(value)] for name, value in single.items()]
+        looks = zip(repeated.steps, map(_short, repeated.cut), map(_short, repeated.control), strict=True)
         return write_page(
             self.out / PAGE,
             runs={name_of(recipe): self.out / recipe.row for recipe in RECIPES},
@@ -215,10 +218,15 @@ class _Demo:
             tables=[
                 Table("One step image by image against whole", ["method", "largest relative difference"], steps),
                 Table(
-                    f"{repeated.method} again: how far apart, by epoch",
-                    ["after epoch", f"in micro-batches of {CUT}", "control, begun one ulp apart"],
-                    epochs,
+                    f"{repeated.method} again: how far apart after so many steps",
+                    ["steps", f"in micro-batches of {CUT}", "control, begun one ulp apart"],
+                    list(looks),
                 ),
             ],
             cuts=Cuts(repeated.cut[-1], repeated.control[-1], compare_cuts(repeated)),
         )
+
+
+def _short(value: float) -> float:
+    """With two digits: more are noise."""
+    return float(f"{value:.1e}")

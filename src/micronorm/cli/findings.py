@@ -33,11 +33,12 @@ class Result:
 class Repeated:
     """One run trained again: in micro-batches of `size`, and begun one unit in the last place apart as a control.
 
-    `cut` and `control` hold how far they were from the first run after each epoch.
+    `cut` and `control` hold how far they were from the first run after `steps`.
     """
 
     method: str
     size: int
+    steps: Sequence[int]
     cut: Sequence[float]
     control: Sequence[float]
     cut_error: float
@@ -64,7 +65,7 @@ def compare_methods(results: Sequence[Result]) -> list[str]:
     else:
         apart = "no two methods here are further apart than that."
     return [
-        f"Wrong of {images} test images: {', '.join(f'{method} {counts[method]}' for method in ranked)}. One image is "
+        f"Wrong of {images} test images: {', '.join(f'{method}: {counts[method]}' for method in ranked)}. One image is "
         f"{100 / images:.1f} points.",
         f"The choice of test images alone moves the difference of counts a and b by up to about 2·sqrt(a+b): {apart}",
         "More it does not show: the data set is small, one seed is few, and one setting serves all methods.",
@@ -73,10 +74,10 @@ def compare_methods(results: Sequence[Result]) -> list[str]:
 
 def describe_single_steps(differences: Mapping[str, float], *, broken: str) -> str:
     """What one step image by image does to each method; `broken` is the one that depends on the cut."""
-    kept = ", ".join(f"{method} {value:.1e}" for method, value in differences.items() if method != broken)
+    kept = ", ".join(f"{method}: {value:.1e}" for method, value in differences.items() if method != broken)
     return (
         "One step image by image against the same step whole, largest relative difference of parameters and running "
-        f"estimates (float32): {kept}; for comparison {broken}, nn.BatchNorm2d, which depends on the cut, "
+        f"estimates (float32): {kept}; for comparison {broken}, nn.BatchNorm2d, which depends on the cut: "
         f"{differences[broken]:.1e}."
     )
 
@@ -90,7 +91,7 @@ def compare_cuts(repeated: Repeated) -> str:
     """Whether the run that was cut differently ended further away than rounding takes a run.
 
     Example:
-        >>> compare_cuts(Repeated("A", 7, [1e-6, 0.02], [1e-6, 0.01], 1.8, 2.0)).split(": ")[-1]
+        >>> compare_cuts(Repeated("A", 7, [1, 315], [1e-6, 0.02], [1e-6, 0.01], 1.8, 2.0)).split(": ")[-1]
         'the cut did no more than rounding does.'
     """
     cut, control = repeated.cut[-1], repeated.control[-1]
@@ -105,9 +106,9 @@ def compare_cuts(repeated: Repeated) -> str:
         )
     return (
         f"{repeated.method} trained again in micro-batches of {repeated.size} instead of whole steps: {cut:.1e} apart "
-        f"in the end ({repeated.cut[0]:.1e} after the first epoch), {repeated.cut_error:.2f} % test error. float32 "
+        f"in the end ({repeated.cut[0]:.1e} after the first step), {repeated.cut_error:.2f} % test error. float32 "
         "training amplifies rounding: a control, not cut but begun with every parameter one unit in the last place "
-        f"higher, ended {control:.1e} apart ({repeated.control[0]:.1e} after the first epoch), with "
+        f"higher, ended {control:.1e} apart ({repeated.control[0]:.1e} after the first step), with "
         f"{repeated.control_error:.2f} %: {verdict}"
     )
 
