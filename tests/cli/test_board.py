@@ -107,8 +107,8 @@ def test_the_loss_is_that_of_a_step_before_the_first_epoch_ends_and_of_an_epoch_
 
 
 def test_on_eighty_columns_every_figure_is_whole():
-    console, row = terminal(80), Row("control, 1 ulp off", lambda step: 2.5e-4)
+    console, row = terminal(80), Row("control, one ulp", lambda step: 2.5e-4)
     with Board(console, [row], first="BCN+WS at 1 again", last="apart"):
         go(row)
     last = output(console)[output(console).rindex("again") :]
-    assert re.search(r"control, 1 ulp off .* 1 +0\.5000 +12\.50 +0\.5 +2\.5e-04", last)
+    assert re.search(r"control, one ulp .* 1 +0\.5000 +12\.50 +0\.5 +2\.5e-04", last)

@@ -82,7 +82,7 @@ def test_without_a_terminal_there_are_plain_lines_only(shown):
     assert list(errors_by_run(output)) == [
         *NAMES,
         "BCN+WS at 1 again, cut by 23",
-        "BCN+WS at 1 again, control, 1 ulp off",
+        "BCN+WS at 1 again, control, one ulp",
     ]
 
 
@@ -120,7 +120,7 @@ def test_the_repeated_run_and_its_control_stand_beside_each_other(shown):
     output, _ = shown
     table = rows(output, heading="BCN+WS at 1 again")
     cut, control = (cells[-1] for cells in table.values())
-    assert list(table) == ["cut by 23", "control, 1 ulp off"]
+    assert list(table) == ["cut by 23", "control, one ulp"]
     assert 0 < float(cut) < 1
     assert 0 < float(control) < 1
     assert re.search(rf"instead of whole steps: {cut} apart .*last place higher, ended {control} apart ", output)

@@ -188,7 +188,7 @@ class _Demo:
         seed, name = self.variation.seed or 0, name_of(REPEATED)
         again = (
             (f"cut by {CUT}", REPEATED.build(seed), CUT),
-            ("control, 1 ulp off", nudge(REPEATED.build(seed)), None),
+            ("control, one ulp", nudge(REPEATED.build(seed)), None),
         )
         apart: list[list[float]] = [[], []]
 
@@ -216,10 +216,10 @@ class _Demo:
             title="micronorm demo: digits, one image per micro-batch",
             findings=found,
             tables=[
-                Table("One step image by image against whole", ["method", "largest relative difference"], steps),
+                Table("One step image by image against whole", ["method", "difference"], steps),
                 Table(
                     f"{repeated.method} again: how far apart after so many steps",
-                    ["steps", f"in micro-batches of {CUT}", "control, begun one ulp apart"],
+                    ["steps", f"cut by {CUT}", "control, one ulp"],
                     list(looks),
                 ),
             ],
