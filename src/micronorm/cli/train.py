@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
+from torch import nn
 
 from micronorm import records
 from micronorm.cli.progress import TrainingProgress
@@ -61,10 +62,14 @@ def run_recipe(
     download: bool = False,
     workers: int = 0,
     resume: bool = False,
+    model: nn.Module | None = None,
     listener: Listener | None = None,
     command: str = "",
 ) -> Outcome:
     """Train one recipe into a run directory.
+
+    `model` is for callers who want to look at the network or to begin elsewhere: what `recipe.build` gave, perhaps
+    changed, which is then trained in place. Without a record (`out=None`), if it was changed.
 
     Raises:
         FileNotFoundError: the data set is not where it was looked for.
@@ -79,7 +84,8 @@ def run_recipe(
         variation = variation.over(Variation(**earlier.get("variation", {})))
     settings = variation.apply(recipe.settings)
     execution = execution or Execution()
-    model = recipe.build(settings.seed)
+    if model is None:
+        model = recipe.build(settings.seed)
     task = open_classification(
         recipe.data,
         data,
