@@ -245,7 +245,7 @@ def write_atomically(path: str | os.PathLike[str], content: bytes | Callable[[Bi
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    _sync_folder(target.parent)
+    sync_folder(target.parent)
 
 
 def remove_partials(folder: str | os.PathLike[str]) -> list[Path]:
@@ -256,7 +256,8 @@ def remove_partials(folder: str | os.PathLike[str]) -> list[Path]:
     return found
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Return when the names in `folder` are on the disk, as after a rename."""
     with suppress(PermissionError):  # Windows opens no folders; elsewhere one may be writable without being readable
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -288,7 +288,7 @@ def _run_row(recipe: Recipe, *, out: Path, seed: int, epochs: int | None, data: 
             listener=TrainingProgress(Console(highlight=False)),
             command=shlex.join(command if epochs is None else [*command, "--epochs", str(epochs)]),
         )
-    except (FileNotFoundError, ImportError, MemoryError, ValueError) as fault:  # no data, no torchvision, damaged data
+    except (OSError, ImportError, MemoryError, ValueError) as fault:  # no data, no torchvision, another writer
         return " ".join(str(fault).split())
     if not outcome.finished:
         typer.echo(f"{recipe.name} was stopped after step {outcome.steps}; the same command goes on from there.")

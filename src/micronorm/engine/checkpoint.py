@@ -22,6 +22,7 @@ FORMAT = "micronorm checkpoint"
 VERSION = 1
 KEPT = 2
 _NAME = re.compile(r"step-(\d+)\.([0-9a-f]{16})\.pt")
+_EITHER = re.compile(r"step-\d+\.([0-9a-f]{16}\.pt|sharded)")
 
 
 class CheckpointError(ValueError):
@@ -59,24 +60,30 @@ def load(path: Path, *, map_location: torch.device | str = "cpu") -> dict[str, A
     content = path.read_bytes()
     if hashlib.sha256(content).hexdigest()[:16] != name[2]:
         raise CheckpointError(
-            f"{path} is damaged: its {len(content):,} bytes do not have the digest in its name{_offer(path)}"
+            f"{path} is damaged: its {len(content):,} bytes do not have the digest in its name{offer(path)}"
         )
     try:
         state = torch.load(io.BytesIO(content), map_location=map_location, weights_only=True)
     except Exception as error:
-        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}){_offer(path)}") from error
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise CheckpointError(f"{path} holds no checkpoint of micronorm{_offer(path)}")
-    if state["version"] != VERSION:
-        raise CheckpointError(f"{path} has format {state['version']}, this version of micronorm reads {VERSION}")
+        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}){offer(path)}") from error
+    check_format(state, path)
     return state
 
 
-def _offer(path: Path) -> str:
-    others = [other for other in checkpoints(path.parent) if other != path]
+def check_format(state: Any, path: Path) -> None:
+    """Refuse what was read from `path` where it is no checkpoint, or one of another version."""
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise CheckpointError(f"{path} holds no checkpoint of micronorm{offer(path)}")
+    if state.get("version") != VERSION:
+        raise CheckpointError(f"{path} has format {state.get('version')}, this version of micronorm reads {VERSION}")
+
+
+def offer(path: Path) -> str:
+    """What to do about a checkpoint that cannot be used, as the end of a message: those beside it, of either kind."""
+    others = sorted(other.name for other in path.parent.iterdir() if other != path and _EITHER.fullmatch(other.name))
     if not others:
-        return "; there is no other checkpoint beside it, the run must be started again"
-    return f"; delete it to resume from the one before it, {others[0].name}"
+        return "; there is no other checkpoint beside it: delete it to begin again"
+    return f"; delete it to resume from the one before it, {others[-1]}"
 
 
 def digest(state: Any) -> str:

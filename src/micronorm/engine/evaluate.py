@@ -6,6 +6,7 @@ import torch
 
 from micronorm.engine.microbatch import is_out_of_memory, release_memory
 from micronorm.engine.parallel import NO_WISHES, Sharded, Verdict
+from micronorm.engine.savepoint import RandomState
 from micronorm.engine.step import HALF, Step, StepFailed
 
 CHUNK = 256
@@ -13,8 +14,9 @@ CHUNK = 256
 
 @torch.no_grad()
 def evaluate(step: Step, *, seed: int) -> dict[str, float]:
-    """The figures of `step.task` for `step.model`, which is in the mode it was in again afterwards. Collective."""
+    """The figures of `step.task` for `step.model`. Afterwards nothing tells that it was evaluated. Collective."""
     was_training = step.model.training
+    random_state = RandomState.get(step.device)  # a model may draw in evaluation too, and training go on from there
     step.model.eval()
     sums: dict[str, torch.Tensor] = {}
     error = None
@@ -27,6 +29,7 @@ def evaluate(step: Step, *, seed: int) -> dict[str, float]:
         error = caught
     finally:
         step.model.train(was_training)
+        RandomState.set(random_state, step.device)
     # Nobody may wait for the sums of a rank that has none to give.
     verdict = step.parallel.agree(Verdict(failed=False, broken=error is not None, wishes=NO_WISHES))
     if error is not None:

@@ -1,18 +1,26 @@
 """What a run writes: its record, its events, its checkpoints and its weights. Rank 0 holds the pen."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from micronorm.engine import checkpoint, sharded
 from micronorm.engine.environment import environment
 from micronorm.engine.events import Events
-from micronorm.engine.parallel import Alone, Sharded
+from micronorm.engine.lock import Lock
+from micronorm.engine.parallel import Sharded, on_rank_0
 from micronorm.engine.settings import Outcome, Settings, describe
-from micronorm.engine.state import load_rest_of_state, load_whole_state, rest_of_state, save_weights, whole_state
+from micronorm.engine.state import (
+    check_model,
+    load_rest_of_state,
+    load_whole_state,
+    rest_of_state,
+    save_weights,
+    whole_state,
+)
 from micronorm.engine.step import Step
-from micronorm.records import FACTS, Run, write_atomically
+from micronorm.records import FACTS, OUTCOME, Run, remove_partials, write_atomically
 
 CHECKPOINTS = "checkpoints"
 EVENTS = "events"
@@ -21,8 +29,6 @@ SMALLER = "micro_batch"
 """Holds the micro-batch to resume with, where a sharded run ended out of memory."""
 
 SAVE_SECONDS = 600.0
-
-T = TypeVar("T")
 
 
 class Journal:
@@ -33,6 +39,7 @@ class Journal:
         self.parallel = step.parallel
         self.record: Run | None = None
         self.events: Events | None = None
+        self.lock: Lock | None = None
         self.saved: Path | None = None
         self.saved_at = time.monotonic()
 
@@ -40,21 +47,37 @@ class Journal:
 
     def begin(self, facts: Mapping[str, Any], *, resume: bool, done: int) -> None:
         """Open the record: a new one, or the old one as it was after `done` steps."""
-        if self.folder is not None:
-            _on_rank_0(self.parallel, lambda: self._begin(facts, resume=resume, done=done))
+        folder = self.folder
+        if folder is not None:
+            on_rank_0(self.parallel, lambda: self._begin(folder, facts, resume=resume, done=done))
 
-    def _begin(self, facts: Mapping[str, Any], *, resume: bool, done: int) -> None:
-        assert self.folder is not None
+    def _begin(self, folder: Path, facts: Mapping[str, Any], *, resume: bool, done: int) -> None:
         found = environment()
-        if resume and (self.folder / FACTS).exists():  # else it was killed before it had begun
-            self.record = Run.open(self.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.lock = Lock(folder)
+        if resume and (folder / FACTS).exists():  # else it was killed before it had begun
+            self.record = Run.open(folder)
             self.record.rewind(done)
             again = {"step": done, "ranks": self.parallel.world, "environment": found}
             self.record.add_facts(resumptions=[*self.record.facts.get("resumptions", []), again])
         else:
+            left = newest(folder / CHECKPOINTS)
+            if left is not None and not (resume or (folder / FACTS).exists()):
+                # It would pass for a newer one of this run.
+                raise FileExistsError(f"{folder} holds {left.name} of another run; name another folder, or delete it")
             known = {"recipe": "", "command": "", "revision": found["revision"], "date": found["date"]}
-            self.record = Run.create(self.folder, {**known, "environment": found, **facts})
-        self.events = Events(self.folder / EVENTS, resumed_at=done if resume else None)
+            self.record = Run.create(folder, {**known, "environment": found, **facts})
+        for place in (folder, folder / CHECKPOINTS):
+            remove_partials(place)
+        sharded.remove_partials(folder / CHECKPOINTS)
+        self.events = Events(folder / EVENTS, resumed_at=done if resume else None)
+
+    def has_ended(self) -> bool:
+        """Whether the run that is here was written to its end, weights and outcome."""
+        folder = self.folder
+        return folder is not None and on_rank_0(
+            self.parallel, lambda: all((folder / name).exists() for name in (FACTS, WEIGHTS, OUTCOME))
+        )
 
     def write_steps(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append rows, one per step."""
@@ -79,9 +102,14 @@ class Journal:
         if self.record is not None:
             kept = ("steps", "figures", "digest", "finished")
             self.record.finish({name: getattr(outcome, name) for name in kept})
+        self.parallel.barrier()
+
+    def close(self) -> None:
+        """Write nothing more; also where the run ended with an error."""
         if self.events is not None:
             self.events.close()
-        self.parallel.barrier()
+        if self.lock is not None:
+            self.lock.release()
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -97,22 +125,31 @@ class Journal:
             return
         state = rest_of_state(self.step, done=done, seed=self.settings.seed)
         state |= {"settings": describe(self.settings), "micro_batch": self.step.micro_batch.size, **rest}
+        if self.record is not None and self.events is not None:  # what the checkpoint is past does not recur
+            self.record.sync()
+            self.events.flush()
         if isinstance(self.parallel, Sharded):
             self.saved = sharded.save(self.folder / CHECKPOINTS, done, self.step, state)
         else:
             folder, whole = self.folder / CHECKPOINTS, whole_state(self.step)
-            self.saved = _on_rank_0(self.parallel, lambda: checkpoint.save(folder, done, whole | state))
+            self.saved = on_rank_0(self.parallel, lambda: checkpoint.save(folder, done, whole | state))
 
     def load_newest(self) -> dict[str, Any] | None:
         """Put the newest checkpoint back; what `save` was given as `rest`, with "step". None where there is none.
 
         Nothing is changed before the checkpoint was found whole and its settings were found to be these.
         """
-        path = None if self.folder is None else newest(self.folder / CHECKPOINTS)
+        if self.folder is None:
+            return None
+        if (self.folder / FACTS).exists():  # it may have been killed before its first checkpoint
+            self._check_settings(self.folder / FACTS, Run.open(self.folder).facts["settings"])
+        path = newest(self.folder / CHECKPOINTS)
         if path is None:
             return None
         state = sharded.load_rest(path) if path.is_dir() else checkpoint.load(path)
         self._check_settings(path, state["settings"])
+        shapes = sharded.model_shapes(path) if path.is_dir() else {k: v.shape for k, v in state["model"].items()}
+        check_model(self.step, shapes, source=path.name)
         if path.is_dir():
             sharded.load(path, self.step)
         else:
@@ -121,8 +158,8 @@ class Journal:
         return {**state, "step": load_rest_of_state(self.step, state)}
 
     def _check_settings(self, path: Path, theirs: Mapping[str, Any]) -> None:
-        mine = describe(self.settings)
-        changes = [f"{key} was {theirs[key]} and is {mine.get(key)}" for key in theirs if mine.get(key) != theirs[key]]
+        mine = dict(_flat(describe(self.settings)))
+        changes = [f"{key} was {was} and is {mine.get(key)}" for key, was in _flat(theirs) if mine.get(key) != was]
         if changes:
             raise ValueError(
                 f"{path.name} belongs to a run with other settings: {', '.join(changes)}; use those, or another --out"
@@ -147,15 +184,10 @@ def newest(folder: Path) -> Path | None:
     return max(found, key=lambda path: path.name.split(".")[0], default=None)
 
 
-def _on_rank_0(parallel: Alone, act: Callable[[], T]) -> T:
-    """What `act` gives on rank 0, on every rank; or its error, on every rank: none may wait for one that is gone."""
-    value, error = None, None
-    if parallel.rank == 0:
-        try:
-            value = act()
-        except Exception as caught:
-            error = caught
-    told, error = parallel.broadcast((value if isinstance(value, Path) else None, error))
-    if error is not None:
-        raise error
-    return told if parallel.rank else value  # type: ignore[return-value]
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested values by dotted names."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

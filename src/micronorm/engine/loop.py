@@ -76,6 +76,7 @@ def train(
         RandomState.seed(settings.seed + 2**20 * run.parallel.rank, run.device)
         return run.go(resume=resume, facts=facts or {})
     finally:
+        run.journal.close()
         RandomState.set(callers, run.device)
         run.parallel.close()
 
@@ -97,6 +98,7 @@ class _TrainingRun:
         self.done = 0
         self.figures: dict[str, float] = {}
         self.signal: int | None = None
+        self.untouched = False
         self.step = self._make_step(model)
         self.take_step = GraphedStep(self.step) if execution.cuda_graph else self.step
         self.meter = Meter(task, self.device)
@@ -141,7 +143,9 @@ class _TrainingRun:
         description = f"{type(self.step.model).__name__} on {self.device}"
         if self.parallel.world > 1:
             description += f", {self.parallel.world} ranks"
-        self.listener.on_start(self.last, self.done, description)
+        self.listener.on_start(self.last, min(self.done, self.last), description)
+        if self.done >= self.last:
+            self.listener.on_message(f"nothing is left to do: {self.done} of {self.total} steps are done")
         if self.randomness:
             self.listener.on_message(self.randomness)
         with Signals() as signals:
@@ -261,7 +265,9 @@ class _TrainingRun:
             "data": {"train": len(self.task.train), "test": len(self.task.test)},
             "chance": self.randomness or "keyed by sample",
         }
-        self.journal.begin({**known, **facts}, resume=resume, done=self.done)
+        self.untouched = resume and self.done >= self.last and self.journal.has_ended()
+        if not self.untouched:
+            self.journal.begin({**known, **facts}, resume=resume, done=self.done)
 
     def _limit_size(self, size: int | None) -> None:
         """Begin with the size that memory was found to hold, where the user did not ask for one."""
@@ -285,5 +291,6 @@ class _TrainingRun:
             signal=self.signal,
             first=self.first,
         )
-        self.journal.end(outcome)
+        if not self.untouched:
+            self.journal.end(outcome)
         return outcome

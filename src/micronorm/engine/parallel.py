@@ -7,9 +7,9 @@ its micro-batches came through: an all-reduce that one rank, out of memory, neve
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 TIMEOUT = timedelta(minutes=10)
+
+T = TypeVar("T")
 
 
 class Wishes(NamedTuple):
@@ -264,6 +266,20 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
                 c for c in module.children() if next(c.children(), None) and next(c.parameters(), None) is not None
             ]
     return [block for block in found if not any(block is not other and block in other.modules() for other in found)]
+
+
+def on_rank_0(parallel: Alone, act: Callable[[], T]) -> T:
+    """What `act` gives on rank 0, on every rank; or its error, on every rank: none may wait for one that is gone."""
+    value, error = None, None
+    if parallel.rank == 0:
+        try:
+            value = act()
+        except Exception as caught:
+            error = caught
+    value, error = parallel.broadcast((value, error))
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]
 
 
 def open_ranks(device: torch.device | None, mode: str) -> Alone:

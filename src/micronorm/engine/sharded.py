@@ -3,48 +3,85 @@
 `step-00000120.sharded` holds DCP's files, `rest.pt` with everything that is not model or optimizer, and a manifest
 with the SHA-256 of each. It is written under another name and renamed when the manifest is complete; a folder of that
 name is complete. It can be read on any number of ranks, sharded or not.
+
+DCP itself reads what it has pickled without a question. Here its metadata may name nothing but DCP's own records, and
+values are read with `weights_only=True`: nothing in a folder is executed.
 """
 
 import hashlib
+import io
 import json
 import os
+import pickle
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from typing_extensions import override
 
-from micronorm.engine.checkpoint import FORMAT, KEPT, VERSION, CheckpointError
+from micronorm.engine.checkpoint import FORMAT, KEPT, VERSION, CheckpointError, check_format, offer
+from micronorm.engine.parallel import on_rank_0
 from micronorm.engine.step import Step
+from micronorm.records import sync_folder, write_atomically
 
 MANIFEST = "manifest.json"
 _REST = "rest.pt"
+_METADATA = ".metadata"
 _SUFFIX = ".sharded"
+_HARMLESS = {
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata"),
+        *("TensorProperties", "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))),
+    "pathlib": ("Path", "PosixPath", "WindowsPath"),
+    "pathlib._local": ("Path", "PosixPath", "WindowsPath"),  # the same, from Python 3.13 on
+}
+"""What DCP's metadata consists of, by module."""
 
 
 def save(folder: Path, number: int, step: Step, rest: dict[str, Any]) -> Path:
     """Write one part per rank. Collective."""
     path, temporary = folder / f"step-{number:08d}{_SUFFIX}", folder / f".step-{number:08d}.tmp"
-    first = step.parallel.rank == 0
-    if first:
+
+    def begin() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-    step.parallel.barrier()
+
+    on_rank_0(step.parallel, begin)
     model, optimizer = get_state_dict(step.model, step.optimizer)
     dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=temporary)
-    step.parallel.barrier()
-    if first:
-        torch.save({"format": FORMAT, "version": VERSION, **rest}, temporary / _REST)
-        files = {file.name: _sha256(file) for file in sorted(temporary.iterdir())}
-        (temporary / MANIFEST).write_text(json.dumps({"format": FORMAT, "version": VERSION, "files": files}))
-        shutil.rmtree(path, ignore_errors=True)
-        os.replace(temporary, path)
-        for old in checkpoints(folder)[KEPT:]:
-            shutil.rmtree(old)
-    step.parallel.barrier()
+    on_rank_0(step.parallel, lambda: _complete(temporary, path, rest))
     return path
+
+
+def _complete(temporary: Path, path: Path, rest: dict[str, Any]) -> None:
+    """Write what is one for all ranks, and give the folder its name."""
+    kind = {"format": FORMAT, "version": VERSION}
+    write_atomically(temporary / _REST, lambda file: torch.save({**kind, **rest}, file))
+    files = {file.name: _sha256(file) for file in sorted(temporary.iterdir())}
+    write_atomically(temporary / MANIFEST, json.dumps({**kind, "files": files}).encode())
+    shutil.rmtree(path, ignore_errors=True)
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+    for old in checkpoints(path.parent)[KEPT:]:
+        shutil.rmtree(old)
+
+
+def remove_partials(folder: Path) -> None:
+    """Remove what killed writers left in `folder`, when no writer is at work there."""
+    for left in folder.glob(".step-*.tmp"):
+        shutil.rmtree(left)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -56,22 +93,33 @@ def verify(path: Path) -> None:
     """Refuse a folder in which something is missing or not as it was written."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-        files = manifest["files"]
-    except (OSError, ValueError, KeyError) as error:
+        files = dict(manifest["files"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{path} holds no sharded checkpoint of micronorm: its manifest cannot be read"
+            f"{path} holds no sharded checkpoint of micronorm: its {MANIFEST} cannot be read{offer(path)}"
         ) from error
-    for name, expected in files.items():
-        if not (path / name).is_file() or _sha256(path / name) != expected:
-            others = [other.name for other in checkpoints(path.parent) if other != path]
-            offer = f"delete it to resume from {others[0]}" if others else "there is no other beside it"
-            raise CheckpointError(f"{path} is damaged: {name} is missing or was changed; {offer}")
+    check_format(manifest, path)
+    for name in (_METADATA, _REST, *files):
+        if name not in files or not (path / name).is_file() or _sha256(path / name) != files[name]:
+            raise CheckpointError(f"{path} is damaged: {name} is missing or was changed{offer(path)}")
 
 
 def load_rest(path: Path) -> dict[str, Any]:
     """Everything but model and optimizer, after the folder was found to be whole."""
     verify(path)
-    return torch.load(path / _REST, map_location="cpu", weights_only=True)
+    try:
+        rest = torch.load(path / _REST, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(f"{path / _REST} cannot be read ({type(error).__name__}){offer(path)}") from error
+    check_format(rest, path)
+    return rest
+
+
+def model_shapes(path: Path) -> dict[str, torch.Size]:
+    """The shapes of the model's tensors, whole."""
+    found = _Reader(path).read_metadata().state_dict_metadata.items()
+    tensors = {name: entry for name, entry in found if isinstance(entry, TensorStorageMetadata)}
+    return {name.removeprefix("model."): t.size for name, t in tensors.items() if name.startswith("model.")}
 
 
 def load(path: Path, step: Step) -> None:
@@ -79,8 +127,50 @@ def load(path: Path, step: Step) -> None:
     # Makes the optimizer's state where there is none yet, so that there is something to read into.
     model, optimizer = get_state_dict(step.model, step.optimizer)
     state = {"model": model, "optimizer": optimizer}
-    dcp.load(state, checkpoint_id=path, no_dist=step.parallel.world == 1)
+    alone = step.parallel.world == 1
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # as is meant
+            dcp.load(state, storage_reader=_Reader(path), planner=_Planner(), no_dist=alone)
+    except CheckpointException as error:  # not an Exception, but it ends the run no less cleanly
+        raise CheckpointError(f"{path} cannot be read ({error}){offer(path)}") from error
     set_state_dict(step.model, step.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+class _Unpickler(pickle.Unpickler):
+    @override
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if global_name not in _HARMLESS.get(module_name, ()):
+            raise pickle.UnpicklingError(f"{module_name}.{global_name} does not belong into DCP's metadata")
+        return super().find_class(module_name, global_name)
+
+
+class _Reader(dcp.FileSystemReader):
+    """DCP's reader, but metadata that names anything else than DCP's records is refused."""
+
+    @override
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self.path) / _METADATA
+        try:
+            with path.open("rb") as file:
+                metadata = _Unpickler(file).load()
+            metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        except Exception as error:
+            raise CheckpointError(f"{path} cannot be read ({error}){offer(path.parent)}") from error
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _Planner(DefaultLoadPlanner):
+    """DCP's planner, but values that are not tensors are read with `weights_only=True`."""
+
+    @override
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        plain = torch.load(value, weights_only=True)
+        buffer = io.BytesIO()
+        torch.save(plain, buffer)  # what DCP unpickles now was made here
+        buffer.seek(0)
+        super().load_bytes(read_item, buffer)
 
 
 def _sha256(path: Path) -> str:

@@ -5,11 +5,13 @@ where it was sharded before, or the other way round, on any number of ranks. Lea
 it: the settings say them.
 """
 
-import os
+import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -21,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from micronorm.engine.parallel import Sharded
 from micronorm.engine.savepoint import RandomState
 from micronorm.engine.step import Step
+from micronorm.records import PARTIAL, write_atomically
 
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -48,6 +51,25 @@ def load_whole_state(step: Step, state: dict[str, Any]) -> None:
         groups = step.optimizer.state_dict()["param_groups"]
         step.optimizer.load_state_dict({"state": _by_number(step.model, state["optimizer"]), "param_groups": groups})
         step.model.load_state_dict(state["model"])
+
+
+def check_model(step: Step, theirs: Mapping[str, torch.Size], *, source: str) -> None:
+    """Refuse a checkpoint of another model, before anything is read from it.
+
+    Args:
+        step: holds the model.
+        theirs: the shapes of the checkpoint's tensors, by name.
+        source: the checkpoint, for the message.
+    """
+    mine = {name: value.shape for name, value in step.model.state_dict().items() if isinstance(value, Tensor)}
+    different = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
+    if different:
+        name, shapes = different[0], (theirs.get(different[0]), mine.get(different[0]))
+        was, now = ("absent" if shape is None else str(tuple(shape)) for shape in shapes)
+        raise ValueError(
+            f"{source} is of another model: {len(different)} tensors differ, at first {name!r}, {was} there and {now} "
+            "here; build the model it was made with, or begin a new run"
+        )
 
 
 def rest_of_state(step: Step, *, done: int, seed: int) -> dict[str, Any]:
@@ -80,9 +102,11 @@ def save_weights(step: Step, path: Path) -> None:
     else:
         save = lambda target: safetensors.torch.save_model(step.model, target)  # noqa: E731
     if step.parallel.rank == 0:
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
         save(str(temporary))
-        os.replace(temporary, path)
+        # Not renamed: safetensors neither waits for the disk nor lets anyone but the owner read.
+        write_atomically(path, temporary.read_bytes())
+        temporary.unlink()
 
 
 def _names(model: nn.Module) -> list[str]:

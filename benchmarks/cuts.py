@@ -1,0 +1,157 @@
+"""The same training run, cut differently, through the command line: how far apart do the results end?
+
+Micro-batches of 1, 3, 8 and 32, on 1, 2 and 4 ranks, replicated and sharded, augmentation on. See README.md.
+"""
+
+import argparse
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from runs import ROOT, distance, provenance, run, table, weights, write_csv
+from torch import nn
+
+from micronorm import records
+from micronorm.cli.train import Variation
+from micronorm.engine.loop import train
+from micronorm.engine.settings import Execution
+from micronorm.recipes import find
+from micronorm.tasks.classification import open_classification
+
+STEP_BATCH = 32
+LR = 0.02
+WHOLE = (STEP_BATCH, 1, "ddp")
+# (micro-batch, ranks, parallel)
+CUTS = [(1, 1, "ddp"), (3, 1, "ddp"), (8, 1, "ddp"), (8, 2, "ddp"), (3, 4, "ddp"), (8, 2, "fsdp"), (3, 4, "fsdp")]
+LIMITS = {"float64": 1e-10, "float32": 1e-5}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=50, help="of the float64 runs; more than 50 is not promised")
+    parser.add_argument("--epochs", type=int, default=4, help="of the float32 runs whose drift is shown")
+    parser.add_argument("--quick", action="store_true", help="two cuts and two steps, to see that it works")
+    parser.add_argument("--out", type=Path, default=ROOT / "results" / "cuts.csv")
+    options = parser.parse_args()
+    cuts = [CUTS[1], CUTS[3]] if options.quick else CUTS
+    steps, epochs = (2, 1) if options.quick else (options.steps, options.epochs)
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder))
+        bench.compare("float64", steps, cuts)
+        bench.compare("float32", 1, cuts)
+        bench.drift(epochs, cuts[:1] if options.quick else [CUTS[0], CUTS[2], CUTS[3]])
+    write_csv(options.out, bench.rows)
+    options.out.with_suffix(".md").write_text(page(bench.rows))
+    print(f"{options.out} and {options.out.with_suffix('.md').name} written")
+    beyond = [row for row in bench.rows if row["limit"] and float(row["distance"]) > float(row["limit"])]
+    return 1 if beyond else 0
+
+
+class Bench:
+    """Runs, each in a folder of its own, and the rows of the table."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.rows: list[dict[str, object]] = []
+
+    def compare(self, dtype: str, steps: int, cuts: list[tuple[int, int, str]]) -> None:
+        """The same few steps by every cut; what is left between them and the whole is rounding."""
+        expected = self._train(WHOLE, dtype, ["--steps", str(steps)])
+        for cut in cuts:
+            out = self._train(cut, dtype, ["--steps", str(steps)])
+            self._add(cut, dtype, steps, distance(weights(out), weights(expected)), limit=LIMITS[dtype])
+
+    def drift(self, epochs: int, cuts: list[tuple[int, int, str]]) -> None:
+        """A float32 run to its end; training amplifies rounding, and the control says by how much."""
+        whole = self._train(WHOLE, "float32", ["--epochs", str(epochs)])
+        control = self._control(epochs)
+        steps = records.read(whole).steps[-1]["step"]
+        self._add(WHOLE, "float32", steps, 0.0, error=_error(whole))
+        far = distance(weights(control), weights(whole))
+        self._add(WHOLE, "float32", steps, far, error=_error(control), note="one-ulp control")
+        for cut in cuts:
+            out = self._train(cut, "float32", ["--epochs", str(epochs)])
+            self._add(cut, "float32", steps, distance(weights(out), weights(whole)), error=_error(out))
+
+    def _train(self, cut: tuple[int, int, str], dtype: str, length: list[str]) -> Path:
+        micro_batch, ranks, parallel = cut
+        out = self.folder / "-".join(map(str, (*cut, dtype, *length)))
+        settings = ["--step-batch", str(STEP_BATCH), "--lr", str(LR), "--dtype", dtype, *length]
+        execution = ["--micro-batch", str(micro_batch), "--parallel", parallel, "--device", "cpu"]
+        arguments = ["train", "digits", *settings, *execution, "--out", str(out)]
+        run(arguments, ranks=ranks, log=self.folder / "log")
+        return out
+
+    def _control(self, epochs: int) -> Path:
+        """The whole run from weights that differ by one unit in the last place."""
+        recipe, out = find("digits"), self.folder / "control"
+        settings = Variation(step_batch=STEP_BATCH, lr=LR, epochs=epochs).apply(recipe.settings)
+        execution = Execution(micro_batch=STEP_BATCH, device=torch.device("cpu"))
+        train(nudge(recipe.build(settings.seed)), open_classification("digits"), settings, execution, out=out)
+        return out
+
+    def _add(
+        self,
+        cut: tuple[int, int, str],
+        dtype: str,
+        steps: int,
+        far: float,
+        *,
+        limit: float | None = None,
+        error: float | None = None,
+        note: str = "",
+    ) -> None:
+        row = dict(zip(("micro_batch", "ranks", "parallel"), cut, strict=True))
+        row |= {"dtype": dtype, "steps": steps, "distance": f"{far:.3g}", "limit": limit, "test_error": error}
+        self.rows.append(row | {"note": note, "provenance": provenance()})
+        print(", ".join(f"{key} {value}" for key, value in list(self.rows[-1].items())[:-1] if value not in (None, "")))
+
+
+@torch.no_grad()
+def nudge(model: nn.Module) -> nn.Module:
+    """Move every parameter to the next number above it."""
+    for parameter in model.parameters():
+        parameter.copy_(torch.nextafter(parameter, torch.full_like(parameter, torch.inf)))
+    return model
+
+
+def _error(out: Path) -> float:
+    outcome = records.read(out).outcome
+    assert outcome is not None
+    return outcome["figures"]["top1"]
+
+
+def page(rows: list[dict[str, object]]) -> str:
+    def cut(row: dict[str, object]) -> list[object]:
+        return [row["micro_batch"], row["ranks"], row["parallel"] if row["ranks"] != 1 else ""]
+
+    parts = [
+        "# The same run, cut differently",
+        f"`python benchmarks/cuts.py{''.join(f' {shlex.quote(a)}' for a in sys.argv[1:])}`. {rows[0]['provenance']}",
+        f"`micronorm train digits --step-batch {STEP_BATCH} --lr {LR}`, augmentation on, on the CPU; ranks by "
+        "`torch.distributed.run` over gloo. Each run is compared with the one that computes a step's 32 samples at "
+        "once on one rank. The distance is the largest difference in any tensor of the model, statistics included, "
+        "divided by the largest magnitude in that tensor.",
+    ]
+    for dtype in ("float64", "float32"):
+        chosen = [row for row in rows if row["dtype"] == dtype and row["limit"]]
+        worst = max(float(str(row["distance"])) for row in chosen)
+        steps = f"{chosen[0]['steps']} step{'s' * (chosen[0]['steps'] != 1)}"
+        parts.append(f"## {dtype}, {steps}: at most {worst:.2g}, {chosen[0]['limit']:g} allowed")
+        parts.append(table(["micro-batch", "ranks", "", "distance"], [[*cut(row), row["distance"]] for row in chosen]))
+    drifted = [row for row in rows if not row["limit"]]
+    parts.append(f"## float32, {drifted[0]['steps']} steps: the drift, beside that of one unit in the last place")
+    parts.append(
+        "Training amplifies rounding: two float32 runs that differ by one unit in the last place of their first "
+        "weights end far apart, and so do two that round differently. The first row is the run that the others are "
+        "compared with; the control is the same run from weights that are one unit in the last place larger."
+    )
+    lines = [[*cut(row), row["note"], row["distance"], f"{row['test_error']:.2f} %"] for row in drifted]
+    parts.append(table(["micro-batch", "ranks", "", "", "distance", "test error"], lines))
+    return "\n\n".join(part.rstrip() for part in parts) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

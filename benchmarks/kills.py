@@ -1,0 +1,186 @@
+"""Training runs that are killed at random moments and resumed: do they end as if nothing had happened?
+
+Every run is killed once and then resumed to its end. On one rank its digest, over the raw bytes of model, optimizer,
+random states and position, must be that of a run nothing happened to. With --rank-changes runs are resumed on another
+number of ranks; then the weights must agree in float64. Rows of the same kind are replaced. See README.md.
+"""
+
+import argparse
+import os
+import random
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from runs import ROOT, distance, provenance, read_csv, run, spawn, table, weights, write_csv
+
+from micronorm import records
+
+RUN = ["train", "digits", "--epochs", "2", "--save-every", "2", "--device", "cpu"]  # 42 steps, 22 checkpoints
+RANKS = ["train", "digits", "--steps", "30", "--save-every", "2", "--device", "cpu", "--dtype", "float64"]
+# (ranks, parallel) before and after
+CHANGES = [((4, "ddp"), (1, "ddp")), ((4, "ddp"), (2, "ddp")), ((1, "ddp"), (2, "ddp")), ((2, "ddp"), (4, "ddp"))]
+CHANGES += [((4, "fsdp"), (1, "ddp")), ((4, "fsdp"), (2, "fsdp")), ((1, "ddp"), (2, "fsdp"))]
+LIMIT = 1e-10
+SIGNALS = {"KILL": signal.SIGKILL, "TERM": signal.SIGTERM, "INT": signal.SIGINT}
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What a kill found and left: when it came, the exit code, completed steps, the newest checkpoint, torn files."""
+
+    seconds: float
+    exit_code: int
+    steps: int
+    checkpoint: int
+    torn: int
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=50, help="runs to kill, for each signal or change of ranks")
+    parser.add_argument("--signal", choices=SIGNALS, default="KILL")
+    parser.add_argument("--rank-changes", action="store_true", help="kill runs on some ranks, resume on others")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments, as shares of a whole run's time")
+    parser.add_argument("--out", type=Path, default=ROOT / "results" / "kills.csv")
+    options = parser.parse_args()
+    changes = CHANGES if options.rank_changes else [((1, "ddp"), (1, "ddp"))]
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder), options.signal, random.Random(options.seed), options.out)
+        good = [bench.kill_runs(before, after, options.kills) for before, after in changes]
+    print(f"{options.out} and {options.out.with_suffix('.md').name} written")
+    return 0 if all(good) else 1
+
+
+class Bench:
+    """Kills runs, and keeps the table up to date after each."""
+
+    def __init__(self, folder: Path, name: str, chance: random.Random, out: Path) -> None:
+        self.folder, self.name, self.chance, self.out = folder, name, chance, out
+        self.log = folder / "log"
+
+    def kill_runs(self, before: tuple[int, str], after: tuple[int, str], kills: int) -> bool:
+        """Kill so many runs on `before`, resume each on `after`; whether all ended as they should."""
+        kind = f"{self.name} {before[0]} {before[1]} > {after[0]} {after[1]}"
+        same = before == after
+        arguments = RUN if same else RANKS
+        expected, seconds = self._reference(arguments, before)
+        others = [row for row in read_csv(self.out) if row["kind"] != kind]
+        rows: list[dict[str, object]] = []
+        for number in range(1, kills + 1):
+            out = self.folder / "run"
+            kill = self._kill(arguments, before, out, seconds)
+            run([*arguments, "--parallel", after[1], "--out", str(out), "--resume"], ranks=after[0], log=self.log)
+            record = records.read(out)
+            once = [row["step"] for row in record.steps] == list(range(1, len(record.steps) + 1))
+            ours, theirs = record.outcome or {}, records.read(expected).outcome or {}
+            far = distance(weights(out), weights(expected))
+            good = once and ours["steps"] == theirs["steps"] and (ours == theirs if same else far <= LIMIT)
+            rows.append({"kind": kind, "run": number, **vars(kill), "distance": f"{far:.3g}", "good": good})
+            rows[-1] |= {"digest": ours["digest"][:16], "expected": theirs["digest"][:16], "provenance": provenance()}
+            write_csv(self.out, [*others, *rows])
+            self.out.with_suffix(".md").write_text(page(read_csv(self.out)))
+            print(", ".join(f"{key} {value}" for key, value in list(rows[-1].items())[:-1]), flush=True)
+            shutil.rmtree(out)
+        return all(row["good"] for row in rows)
+
+    def _reference(self, arguments: list[str], before: tuple[int, str]) -> tuple[Path, float]:
+        """A run that nothing happens to: on one rank for the result, on those of `before` for the time it takes."""
+        expected = self.folder / "expected"
+        if not expected.exists():
+            run([*arguments, "--out", str(expected)], log=self.log)
+        out, times = self.folder / "timed", []
+        for _ in range(2):  # the first one may have been alone with a cold disk
+            began = time.monotonic()
+            run([*arguments, "--parallel", before[1], "--out", str(out)], ranks=before[0], log=self.log)
+            times.append(time.monotonic() - began)
+            shutil.rmtree(out)
+        return expected, min(times)
+
+    def _kill(self, arguments: list[str], before: tuple[int, str], out: Path, seconds: float) -> Kill:
+        while True:
+            moment = self.chance.uniform(0, seconds)
+            arguments_here = [*arguments, "--parallel", before[1], "--out", str(out)]
+            process = spawn(arguments_here, ranks=before[0], log=self.log)
+            time.sleep(moment)
+            if process.poll() is None:
+                self._send(process)
+                process.wait()
+                # An interrupted run may have come to its end: its last step was in progress.
+                return Kill(round(moment, 3), process.returncode, *_found(out))
+            shutil.rmtree(out, ignore_errors=True)  # it was faster than expected: another one
+
+    def _send(self, process: subprocess.Popen) -> None:
+        number = SIGNALS[self.name]
+        ranks = _children(process.pid) if number == signal.SIGKILL else []  # a launcher passes other signals on
+        for pid in (process.pid, *ranks):
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+        while any(Path(f"/proc/{pid}").exists() for pid in ranks):
+            time.sleep(0.05)  # they are dead, but their files are closed when they are gone
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def _found(out: Path) -> tuple[int, int, int]:
+    """Rows of steps, the newest checkpoint's step, and files or folders that were being written."""
+    steps = (out / records.STEPS).read_bytes().count(b"\n") if (out / records.STEPS).exists() else 0
+    names = [path.name for path in (out / "checkpoints").glob("step-*")]
+    newest = max((int(name.split(".")[0].removeprefix("step-")) for name in names), default=0)
+    return steps, newest, len([*out.rglob(f".*{records.PARTIAL}"), *out.rglob(".step-*.tmp")])
+
+
+def page(rows: list[dict[str, str]]) -> str:
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    lines = []
+    for kind in kinds:
+        mine = [row for row in rows if row["kind"] == kind]
+        name, ranks, parallel, _, later, later_parallel = kind.split()
+        good = sum(row["good"] == "True" for row in mine)
+        same = (ranks, parallel) == (later, later_parallel)
+        found = f"{good} of {len(mine)}"
+        worst = max(float(row["distance"]) for row in mine)
+        began = sum(int(row["steps"]) > 0 for row in mine)
+        torn = sum(int(row["torn"]) > 0 for row in mine)
+        codes = ", ".join(sorted({row["exit_code"] for row in mine}, key=int))
+        change = [_ranks(ranks, parallel), _ranks(later, later_parallel)]
+        lines.append([f"SIG{name}", *change, found if same else f"{found}, at most {worst:.2g}", began, torn, codes])
+    header = ["signal", "ranks", "resumed on", "ended alike", "in training", "in a write", "exit codes"]
+    parts = [
+        "# Runs killed at random moments",
+        f"`python benchmarks/kills.py{''.join(f' {shlex.quote(a)}' for a in sys.argv[1:])}` last. "
+        f"{rows[-1]['provenance']}",
+        f"`micronorm {shlex.join(RUN)}` (42 steps, 22 checkpoints) is killed once at a moment drawn uniformly from "
+        "the time that a whole run takes, imports included, and resumed with `--resume` to its end. Ended alike: its "
+        "digest over the raw bytes of model, optimizer, random states and position is that of a run nothing happened "
+        "to, and every step is in its record once. Where the number of ranks changes, `micronorm "
+        f"{shlex.join(RANKS)}` must end with weights within {LIMIT:g} of one rank's, relative to each tensor's "
+        "maximum; the largest distance is given.",
+        table(header, lines),
+        "In training: kills that came after the first step was recorded; the others came during imports and set-up. "
+        "In a write: kills that left a torn file of a checkpoint or a record behind. Exit codes are negative for a "
+        "process that the signal ended, as during imports; a launcher of several ranks has its own. One row per kill "
+        "is in the CSV of the same name.",
+    ]
+    return "\n\n".join(part.rstrip() for part in parts) + "\n"
+
+
+def _ranks(ranks: str, parallel: str) -> str:
+    return ranks if ranks == "1" else f"{ranks} ({parallel})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

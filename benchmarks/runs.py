@@ -1,0 +1,81 @@
+"""What `cuts.py` and `kills.py` share: the command line in processes of its own, distances, provenance, tables."""
+
+import csv
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import safetensors.torch
+import torch
+
+from micronorm.engine.environment import environment
+
+ROOT = Path(__file__).parents[1]
+
+
+def command(arguments: Sequence[str], *, ranks: int = 1) -> list[str]:
+    """`micronorm ARGUMENTS`, on so many ranks."""
+    launcher = ["torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone", "-m"] if ranks > 1 else []
+    return [sys.executable, "-m", *launcher, "micronorm", *arguments]
+
+
+def spawn(arguments: Sequence[str], *, ranks: int = 1, log: Path) -> subprocess.Popen:
+    """Start it with one thread per process; digests are equal for equal numbers of threads."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with log.open("ab") as file:
+        return subprocess.Popen(command(arguments, ranks=ranks), env=env, stdout=file, stderr=subprocess.STDOUT)
+
+
+def run(arguments: Sequence[str], *, ranks: int = 1, log: Path) -> None:
+    """Run it to its end."""
+    process = spawn(arguments, ranks=ranks, log=log)
+    if process.wait() != 0:
+        raise RuntimeError(f"micronorm {shlex.join(arguments)}: exit code {process.returncode}\n{log.read_text()}")
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(out / "model.safetensors")
+
+
+def distance(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
+    """The largest difference of any tensor, estimates included, relative to that tensor's maximum."""
+    if actual.keys() != expected.keys():
+        raise ValueError("the runs have different tensors")
+    worst = 0.0
+    for name, value in expected.items():
+        difference = (actual[name].double() - value.double()).abs().max().item()
+        worst = max(worst, difference / max(value.double().abs().max().item(), 1e-300) if difference else 0.0)
+    return worst
+
+
+def provenance() -> str:
+    """Versions, processor and date, in a sentence."""
+    found = environment()
+    cpu = found["cpu"]
+    return (
+        f"micronorm {found['micronorm']} ({(found['revision'] or 'no revision')[:12]}), torch {found['torch']}, Python "
+        f"{found['python']}, {cpu['model']}, one thread per process, {found['date'][:10]}."
+    )
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines) + "\n"

@@ -1,0 +1,243 @@
+"""`micronorm train`: the law through the command line, kills, signals, and what is refused."""
+
+import os
+import random
+import shlex
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from typer.testing import CliRunner
+
+from micronorm import records
+from micronorm.cli import app
+from micronorm.cli.train import Variation, run_recipe
+from micronorm.engine.checkpoint import checkpoints
+from micronorm.engine.settings import Execution
+from micronorm.recipes import find
+from tests.engine.tiny import contents
+from tests.processes import finish, micronorm, start
+from tests.tolerances import assert_close_to_max, tolerance
+
+STEPS = 4
+DOUBLE = ("--step-batch", "32", "--dtype", "float64")
+SHORT = ("train", "digits", "--step-batch", "200", "--epochs", "2", "--save-every", "2")  # two epochs of seven steps
+
+
+def train(out: Path, *, dtype: str = "float64", resume: bool = False, **execution: Any) -> dict[str, torch.Tensor]:
+    """Steps of 32 digits, cut as `execution` says; the weights they led to."""
+    cpu = Execution(device=torch.device("cpu"), **{"steps": STEPS, **execution})
+    variation = Variation(step_batch=32, dtype=dtype)
+    run_recipe(find("digits"), out=out, variation=variation, execution=cpu, resume=resume)
+    return weights(out)
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(out / "model.safetensors")
+
+
+def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], *, tol: float) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_close_to_max(actual[name], value, tol=tol)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> dict[str, torch.Tensor]:
+    """The weights after the steps, computed on one rank without a cut."""
+    return train(tmp_path_factory.mktemp("whole"), micro_batch=32)
+
+
+# --- cuts ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3, 8])
+def test_a_run_does_not_depend_on_the_micro_batch(tmp_path, whole, micro_batch):
+    cut = train(tmp_path, micro_batch=micro_batch)
+    assert_same(cut, whole, tol=tolerance("fifty_steps", torch.float64))
+    assert {row["micro_batch"] for row in records.read(tmp_path).steps} == {micro_batch}
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3, 8])
+def test_a_float32_step_does_not_depend_on_the_micro_batch(tmp_path, micro_batch):
+    one = train(tmp_path / "whole", dtype="float32", micro_batch=32, steps=1)
+    cut = train(tmp_path / "cut", dtype="float32", micro_batch=micro_batch, steps=1)
+    assert_same(cut, one, tol=tolerance("one_step", torch.float32))
+
+
+@pytest.mark.parametrize("ranks, parallel", [(2, "fsdp"), (4, "ddp")])
+def test_a_run_does_not_depend_on_the_number_of_ranks(tmp_path, whole, ranks, parallel):
+    options = ("--out", str(tmp_path / "run"), "--parallel", parallel, "--micro-batch", "5", "--steps", str(STEPS))
+    processes = start(micronorm, "train", "digits", *DOUBLE, *options, log=tmp_path / "log", ranks=ranks)
+    assert finish(processes) == [0] * ranks, (tmp_path / "log").read_text()
+    assert_same(weights(tmp_path / "run"), whole, tol=tolerance("fifty_steps", torch.float64))
+    assert records.read(tmp_path / "run").facts["execution"]["ranks"] == ranks
+
+
+# --- kills and signals -----------------------------------------------------------------------------------------------
+
+
+def wait_for_steps(out: Path, steps: int) -> None:
+    end = time.monotonic() + 90
+    while not (out / records.STEPS).exists() or (out / records.STEPS).read_bytes().count(b"\n") < steps:
+        assert time.monotonic() < end, f"{steps} steps did not come"
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory) -> tuple[records.Record, float]:
+    """A run that nothing happened to, and how many seconds it took."""
+    folder = tmp_path_factory.mktemp("short")
+    began = time.monotonic()
+    processes = start(micronorm, *SHORT, "--out", str(folder / "run"), log=folder / "log")
+    assert finish(processes) == [0], (folder / "log").read_text()
+    return records.read(folder / "run"), time.monotonic() - began
+
+
+def assert_ended_alike(out: Path, expected: records.Record) -> None:
+    record = records.read(out)
+    assert record.outcome == expected.outcome
+    assert [row["step"] for row in record.steps] == list(range(1, 15))
+    assert [row["loss"] for row in record.steps] == [row["loss"] for row in expected.steps]
+    assert [row["epoch"] for row in record.epochs] == [0, 1]
+
+
+def test_a_run_killed_at_random_moments_ends_with_the_same_digest(tmp_path, short):
+    expected, seconds = short
+    out, log = tmp_path / "run", tmp_path / "log"
+    for _ in range(3):
+        processes = start(micronorm, *SHORT, "--out", str(out), "--resume", log=log)
+        processes[0].join(random.uniform(0, seconds))
+        processes[0].kill()
+        assert finish(processes)[0] in (0, -signal.SIGKILL), log.read_text()
+    assert finish(start(micronorm, *SHORT, "--out", str(out), "--resume", log=log)) == [0], log.read_text()
+    assert_ended_alike(out, expected)
+
+
+def test_ctrl_c_and_sigterm_save_exit_with_their_code_and_say_how_to_go_on(tmp_path, short):
+    out, arguments = tmp_path / "run", (*SHORT, "--out", str(tmp_path / "run"))
+    for number, steps in ((signal.SIGINT, 1), (signal.SIGTERM, 5)):
+        log = tmp_path / f"{number}.log"
+        processes = start(micronorm, *arguments, log=log)
+        wait_for_steps(out, steps)
+        os.kill(processes[0].pid or 0, number)
+        assert finish(processes) == [128 + number], log.read_text()
+        outcome = records.read(out).outcome
+        assert outcome is not None
+        assert not outcome["finished"]
+        *_, hint = log.read_text().splitlines()
+        assert hint == f"to go on: micronorm train digits/bcn-ws --out {out} --resume"
+        arguments = shlex.split(hint)[4:]
+    assert finish(start(micronorm, *arguments, log=tmp_path / "log")) == [0], (tmp_path / "log").read_text()
+    assert_ended_alike(out, short[0])
+
+
+def test_a_signal_to_one_of_four_ranks_stops_all_and_one_rank_goes_on(tmp_path, whole):
+    out, log = tmp_path / "run", tmp_path / "log"
+    processes = start(micronorm, "train", "digits", *DOUBLE, "--out", str(out), log=log, ranks=4)
+    wait_for_steps(out, 1)
+    os.kill(processes[2].pid or 0, signal.SIGTERM)
+    assert finish(processes) == [128 + signal.SIGTERM] * 4, log.read_text()
+    done = len(records.read(out).steps)
+    went_on = train(out, resume=True, steps=done + 2)
+    expected = whole if done + 2 == STEPS else train(tmp_path / "whole", steps=done + 2)
+    assert_same(went_on, expected, tol=tolerance("fifty_steps", torch.float64))
+
+
+# --- what is refused, and what is said -------------------------------------------------------------------------------
+
+
+def command(*arguments: object) -> tuple[int, str]:
+    """Exit code and what was printed, on one line."""
+    result = CliRunner().invoke(app, ["train", "digits", "--device", "cpu", *map(str, arguments)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, " ".join(result.output.split())
+
+
+@pytest.fixture
+def out(tmp_path) -> Path:
+    """A run that was stopped after three of seven steps."""
+    code, said = command("--step-batch", 200, "--epochs", 1, "--steps", 3, "--save-every", 2, "--out", tmp_path / "run")
+    assert code == 0
+    assert "3 steps; loss" in said
+    assert f"to go on: micronorm train digits/bcn-ws --out {tmp_path / 'run'} --resume" in said
+    return tmp_path / "run"
+
+
+def test_a_resumed_run_keeps_its_options_and_a_finished_one_is_left_alone(out):
+    code, said = command("--out", out, "--resume")
+    assert code == 0
+    assert "7 steps; loss" in said
+    assert "to go on" not in said
+    record, before = records.read(out), contents(out)
+    assert [row["step"] for row in record.steps] == list(range(1, 8))
+    assert record.facts["settings"]["step_batch"] == 200
+    code, said = command("--out", out, "--resume")
+    assert code == 0
+    assert "nothing is left to do: 7 of 7 steps are done" in said
+    assert contents(out) == before
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((), "already holds a run"),
+        (("--resume", "--lr", "0.5"), "other settings: optimizer.lr was 0.02 and is 0.5;"),
+        (("--resume", "--step-batch", "64", "--seed", "1"), "step_batch was 200 and is 64, seed was 0 and is 1;"),
+        (("--resume", "--dtype", "float64"), "dtype was float32 and is float64;"),
+    ],
+)
+def test_what_contradicts_the_run_in_the_folder_is_refused(out, arguments, message):
+    before = contents(out)
+    code, said = command("--out", out, *arguments)
+    assert code == 2
+    assert said.startswith("micronorm train: ")
+    assert message in said
+    assert contents(out) == before
+
+
+def test_another_recipe_is_refused(out):
+    result = CliRunner().invoke(app, ["train", "digits/gn", "--out", str(out), "--resume"])
+    assert result.exit_code == 2
+    assert "holds a run of digits/bcn-ws, not of digits/gn" in " ".join(result.output.split())
+
+
+def test_a_damaged_checkpoint_is_refused_and_can_be_deleted(out):
+    newer, older = checkpoints(out / "checkpoints")
+    newer.write_bytes(newer.read_bytes()[:-7])
+    before = contents(out)
+    code, said = command("--out", out, "--resume")
+    assert code == 2
+    assert f"{newer} is damaged" in said
+    assert said.endswith(f"delete it to resume from the one before it, {older.name}")
+    assert contents(out) == before
+    newer.unlink()
+    code, _ = command("--out", out, "--resume")
+    assert code == 0
+    assert [row["step"] for row in records.read(out).steps] == list(range(1, 8))
+
+
+def test_there_is_nothing_to_resume_in_a_new_folder_and_the_run_begins(tmp_path):
+    code, said = command("--out", tmp_path / "new", "--resume", "--steps", 1)
+    assert code == 0
+    assert "1 steps; loss" in said
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--micro-batch", "0"), "--micro-batch must be auto or a number of samples from 1 on, got '0'"),
+        (("--dtype", "int8"), "--dtype must be one of float32, float64, bfloat16, float16, got 'int8'"),
+        (("--size", "32"), "size is for imagenet"),
+        (("--cuda-graph",), "leave --cuda-graph out"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(tmp_path, arguments, message):
+    code, said = command("--out", tmp_path / "run", *arguments)
+    assert code == 2
+    assert message in said
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,326 @@
+"""A run that was killed, wherever and however often, ends as if it had not been."""
+
+import math
+import os
+import signal
+import time
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+
+from micronorm import records
+from micronorm.engine import journal, loop
+from micronorm.engine.checkpoint import CheckpointError, checkpoints
+from micronorm.engine.journal import newest
+from micronorm.engine.lock import Lock
+from micronorm.engine.optimization import SGD, AdamW
+from tests.engine.tiny import STEPS, Heard, Noise, contents, run, tiny_model
+from tests.processes import finish, start
+
+
+class Killed(BaseException):
+    """A kill at a chosen place, as far as files are concerned."""
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory) -> records.Record:
+    """The record of a run that nothing happened to."""
+    out = tmp_path_factory.mktemp("reference")
+    run(out)
+    return records.read(out)
+
+
+def without_times(rows: list[dict]) -> list[dict]:
+    return [{key: value for key, value in row.items() if "seconds" not in key} for row in rows]
+
+
+def assert_as_if_nothing_had_happened(out: Path, reference: records.Record) -> None:
+    record = records.read(out)
+    assert record.outcome == reference.outcome
+    assert without_times(record.steps) == without_times(reference.steps)
+    assert [row["step"] for row in record.steps] == list(range(1, STEPS + 1))
+    assert without_times(record.epochs) == without_times(reference.epochs)
+    assert (out / journal.WEIGHTS).read_bytes() == (reference.path / journal.WEIGHTS).read_bytes()
+    assert not list(out.rglob(f"*{records.PARTIAL}"))
+
+
+def kill_at(step: int, out: Path, **options) -> None:
+    """A run that is killed when a step has been recorded, and before it could be saved."""
+
+    def kill() -> None:
+        raise Killed
+
+    with pytest.raises(Killed):
+        run(out, listener=Heard(step, kill), **options)
+
+
+def shown(out: Path, name: str) -> list[int]:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(out / journal.EVENTS)).Reload()
+    return [event.step for event in events.Scalars(name)]
+
+
+# --- going on --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", range(1, STEPS + 1))
+def test_a_run_killed_at_any_step_and_resumed_ends_with_the_same_digest(tmp_path, reference, step):
+    kill_at(step, tmp_path)
+    run(tmp_path, resume=True)
+    assert_as_if_nothing_had_happened(tmp_path, reference)
+
+
+def test_a_run_killed_again_and_again_has_every_row_and_every_event_once(tmp_path, reference):
+    for step in (1, 3, 3, 4, 5, 6):  # after 3 and 6 the epochs end; checkpoints are at 2, 3, 4 and 6
+        kill_at(step, tmp_path, resume=True)
+    run(tmp_path, resume=True)
+    assert_as_if_nothing_had_happened(tmp_path, reference)
+    resumed_at = [again["step"] for again in records.read(tmp_path).facts["resumptions"]]
+    assert resumed_at == [0, 2, 2, 3, 4, 4]
+    assert shown(tmp_path, "step/loss") == list(range(1, STEPS + 1))
+    assert shown(tmp_path, "test/loss") == [3, 6]
+
+
+def test_a_run_stopped_at_any_step_and_resumed_ends_with_the_same_digest(tmp_path, reference):
+    for step in range(1, STEPS):
+        assert not run(tmp_path, steps=step, resume=step > 1).finished
+    outcome = run(tmp_path, resume=True)
+    assert outcome.finished
+    assert outcome.digest == reference.outcome["digest"]
+    assert [row["step"] for row in records.read(tmp_path).steps] == list(range(1, STEPS + 1))
+
+
+def test_the_digest_tells_runs_apart_that_differ_in_chance_alone(tmp_path, reference):
+    class Otherwise(Noise):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch.rand(1)
+            return x
+
+    digests = {reference.outcome["digest"]}
+    for layer in (Otherwise(), torch.nn.Identity()):
+        model = tiny_model(noise=False)
+        model[3] = layer
+        digests.add(run(None, model=model, optimizer=SGD(0.0)).digest)
+    assert len(digests) == 3
+
+
+def test_adamw_goes_on_too(tmp_path):
+    options = {"optimizer": AdamW(1e-3)}
+    expected = run(None, **options).digest
+    kill_at(5, tmp_path, **options)
+    assert run(tmp_path, resume=True, **options).digest == expected
+
+
+def test_the_micro_batch_may_change_when_a_run_is_resumed(tmp_path):
+    expected = run(tmp_path / "whole", model=tiny_model(noise=False))
+    run(tmp_path / "cut", model=tiny_model(noise=False), steps=3, micro_batch=3)
+    outcome = run(tmp_path / "cut", model=tiny_model(noise=False), micro_batch=1, resume=True)
+    assert outcome.steps == expected.steps
+    assert outcome.figures == pytest.approx(expected.figures, rel=1e-10)
+
+
+def test_a_remembered_micro_batch_is_gone_on_with(tmp_path):
+    run(tmp_path, steps=2, micro_batch=4)
+    run(tmp_path, steps=4, resume=True)
+    run(tmp_path, steps=5, micro_batch=8, resume=True)
+    (tmp_path / journal.SMALLER).write_text("2")  # as a sharded run that ended out of memory leaves it
+    run(tmp_path, resume=True)
+    assert [row["micro_batch"] for row in records.read(tmp_path).steps] == [4, 4, 4, 4, 8, 2]
+
+
+# --- the moment of the kill ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["replace", "fsync"])
+def test_a_kill_at_any_write_changes_nothing_in_the_end(tmp_path, monkeypatch, reference, name):
+    """Every rename and every wait for the disk of a whole run is the moment of a kill, one after the other."""
+    original, unlink, moment = getattr(os, name), Path.unlink, 0
+    for moment in count(1):
+        calls = []
+
+        def killed(*args, calls=calls, moment=moment):
+            calls.append(args)
+            if len(calls) >= moment:
+                raise Killed
+            return original(*args)
+
+        def left(*args, calls=calls, moment=moment, **kwargs):  # nobody cleans up after a kill
+            return unlink(*args, **kwargs) if len(calls) < moment else None
+
+        out = tmp_path / str(moment)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, killed)
+            patch.setattr(Path, "unlink", left)
+            try:
+                run(out)
+            except Killed:
+                pass
+            else:
+                break
+        run(out, resume=True)
+        assert_as_if_nothing_had_happened(out, reference)
+    assert moment > 7  # facts, four checkpoints, weights, outcome
+
+
+def sleep_at(step: int, out: Path) -> None:
+    run(out, listener=Heard(step, lambda: time.sleep(60)))
+
+
+def wait_for_step(out: Path, step: int) -> None:
+    end = time.monotonic() + 60
+    while not (out / records.STEPS).exists() or f'"step":{step},' not in (out / records.STEPS).read_text():
+        assert time.monotonic() < end, f"step {step} did not come"
+        time.sleep(0.01)
+
+
+def test_a_killed_process_leaves_a_folder_that_another_may_write_to_and_a_living_one_does_not(tmp_path, reference):
+    out = tmp_path / "run"
+    processes = start(sleep_at, 3, out, log=tmp_path / "log")
+    wait_for_step(out, 3)
+    before = contents(out)
+    with pytest.raises(FileExistsError, match="another process is writing to"):
+        run(out, resume=True)
+    assert contents(out) == before
+    processes[0].kill()
+    assert finish(processes) == [-signal.SIGKILL]
+    time.sleep(1.1)  # event files are told apart by the second they were begun in
+    run(out, resume=True)
+    assert_as_if_nothing_had_happened(out, reference)
+    assert shown(out, "step/loss") == list(range(1, STEPS + 1))  # those before the kill were not lost in a buffer
+
+
+def test_a_lock_can_be_released_twice(tmp_path):
+    lock = Lock(tmp_path)
+    lock.release()
+    lock.release()
+    Lock(tmp_path).release()
+
+
+# --- signals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_finishes_the_step_and_saves_it(tmp_path, reference, number):
+    handler = signal.getsignal(number)
+    outcome = run(tmp_path, listener=Heard(1, lambda: os.kill(os.getpid(), number)), save_steps=None)
+    assert (outcome.signal, outcome.steps, outcome.finished) == (number, 2, False)
+    assert outcome.checkpoint == newest(tmp_path / journal.CHECKPOINTS)
+    assert outcome.checkpoint.name.startswith("step-00000002.")
+    assert signal.getsignal(number) is handler
+    run(tmp_path, resume=True)
+    assert_as_if_nothing_had_happened(tmp_path, reference)
+
+
+def test_a_second_signal_does_not_wait(tmp_path, reference):
+    def interrupt_twice() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, listener=Heard(3, interrupt_twice))
+    run(tmp_path, resume=True)
+    assert_as_if_nothing_had_happened(tmp_path, reference)
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+def damage(path: Path, how: str) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content if how == "flipped" else content[: len(content) // 2])
+
+
+@pytest.mark.parametrize("how", ["flipped", "truncated"])
+def test_a_damaged_checkpoint_stops_the_run_untouched_and_the_one_before_it_can_be_used(tmp_path, reference, how):
+    kill_at(5, tmp_path)
+    newer, older = checkpoints(tmp_path / journal.CHECKPOINTS)
+    damage(newer, how)
+    before, model = contents(tmp_path), tiny_model()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=rf"is damaged.*; delete it to resume from .* {older.name}$"):
+        run(tmp_path, resume=True, model=model)
+    assert contents(tmp_path) == before
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    newer.unlink()
+    run(tmp_path, resume=True)
+    assert_as_if_nothing_had_happened(tmp_path, reference)
+
+
+@pytest.mark.parametrize("step", [1, 5])
+def test_other_settings_are_refused_by_name_before_and_after_the_first_checkpoint(tmp_path, step):
+    kill_at(step, tmp_path)
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match=r"other settings: optimizer\.lr was 0\.02 and is 0\.01, seed was 3 and is 4;"):
+        run(tmp_path, resume=True, optimizer=SGD(0.01), seed=4)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("other", ["wider", "longer"])
+def test_another_model_is_refused_and_left_as_it_is(tmp_path, other):
+    kill_at(5, tmp_path)
+    before = contents(tmp_path)
+    model = tiny_model(channels=6) if other == "wider" else tiny_model().append(torch.nn.Linear(3, 3))
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    names = r"'0.bias', \(4,\) there and \(6,\) here" if other == "wider" else "'7.bias', absent there and"
+    with pytest.raises(ValueError, match=f"is of another model: .* at first {names}"):
+        run(tmp_path, resume=True, model=model)
+    assert contents(tmp_path) == before
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+def test_a_folder_that_holds_a_run_is_refused_without_resume(tmp_path):
+    kill_at(3, tmp_path)
+    before = contents(tmp_path)
+    with pytest.raises(FileExistsError, match="already holds a run"):
+        run(tmp_path)
+    (tmp_path / records.FACTS).unlink()
+    (tmp_path / records.STEPS).unlink()
+    with pytest.raises(FileExistsError, match=r"holds step-00000002\.\w+\.pt of another run"):
+        run(tmp_path)
+    left = contents(tmp_path)
+    assert all(left[name] == before[name] for name in left)
+
+
+# --- the edges -------------------------------------------------------------------------------------------------------
+
+
+def test_there_is_nothing_to_resume_in_an_empty_folder_and_the_run_begins(tmp_path, reference):
+    (tmp_path / journal.CHECKPOINTS).mkdir()
+    run(tmp_path, resume=True)
+    assert_as_if_nothing_had_happened(tmp_path, reference)
+    assert "resumptions" not in records.read(tmp_path).facts
+
+
+def test_a_finished_run_is_left_as_it_is_and_says_so(tmp_path, reference):
+    run(tmp_path)
+    before, heard = contents(tmp_path), Heard()
+    outcome = run(tmp_path, resume=True, listener=heard)
+    assert contents(tmp_path) == before
+    assert heard.messages[-1] == "nothing is left to do: 6 of 6 steps are done"
+    assert (outcome.digest, outcome.finished) == (reference.outcome["digest"], True)
+    assert math.isfinite(outcome.figures["loss"])
+
+
+def test_fewer_steps_than_are_done_take_nothing_back(tmp_path, reference):
+    run(tmp_path, steps=4)
+    heard = Heard()
+    assert run(tmp_path, resume=True, steps=2, listener=heard).steps == 4
+    assert "nothing is left to do: 4 of 6 steps are done" in heard.messages
+    run(tmp_path, resume=True)
+    assert records.read(tmp_path).outcome == reference.outcome
+
+
+def test_a_run_killed_before_its_outcome_was_written_writes_it_when_resumed(tmp_path, reference, monkeypatch):
+    def killed(*args: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop._TrainingRun, "_end", killed)
+        with pytest.raises(Killed):
+            run(tmp_path)
+    assert records.read(tmp_path).outcome is None
+    run(tmp_path, resume=True)
+    assert_as_if_nothing_had_happened(tmp_path, reference)
