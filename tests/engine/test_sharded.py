@@ -125,7 +125,7 @@ def left(runs, tmp_path) -> Path:
 
 
 def newest_of(left: Path) -> Path:
-    path = journal.newest(left / journal.CHECKPOINTS)
+    path = checkpoint.newest(left / journal.CHECKPOINTS)
     assert path is not None
     assert path.name == "step-00000004.sharded"
     return path

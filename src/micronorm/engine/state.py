@@ -12,41 +12,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
 from micronorm.engine.parallel import Sharded
 from micronorm.engine.savepoint import RandomState
 from micronorm.engine.step import Step
 from micronorm.records import PARTIAL, write_atomically
 
-_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
-
 
 def whole_state(step: Step) -> dict[str, Any]:
     """Model and optimizer with every tensor whole. Collective where the model is sharded; rank 0 gets it."""
     if isinstance(step.parallel, Sharded):
-        return {
-            "model": get_model_state_dict(step.model, options=_WHOLE),
-            "optimizer": get_optimizer_state_dict(step.model, step.optimizer, options=_WHOLE).get("state", {}),
-        }
+        from micronorm.engine import sharded  # here: torch's DCP takes a second to import, and few runs need it
+
+        return sharded.gather_whole(step)
     return {"model": step.model.state_dict(), "optimizer": _by_name(step.model, step.optimizer.state_dict())}
 
 
 def load_whole_state(step: Step, state: dict[str, Any]) -> None:
     """Put back what `whole_state` gave, on every rank, however the model is shared out now."""
     if isinstance(step.parallel, Sharded):
-        options = StateDictOptions(full_state_dict=True)
-        # The optimizer first: torch takes a step with a learning rate of zero to make its state.
-        groups = get_optimizer_state_dict(step.model, step.optimizer)["param_groups"]  # on every rank
-        optimizer: Any = {"state": state["optimizer"], "param_groups": groups}
-        set_optimizer_state_dict(step.model, step.optimizer, optimizer, options=options)
-        set_model_state_dict(step.model, state["model"], options=options)
+        from micronorm.engine import sharded
+
+        sharded.scatter_whole(step, state)
     else:
         groups = step.optimizer.state_dict()["param_groups"]
         step.optimizer.load_state_dict({"state": _by_number(step.model, state["optimizer"]), "param_groups": groups})
@@ -97,7 +84,7 @@ def save_weights(step: Step, path: Path) -> None:
     import safetensors.torch
 
     if isinstance(step.parallel, Sharded):
-        tensors: Any = get_model_state_dict(step.model, options=_WHOLE)
+        tensors: Any = whole_state(step)["model"]
         save = lambda target: safetensors.torch.save_file(tensors, target)  # noqa: E731
     else:
         save = lambda target: safetensors.torch.save_model(step.model, target)  # noqa: E731
