@@ -96,6 +96,12 @@ def test_a_run_may_stop_early_and_evaluate_seldom():
     assert (outcome.steps, outcome.finished) == (4, False)
 
 
+def test_a_task_without_test_samples_is_trained_and_not_evaluated():
+    outcome = train(SmallResNet(), Toy(24, 0), settings(epochs=1), Execution(device=CPU))
+    assert outcome.finished
+    assert outcome.figures == {}
+
+
 def test_the_size_that_memory_holds_is_told_and_kept_for_the_rest_of_the_run():
     class Cramped(Toy):
         def loss(self, model, batch):

@@ -12,8 +12,7 @@ import torch
 
 from micronorm import records
 from micronorm.engine import journal, loop
-from micronorm.engine.checkpoint import CheckpointError, checkpoints
-from micronorm.engine.checkpoint import newest
+from micronorm.engine.checkpoint import CheckpointError, checkpoints, newest
 from micronorm.engine.lock import Lock
 from micronorm.engine.optimization import SGD, AdamW
 from tests.engine.tiny import STEPS, Heard, Noise, contents, run, tiny_model

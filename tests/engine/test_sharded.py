@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from micronorm import records
-from micronorm.engine import journal, sharded
+from micronorm.engine import checkpoint, journal, sharded
 from micronorm.engine.checkpoint import FORMAT, CheckpointError
 from tests.engine.test_checkpoint import Bomb
 from tests.engine.tiny import STEPS, contents, run, tiny_model

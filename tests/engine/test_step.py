@@ -1,6 +1,7 @@
 """The laws of an optimizer step: it does not depend on its cut, and its loss is a sum divided once by a count."""
 
 import copy
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -208,3 +209,31 @@ def test_channels_last_changes_nothing_beyond_rounding():
     nhwc = copy.deepcopy(model).to(memory_format=torch.channels_last)
     state, _ = stepped(nhwc, 8, channels_last=True)
     assert_same_state(state, by_hand(model), tol=ONE_STEP)
+
+
+def test_a_count_that_the_first_step_did_not_have_is_refused_and_the_step_taken_back():
+    class Late(Toy):
+        late = False
+
+        def loss(self, model, batch):
+            loss = super().loss(model, batch)
+            return Sum(loss.sum, loss.count, {**loss.counts, "seen": torch.ones(())}) if self.late else loss
+
+    task = Late()
+    step = make_step(SmallResNet(), task, 24)
+    step(ALL)
+    before = copy.deepcopy(step.model.state_dict())
+    task.late = True
+    with pytest.raises(ValueError, match="counts seen, which the first step did not"):
+        step(ALL)
+    assert_same_state(step.model.state_dict(), before, tol=0.0)
+
+
+def test_named_tuples_stay_what_they_are():
+    class Pair(NamedTuple):
+        image: torch.Tensor
+        name: str
+
+    placed = make_step(SmallResNet(), TASK, 24).place([Pair(torch.ones(2), "x")])
+    assert isinstance(placed[0], Pair)
+    assert placed[0].image.dtype == torch.float64

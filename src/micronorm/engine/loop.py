@@ -231,7 +231,8 @@ class _TrainingRun:
         return self.journal.is_late if every is None else (self.done + 1) % every == 0
 
     def _is_due(self, epoch: int) -> bool:
-        return (epoch + 1) % self.execution.evaluate_epochs == 0 or self.done == self.last
+        due = (epoch + 1) % self.execution.evaluate_epochs == 0 or self.done == self.last
+        return due and len(self.task.test) > 0
 
     def _report_epoch(self, epoch: int, *, evaluated: bool) -> None:
         self._log(self.meter.flush())

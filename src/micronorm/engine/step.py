@@ -168,6 +168,12 @@ class Step:
                     sums[name] = sums[name] + value if name in sums else value
             for k in range(idle):
                 self._idle(portion, last=k + 1 == idle)
+        new = sums.keys() - set(self.names) if self.names else ()
+        if new:
+            raise ValueError(
+                f"the loss counts {', '.join(sorted(new))}, which the first step did not; count the same in every step, "
+                "zero where there is nothing to count"
+            )
         return sums
 
     def flatten(self, sums: dict[str, Any]) -> Tensor:
@@ -219,8 +225,10 @@ class Step:
             return part.to(self.device, dtype, non_blocking=True, memory_format=layout)
         if isinstance(part, dict):
             return {key: self.place(value) for key, value in part.items()}
+        if isinstance(part, tuple) and hasattr(part, "_fields"):  # a named one takes its values apart
+            return type(part)(*map(self.place, part))
         if isinstance(part, (tuple, list)):
-            return type(part)(self.place(value) for value in part)
+            return type(part)(map(self.place, part))
         return part
 
     @contextlib.contextmanager
