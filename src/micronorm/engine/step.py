@@ -171,7 +171,7 @@ class Step:
         new = sums.keys() - set(self.names) if self.names else ()
         if new:
             raise ValueError(
-                f"the loss counts {', '.join(sorted(new))}, which the first step did not; count the same in every step, "
+                f"the loss counts {', '.join(sorted(new))}, which the first step did not; count the same in each step, "
                 "zero where there is nothing to count"
             )
         return sums
