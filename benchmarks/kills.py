@@ -22,12 +22,14 @@ from runs import ROOT, distance, provenance, read_csv, run, spawn, table, weight
 
 from micronorm import records
 
-RUN = ["train", "digits", "--epochs", "2", "--save-every", "2", "--device", "cpu"]  # 42 steps, 22 checkpoints
+RUN = ["train", "digits", "--epochs", "4", "--save-every", "2", "--device", "cpu"]  # 84 steps, 44 checkpoints
 RANKS = ["train", "digits", "--steps", "30", "--save-every", "2", "--device", "cpu", "--dtype", "float64"]
 # (ranks, parallel) before and after
 CHANGES = [((4, "ddp"), (1, "ddp")), ((4, "ddp"), (2, "ddp")), ((1, "ddp"), (2, "ddp")), ((2, "ddp"), (4, "ddp"))]
 CHANGES += [((4, "fsdp"), (1, "ddp")), ((4, "fsdp"), (2, "fsdp")), ((1, "ddp"), (2, "fsdp"))]
+EARLY = 5  # one kill in so many comes before training has begun; drawn over the whole time most would, by far
 LIMIT = 1e-10
+COMMAND = shlex.join(["python", "benchmarks/kills.py", *sys.argv[1:]])
 SIGNALS = {"KILL": signal.SIGKILL, "TERM": signal.SIGTERM, "INT": signal.SIGINT}
 
 
@@ -35,6 +37,7 @@ SIGNALS = {"KILL": signal.SIGKILL, "TERM": signal.SIGTERM, "INT": signal.SIGINT}
 class Kill:
     """What a kill found and left: when it came, the exit code, completed steps, the newest checkpoint, torn files."""
 
+    phase: str
     seconds: float
     exit_code: int
     steps: int
@@ -47,7 +50,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=50, help="runs to kill, for each signal or change of ranks")
     parser.add_argument("--signal", choices=SIGNALS, default="KILL")
     parser.add_argument("--rank-changes", action="store_true", help="kill runs on some ranks, resume on others")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments, as shares of a whole run's time")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments, as shares of the time a run takes")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "kills.csv")
     options = parser.parse_args()
     changes = CHANGES if options.rank_changes else [((1, "ddp"), (1, "ddp"))]
@@ -70,12 +73,12 @@ class Bench:
         kind = f"{self.name} {before[0]} {before[1]} > {after[0]} {after[1]}"
         same = before == after
         arguments = RUN if same else RANKS
-        expected, seconds = self._reference(arguments, before)
+        expected, times = self._reference(arguments, before)
         others = [row for row in read_csv(self.out) if row["kind"] != kind]
         rows: list[dict[str, object]] = []
         for number in range(1, kills + 1):
             out = self.folder / "run"
-            kill = self._kill(arguments, before, out, seconds)
+            kill = self._kill(arguments, before, out, times, early=number % EARLY == 0)
             run([*arguments, "--parallel", after[1], "--out", str(out), "--resume"], ranks=after[0], log=self.log)
             record = records.read(out)
             once = [row["step"] for row in record.steps] == list(range(1, len(record.steps) + 1))
@@ -83,37 +86,44 @@ class Bench:
             far = distance(weights(out), weights(expected))
             good = once and ours["steps"] == theirs["steps"] and (ours == theirs if same else far <= LIMIT)
             rows.append({"kind": kind, "run": number, **vars(kill), "distance": f"{far:.3g}", "good": good})
-            rows[-1] |= {"digest": ours["digest"][:16], "expected": theirs["digest"][:16], "provenance": provenance()}
+            rows[-1] |= {"digest": ours["digest"][:16], "expected": theirs["digest"][:16], "command": COMMAND}
+            rows[-1]["provenance"] = provenance()
             write_csv(self.out, [*others, *rows])
             self.out.with_suffix(".md").write_text(page(read_csv(self.out)))
-            print(", ".join(f"{key} {value}" for key, value in list(rows[-1].items())[:-1]), flush=True)
+            print(", ".join(f"{key} {value}" for key, value in list(rows[-1].items())[:-2]), flush=True)
             shutil.rmtree(out)
         return all(row["good"] for row in rows)
 
-    def _reference(self, arguments: list[str], before: tuple[int, str]) -> tuple[Path, float]:
-        """A run that nothing happens to: on one rank for the result, on those of `before` for the time it takes."""
+    def _reference(self, arguments: list[str], before: tuple[int, str]) -> tuple[Path, tuple[float, float]]:
+        """A run that nothing happens to, on one rank; and how long start and training take on those of `before`."""
         expected = self.folder / "expected"
         if not expected.exists():
             run([*arguments, "--out", str(expected)], log=self.log)
         out, times = self.folder / "timed", []
-        for _ in range(2):  # the first one may have been alone with a cold disk
+        for _ in range(2):  # the first one may meet a cold disk
             began = time.monotonic()
-            run([*arguments, "--parallel", before[1], "--out", str(out)], ranks=before[0], log=self.log)
-            times.append(time.monotonic() - began)
+            process = spawn([*arguments, "--parallel", before[1], "--out", str(out)], ranks=before[0], log=self.log)
+            _wait_for_start(process, out)
+            started = time.monotonic()
+            process.wait()
+            times.append((started - began, time.monotonic() - started))
             shutil.rmtree(out)
-        return expected, min(times)
+        return expected, min(times, key=sum)
 
-    def _kill(self, arguments: list[str], before: tuple[int, str], out: Path, seconds: float) -> Kill:
+    def _kill(
+        self, arguments: list[str], before: tuple[int, str], out: Path, times: tuple[float, float], *, early: bool
+    ) -> Kill:
         while True:
-            moment = self.chance.uniform(0, seconds)
-            arguments_here = [*arguments, "--parallel", before[1], "--out", str(out)]
-            process = spawn(arguments_here, ranks=before[0], log=self.log)
-            time.sleep(moment)
+            began = time.monotonic()
+            process = spawn([*arguments, "--parallel", before[1], "--out", str(out)], ranks=before[0], log=self.log)
+            if not early:
+                _wait_for_start(process, out)
+            time.sleep(self.chance.uniform(0, times[0] if early else times[1]))
             if process.poll() is None:
+                moment = time.monotonic() - began
                 self._send(process)
                 process.wait()
-                # An interrupted run may have come to its end: its last step was in progress.
-                return Kill(round(moment, 3), process.returncode, *_found(out))
+                return Kill("start" if early else "training", round(moment, 3), process.returncode, *_found(out))
             shutil.rmtree(out, ignore_errors=True)  # it was faster than expected: another one
 
     def _send(self, process: subprocess.Popen) -> None:
@@ -126,6 +136,12 @@ class Bench:
                 continue
         while any(Path(f"/proc/{pid}").exists() for pid in ranks):
             time.sleep(0.05)  # they are dead, but their files are closed when they are gone
+
+
+def _wait_for_start(process: subprocess.Popen, out: Path) -> None:
+    """Until the run has written its facts: imports and set-up are over."""
+    while process.poll() is None and not (out / records.FACTS).exists():
+        time.sleep(0.005)
 
 
 def _children(pid: int) -> list[int]:
@@ -161,19 +177,19 @@ def page(rows: list[dict[str, str]]) -> str:
     header = ["signal", "ranks", "resumed on", "ended alike", "in training", "in a write", "exit codes"]
     parts = [
         "# Runs killed at random moments",
-        f"`python benchmarks/kills.py{''.join(f' {shlex.quote(a)}' for a in sys.argv[1:])}` last. "
+        f"{', '.join(f'`{command}`' for command in dict.fromkeys(row['command'] for row in rows))}. "
         f"{rows[-1]['provenance']}",
-        f"`micronorm {shlex.join(RUN)}` (42 steps, 22 checkpoints) is killed once at a moment drawn uniformly from "
-        "the time that a whole run takes, imports included, and resumed with `--resume` to its end. Ended alike: its "
+        f"`micronorm {shlex.join(RUN)}` (84 steps, 44 checkpoints) is killed once and resumed with `--resume` to its "
+        f"end. One kill in {EARLY} comes at a moment drawn uniformly from the time before training begins (imports, "
+        "set-up), the others from the time after, to the end of the process. Ended alike: its "
         "digest over the raw bytes of model, optimizer, random states and position is that of a run nothing happened "
         "to, and every step is in its record once. Where the number of ranks changes, `micronorm "
         f"{shlex.join(RANKS)}` must end with weights within {LIMIT:g} of one rank's, relative to each tensor's "
         "maximum; the largest distance is given.",
         table(header, lines),
-        "In training: kills that came after the first step was recorded; the others came during imports and set-up. "
-        "In a write: kills that left a torn file of a checkpoint or a record behind. Exit codes are negative for a "
-        "process that the signal ended, as during imports; a launcher of several ranks has its own. One row per kill "
-        "is in the CSV of the same name.",
+        "In training: kills that came when a step had been recorded. In a write: kills that left a torn file of a "
+        "checkpoint or a record behind. Exit codes are negative for a process that the signal ended, as during "
+        "imports; a launcher of several ranks has its own. One row per kill is in the CSV of the same name.",
     ]
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 

@@ -1,5 +1,6 @@
 """A run that was killed, wherever and however often, ends as if it had not been."""
 
+import errno
 import math
 import os
 import signal
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from micronorm import records
-from micronorm.engine import journal, loop
+from micronorm.engine import journal, lock, loop
 from micronorm.engine.checkpoint import CheckpointError, checkpoints, newest
 from micronorm.engine.lock import Lock
 from micronorm.engine.optimization import SGD, AdamW
@@ -196,9 +197,21 @@ def test_a_killed_process_leaves_a_folder_that_another_may_write_to_and_a_living
 
 
 def test_a_lock_can_be_released_twice(tmp_path):
-    lock = Lock(tmp_path)
-    lock.release()
-    lock.release()
+    held = Lock(tmp_path)
+    held.release()
+    held.release()
+    Lock(tmp_path).release()
+
+
+@pytest.mark.parametrize("absent", ["in this file system", "in this system"])
+def test_where_there_are_no_locks_a_run_goes_without(tmp_path, monkeypatch, absent):
+    def unsupported(*args: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    if absent == "in this system":
+        monkeypatch.setattr(lock, "fcntl", None)
+    else:
+        monkeypatch.setattr(lock.fcntl, "lockf", unsupported)
     Lock(tmp_path).release()
 
 
