@@ -73,6 +73,7 @@ def doctor(
             "found": {name: str(path) for name, path in find_data(data).items()},
         },
     }
+    torch.set_num_threads(1)  # tensors this small gain nothing from a second thread, and on busy cores wait for it
     results = run_tests(self_tests(devices))
     failed = [result.name for result in results if result.status == "failed"]
     if as_json:
