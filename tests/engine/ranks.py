@@ -55,7 +55,7 @@ def everything(rank: int, world: int, failures: int, runs: list[dict[str, Any]])
     """All of the below in one start of the processes, which takes longer than any of it."""
     with time_limit():
         found = {"memory": memory(rank, world, failures), "errors": errors(rank, world)}
-        found["figures"] = batch_figures()
+        found["figures"], found["batches"] = batch_figures(), whole_batches()
         return {**found, "law": [law(**run) for run in runs], "fitting": fitting()}
 
 
@@ -124,6 +124,14 @@ def batch_figures() -> dict[str, Any]:
     before = digest(step.model.state_dict())
     figures = evaluate(step, seed=0)
     return {"figures": figures, "state": step.model.state_dict(), "kept": digest(step.model.state_dict()) == before}
+
+
+def whole_batches() -> dict[str, Any]:
+    """A run in which every step is one batch of BatchNorm, so that one rank alone computes it."""
+    torch.manual_seed(0)
+    model = SmallResNet(mn.BN(), channels=4)
+    outcome = train(model, Toy(22, 5), settings(step_batch=8, unit=8, largest=8), Execution(device=CPU))
+    return {"figures": outcome.figures, "state": model.state_dict()}
 
 
 class Counting(Toy):

@@ -37,6 +37,7 @@ def test_shares_lose_no_sample_take_none_twice_and_cut_no_unit(samples, world, u
     units = [-(-size // unit) for size in sizes]
     assert max(units) - min(units) <= 1
     assert placed(0, world).largest_share(samples, unit=unit) == max(units) * unit
+    assert units[0] == max(units)  # whose running statistics are kept must not be without samples
 
 
 @given(COUNTS, WORLDS, UNITS, st.integers(1, 6))
@@ -118,6 +119,14 @@ def test_figures_are_those_of_the_model_that_is_kept(world):
     for rank in found:
         assert rank["figures"] == pytest.approx(expected, rel=1e-12)
         assert rank["kept"]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_statistics_over_the_whole_step_are_those_of_one_rank_alone(world):
+    one = ranks.whole_batches()
+    for rank in on(world):
+        assert rank["batches"]["figures"] == pytest.approx(one["figures"], rel=1e-9)
+    assert_same_state(on(world)[0]["batches"]["state"], one["state"], tol=tolerance("fifty_steps", torch.float64))
 
 
 def test_ranks_try_out_what_fits_together_or_not_at_all():

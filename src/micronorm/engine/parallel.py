@@ -56,9 +56,12 @@ class Alone:
         return model
 
     def share(self, samples: int, *, unit: int = 1) -> slice:
-        """This rank's part of a step's samples: shares differ by one unit at most, and no unit is cut."""
+        """This rank's part of a step's samples: shares differ by one unit at most, and no unit is cut.
+
+        Where there are samples rank 0 has some: its running statistics are those that are kept.
+        """
         units = math.ceil(samples / unit)
-        first, last = (self.rank * units // self.world, (self.rank + 1) * units // self.world)
+        first, last = (-(-rank * units // self.world) for rank in (self.rank, self.rank + 1))
         return slice(first * unit, min(last * unit, samples))
 
     def largest_share(self, samples: int, *, unit: int = 1) -> int:
