@@ -211,6 +211,10 @@ class Replicated(_Group):
         # Buffers belong to the ranks until a commit merges them: DDP would overwrite them with rank 0's.
         ids = [self.device] if self.device.type == "cuda" else None
         self.reducer = DistributedDataParallel(_Touch(model), broadcast_buffers=False, device_ids=ids)
+        # DDP lays its buckets out anew after its first pass, and of three ranks on the order of a sum follows them: the
+        # first step of a resumed run must not round otherwise than it did when the run went on.
+        self.reducer().backward()
+        model.zero_grad(set_to_none=True)
         return model
 
     @override
