@@ -129,5 +129,13 @@ def test_statistics_over_the_whole_step_are_those_of_one_rank_alone(world):
     assert_same_state(on(world)[0]["batches"]["state"], one["state"], tol=tolerance("fifty_steps", torch.float64))
 
 
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("kept", ["a window of a skipped step", "running statistics that nothing merges"])
+def test_what_is_one_ranks_own_is_kept_for_it(world, kept):
+    for rank in on(world):
+        went_on, resumed = rank["resumed"][kept]
+        assert resumed == went_on
+
+
 def test_ranks_try_out_what_fits_together_or_not_at_all():
     assert [rank["fitting"] for rank in on(2)] == [5, 5]
