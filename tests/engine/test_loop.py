@@ -1,6 +1,7 @@
 """A run takes every sample of every epoch once, at the rate of its step, whatever computes it."""
 
 import copy
+import gc
 import random
 from collections import deque
 
@@ -156,3 +157,17 @@ def test_a_compiled_run_ends_like_an_eager_one():
     assert outcome.steps == 3
     assert_same_state(model.state_dict(), eager.state_dict(), tol=tolerance("fifty_steps", torch.float64))
     assert outcome.figures == pytest.approx(expected.figures, rel=1e-9)
+
+
+def test_a_trained_model_is_committed_by_whoever_trains_it_next():
+    model = SmallResNet(mn.BCN(groups=2), channels=4)
+    gc.disable()  # what is left of the run lives on, in a circle
+    try:
+        train(model, Toy(), settings(), Execution(device=CPU, steps=1))
+        before = model.norm.running_mean.clone()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.randn(4, 3, 8, 8, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+    finally:
+        gc.enable()
+    assert not torch.equal(model.norm.running_mean, before)

@@ -89,6 +89,11 @@ class Transaction:
             window.lost.copy_(lost)
             window.ticket[0] = forwards
 
+    def close(self) -> None:
+        """Give the layers back: from here on any optimizer that holds them commits them, as by default."""
+        if self.handle is not None:
+            self.handle.detach()
+
     def _tensors(self) -> list[Tensor]:
         return [tensor for window in self.windows for tensor in (window.sums, window.lost)]
 

@@ -77,6 +77,7 @@ def train(
         return run.go(resume=resume, facts=facts or {})
     finally:
         run.journal.close()
+        run.step.transaction.close()
         RandomState.set(callers, run.device)
         run.parallel.close()
 
