@@ -1,7 +1,6 @@
 """A run takes every sample of every epoch once, at the rate of its step, whatever computes it."""
 
 import copy
-import gc
 import random
 from collections import deque
 
@@ -159,15 +158,22 @@ def test_a_compiled_run_ends_like_an_eager_one():
     assert outcome.figures == pytest.approx(expected.figures, rel=1e-9)
 
 
+class Kept(SGD):
+    """Its optimizers outlive their runs."""
+
+    made = []  # noqa: RUF012
+
+    def __call__(self, parameters, **options):
+        self.made.append(super().__call__(parameters, **options))
+        return self.made[-1]
+
+
 def test_a_trained_model_is_committed_by_whoever_trains_it_next():
     model = SmallResNet(mn.BCN(groups=2), channels=4)
-    gc.disable()  # what is left of the run lives on, in a circle
-    try:
-        train(model, Toy(), settings(), Execution(device=CPU, steps=1))
-        before = model.norm.running_mean.clone()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model(torch.randn(4, 3, 8, 8, dtype=torch.float64)).sum().backward()
-        optimizer.step()
-    finally:
-        gc.enable()
+    train(model, Toy(), settings(optimizer=Kept(0.02)), Execution(device=CPU, steps=1))
+    before = model.norm.running_mean.clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(4, 3, 8, 8, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    assert Kept.made
     assert not torch.equal(model.norm.running_mean, before)
