@@ -9,8 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import micronorm as mn
+from micronorm.cli.train import _data_device
 from micronorm.engine.evaluate import evaluate
-from micronorm.engine.parallel import Alone, Sharded, Verdict, Wishes, open_ranks
+from micronorm.engine.parallel import Alone, Sharded, Verdict, Wishes, open_ranks, own_device
+from micronorm.engine.settings import Execution
+from micronorm.recipes import find
 from tests.engine import ranks
 from tests.engine.tasks import CPU, Toy, make_step
 from tests.laws.ranks import launch
@@ -55,6 +58,16 @@ def test_one_process_is_alone_and_answers_for_itself(monkeypatch):
     verdict = Verdict(True, False, Wishes(save=True))
     assert parallel.agree(verdict) == verdict
     assert (parallel.smallest(3), parallel.broadcast("a"), parallel.gather("a")) == (3, "a", ["a"])
+
+
+def test_each_rank_has_a_gpu_of_its_own_for_its_data_too(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setitem(os.environ, "LOCAL_RANK", "2")
+    assert own_device(None) == own_device(torch.device("cuda")) == torch.device("cuda", 2)
+    assert own_device(torch.device("cuda", 1)) == torch.device("cuda", 1)
+    assert own_device(CPU) == CPU
+    assert _data_device(find("cifar1/c10-bn"), Execution()) == torch.device("cuda", 2)
 
 
 RUNS = [

@@ -289,13 +289,20 @@ def on_rank_0(parallel: Alone, act: Callable[[], T]) -> T:
     return value  # type: ignore[return-value]
 
 
-def open_ranks(device: torch.device | None, mode: str) -> Alone:
-    """The ranks torchrun started (it sets RANK and WORLD_SIZE), a group that is open already, or one process alone."""
-    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+def own_device(device: torch.device | None) -> torch.device:
+    """Where this rank computes: each on a GPU of its own, where torchrun says which (LOCAL_RANK)."""
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % max(torch.cuda.device_count(), 1))
+    return device
+
+
+def open_ranks(device: torch.device | None, mode: str) -> Alone:
+    """The ranks torchrun started (it sets RANK and WORLD_SIZE), a group that is open already, or one process alone."""
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    device = own_device(device)
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     if not (launched or dist.is_initialized()):
         return Alone(device)
