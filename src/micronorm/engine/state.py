@@ -79,9 +79,10 @@ def load_rest_of_state(step: Step, state: dict[str, Any]) -> int:
     # What ranks that are gone had gathered, others take over: the commit merges them all.
     step.transaction.load_state_dict(merge_states(state["windows"], state["windows"][rank::world]))
     _load_buffers(step.model, {**state["buffers"][0], **(state["buffers"][rank:] or [{}])[0]})
-    # Ranks that were not there before go on with the last one's: all that training draws is keyed by sample, and where
-    # a model's randomness could not be, the run has said so.
-    RandomState.set(state["random"][min(step.parallel.rank, len(state["random"]) - 1)], step.device)
+    # Ranks that were not there before begin with their seed, so as not to draw what another one does. All that training
+    # draws is keyed by sample, and where a model's randomness could not be, the run has said so.
+    if rank < len(state["random"]):
+        RandomState.set(state["random"][rank], step.device)
     return state["position"]["step"]
 
 
