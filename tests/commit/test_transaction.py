@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import micronorm as mn
-from micronorm.commit.transaction import Transaction
+from micronorm.commit.transaction import Transaction, merge_states
 from micronorm.engine.checkpoint import digest
 
 
@@ -119,3 +119,20 @@ def test_a_step_may_take_as_many_forwards_as_it_is_told():
     with pytest.raises(RuntimeError, match="has gathered 2 training forwards without a commit"):
         model(images())
     assert transaction.windows[0].forwards == 2
+
+
+def test_windows_of_ranks_that_are_gone_are_taken_over_and_new_ranks_begin_with_none():
+    kept = []
+    for seed in range(3):
+        transaction = begun(model := layers())
+        model(images(seed))
+        kept.append(transaction.state_dict())
+    one = begun(whole := layers())
+    for seed in range(3):
+        whole(images(seed))
+    merged = merge_states(kept, kept)
+    assert merged["forwards"] == one.state_dict()["forwards"] == [3, 3]
+    torch.testing.assert_close(merged["sums"][0], one.state_dict()["sums"][0])
+    none = begun(layers())
+    none.load_state_dict(merge_states(kept, []))
+    assert digest(none.state_dict()) == digest(begun(layers()).state_dict())

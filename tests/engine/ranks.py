@@ -4,6 +4,7 @@ Every function returns plain values and tensors: the launcher reads them with `w
 """
 
 import contextlib
+import copy
 import faulthandler
 import gc
 from collections.abc import Iterator
@@ -20,8 +21,21 @@ from micronorm.engine.listener import Silent
 from micronorm.engine.loop import _TrainingRun, train
 from micronorm.engine.parallel import Alone, Replicated, Wishes
 from micronorm.engine.settings import Execution
+from micronorm.engine.state import load_rest_of_state, load_whole_state, rest_of_state, whole_state
 from micronorm.engine.step import Step
-from tests.engine.tasks import CPU, Dropping, Failures, Toy, make_step, operations, portion, random_places, settings
+from micronorm.nn.batch_renorm import RenormSchedule
+from tests.engine.tasks import (
+    CPU,
+    Dropping,
+    Failures,
+    Sum,
+    Toy,
+    make_step,
+    operations,
+    portion,
+    random_places,
+    settings,
+)
 from tests.networks import SmallResNet
 
 LIMIT = 100  # seconds after which a rank that waits for another gives up, and fails the test
@@ -55,7 +69,8 @@ def everything(rank: int, world: int, failures: int, runs: list[dict[str, Any]])
     """All of the below in one start of the processes, which takes longer than any of it."""
     with time_limit():
         found = {"memory": memory(rank, world, failures), "errors": errors(rank, world)}
-        found["figures"] = batch_figures()
+        found["figures"], found["batches"] = batch_figures(), whole_batches()
+        found["resumed"] = resumed()
         return {**found, "law": [law(**run) for run in runs], "fitting": fitting()}
 
 
@@ -124,6 +139,69 @@ def batch_figures() -> dict[str, Any]:
     before = digest(step.model.state_dict())
     figures = evaluate(step, seed=0)
     return {"figures": figures, "state": step.model.state_dict(), "kept": digest(step.model.state_dict()) == before}
+
+
+def whole_batches() -> dict[str, Any]:
+    """A run in which every step is one batch of BatchNorm, so that one rank alone computes it."""
+    torch.manual_seed(0)
+    model = SmallResNet(mn.BN(), channels=4)
+    outcome = train(model, Toy(22, 5), settings(step_batch=8, unit=8, largest=8), Execution(device=CPU))
+    return {"figures": outcome.figures, "state": model.state_dict()}
+
+
+class Overflowing(Toy):
+    """Makes float16 skip its first step, whose windows then wait for the next."""
+
+    overflow = True
+
+    def loss(self, model: nn.Module, batch: tuple[Any, ...]) -> Sum:
+        loss = super().loss(model, batch)
+        return Sum(loss.sum * float("inf"), loss.count, loss.counts) if self.overflow else loss
+
+
+class Passing(nn.Module):
+    """Counts its forwards in a buffer that no state dict has, and computes with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return x * self.count
+
+
+def resumed() -> dict[str, list[str]]:
+    """Digests after a step, of a run that went on and of one that went on from what rank 0 kept of it."""
+    renorm = mn.BRN(momentum=0.3, schedule=RenormSchedule(warmup=0, r_until=1, d_until=1))
+    cases = {
+        "a window of a skipped step": (mn.BCN(groups=2), torch.float16),
+        "running statistics that nothing merges": (renorm, torch.float64),
+    }
+    return {name: _resumed(norm, dtype) for name, (norm, dtype) in cases.items()}
+
+
+def _resumed(norm: Any, dtype: torch.dtype) -> list[str]:
+    task = Overflowing()
+
+    def fresh() -> Step:
+        torch.manual_seed(0)
+        model = nn.Sequential(Passing(), SmallResNet(norm, channels=4))
+        return make_step(model, task, 2, parallel=Replicated(CPU), dtype=dtype)
+
+    ran = fresh()
+    task.overflow = dtype == torch.float16
+    ran(shared_out(ran))
+    task.overflow = False
+    kept = ran.parallel.broadcast(copy.deepcopy(whole_state(ran) | rest_of_state(ran, done=1, seed=0)))
+    again = fresh()
+    load_whole_state(again, kept)
+    load_rest_of_state(again, kept)
+    digests = []
+    for step in (ran, again):
+        step(shared_out(step, 7))
+        digests.append(digest(step.model.state_dict()))
+    return digests
 
 
 class Counting(Toy):

@@ -156,3 +156,24 @@ def test_a_compiled_run_ends_like_an_eager_one():
     assert outcome.steps == 3
     assert_same_state(model.state_dict(), eager.state_dict(), tol=tolerance("fifty_steps", torch.float64))
     assert outcome.figures == pytest.approx(expected.figures, rel=1e-9)
+
+
+class Kept(SGD):
+    """Its optimizers outlive their runs."""
+
+    made = []  # noqa: RUF012
+
+    def __call__(self, parameters, **options):
+        self.made.append(super().__call__(parameters, **options))
+        return self.made[-1]
+
+
+def test_a_trained_model_is_committed_by_whoever_trains_it_next():
+    model = SmallResNet(mn.BCN(groups=2), channels=4)
+    train(model, Toy(), settings(optimizer=Kept(0.02)), Execution(device=CPU, steps=1))
+    before = model.norm.running_mean.clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(4, 3, 8, 8, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    assert Kept.made
+    assert not torch.equal(model.norm.running_mean, before)

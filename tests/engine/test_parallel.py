@@ -9,8 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import micronorm as mn
+from micronorm.cli.train import _data_device
 from micronorm.engine.evaluate import evaluate
-from micronorm.engine.parallel import Alone, Sharded, Verdict, Wishes, open_ranks
+from micronorm.engine.parallel import Alone, Sharded, Verdict, Wishes, open_ranks, own_device
+from micronorm.engine.settings import Execution
+from micronorm.recipes import find
 from tests.engine import ranks
 from tests.engine.tasks import CPU, Toy, make_step
 from tests.laws.ranks import launch
@@ -37,6 +40,7 @@ def test_shares_lose_no_sample_take_none_twice_and_cut_no_unit(samples, world, u
     units = [-(-size // unit) for size in sizes]
     assert max(units) - min(units) <= 1
     assert placed(0, world).largest_share(samples, unit=unit) == max(units) * unit
+    assert units[0] == max(units)  # whose running statistics are kept must not be without samples
 
 
 @given(COUNTS, WORLDS, UNITS, st.integers(1, 6))
@@ -54,6 +58,16 @@ def test_one_process_is_alone_and_answers_for_itself(monkeypatch):
     verdict = Verdict(True, False, Wishes(save=True))
     assert parallel.agree(verdict) == verdict
     assert (parallel.smallest(3), parallel.broadcast("a"), parallel.gather("a")) == (3, "a", ["a"])
+
+
+def test_each_rank_has_a_gpu_of_its_own_for_its_data_too(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setitem(os.environ, "LOCAL_RANK", "2")
+    assert own_device(None) == own_device(torch.device("cuda")) == torch.device("cuda", 2)
+    assert own_device(torch.device("cuda", 1)) == torch.device("cuda", 1)
+    assert own_device(CPU) == CPU
+    assert _data_device(find("cifar1/c10-bn"), Execution()) == torch.device("cuda", 2)
 
 
 RUNS = [
@@ -118,6 +132,22 @@ def test_figures_are_those_of_the_model_that_is_kept(world):
     for rank in found:
         assert rank["figures"] == pytest.approx(expected, rel=1e-12)
         assert rank["kept"]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_statistics_over_the_whole_step_are_those_of_one_rank_alone(world):
+    one = ranks.whole_batches()
+    for rank in on(world):
+        assert rank["batches"]["figures"] == pytest.approx(one["figures"], rel=1e-9)
+    assert_same_state(on(world)[0]["batches"]["state"], one["state"], tol=tolerance("fifty_steps", torch.float64))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("kept", ["a window of a skipped step", "running statistics that nothing merges"])
+def test_what_is_one_ranks_own_is_kept_for_it(world, kept):
+    for rank in on(world):
+        went_on, resumed = rank["resumed"][kept]
+        assert resumed == went_on
 
 
 def test_ranks_try_out_what_fits_together_or_not_at_all():

@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import micronorm as mn
 from micronorm.engine.microbatch import MicroBatch
@@ -181,6 +181,33 @@ class Drawing(Toy):
     def loss(self, model: nn.Module, batch: tuple[Any, ...]) -> Sum:
         self.drawn.append((random.random(), numpy.random.random(), torch.rand(()).item()))
         return super().loss(model, batch)
+
+
+class Remaking(nn.Module):
+    """Puts a longer tensor in its buffer's place in every forward, and makes two others when it first runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("first", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = torch.cat([self.seen, x.detach().sum().reshape(1)])
+        if self.first is None:
+            self.first = x.detach()[:1].clone()
+            self.register_buffer("shape", torch.tensor(x.shape))
+        return x
+
+
+def test_buffers_that_a_failed_attempt_made_or_replaced_are_as_before():
+    def run(size: int, *at: int) -> Step:
+        torch.manual_seed(0)
+        step = make_step(nn.Sequential(Remaking(), SmallResNet()), task := Toy(), size)
+        with Failures(step, *at):
+            step(portion(task, torch.arange(8)))
+        return step
+
+    assert state_digest(run(4, 300)) == state_digest(run(2))
 
 
 def test_a_repeated_step_draws_the_same_random_numbers_from_every_generator():

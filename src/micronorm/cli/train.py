@@ -16,6 +16,7 @@ from micronorm.cli.progress import TrainingProgress
 from micronorm.cli.targets import MISUSE
 from micronorm.engine.listener import Listener
 from micronorm.engine.loop import train as train_model
+from micronorm.engine.parallel import own_device
 from micronorm.engine.settings import DTYPES, Execution, Outcome, Settings
 from micronorm.recipes import Recipe, find
 from micronorm.tasks.classification import open_classification
@@ -108,7 +109,7 @@ def _data_device(recipe: Recipe, execution: Execution) -> torch.device | str:
     """Where batches appear: small sets are kept on the GPU, files are decoded on the CPU."""
     if recipe.data == "imagenet":
         return "cpu"
-    return execution.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return own_device(execution.device)
 
 
 def train(

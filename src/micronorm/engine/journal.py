@@ -135,16 +135,27 @@ class Journal:
             folder, whole = self.folder / CHECKPOINTS, whole_state(self.step)
             self.saved = on_rank_0(self.parallel, lambda: checkpoint.save(folder, done, whole | state))
 
-    def load_newest(self) -> dict[str, Any] | None:
+    def load_newest(self, *, samples: int) -> dict[str, Any] | None:
         """Put the newest checkpoint back; what `save` was given as `rest`, with "step". None where there is none.
 
-        Nothing is changed before the checkpoint was found whole and its settings were found to be these.
+        Nothing is changed before the checkpoint was found whole and its settings were found to be these, and so many
+        samples those that the run trains on.
         """
         if self.folder is None:
             return None
-        if (self.folder / FACTS).exists():  # it may have been killed before its first checkpoint
-            self._check_settings(self.folder / FACTS, Run.open(self.folder).facts["settings"])
         path = checkpoint.newest(self.folder / CHECKPOINTS)
+        seen = self.parallel.gather(None if path is None else path.name)
+        if len(set(seen)) > 1:
+            # Each would go on from where it thinks the run is, and their gradients be averaged nevertheless.
+            named = ", ".join(f"rank {rank}: {name or 'none'}" for rank, name in enumerate(seen))
+            raise checkpoint.CheckpointError(
+                f"the ranks do not see the same newest checkpoint in {self.folder} ({named}); it must lie where all of "
+                "them can read it, such as a file system that the machines share"
+            )
+        if (self.folder / FACTS).exists():  # it may have been killed before its first checkpoint
+            facts = Run.open(self.folder).facts
+            self._check_settings(self.folder / FACTS, facts["settings"])
+            self._check_samples(facts["data"].get("train"), samples)
         if path is None:
             return None
         state = self._load_sharded(path) if path.is_dir() else self._load_file(path)
@@ -173,6 +184,14 @@ class Journal:
         if changes:
             raise ValueError(
                 f"{path.name} belongs to a run with other settings: {', '.join(changes)}; use those, or another --out"
+            )
+
+    def _check_samples(self, was: int | None, now: int) -> None:
+        """The number of a step says which samples it takes, of so many and no others."""
+        if was not in (None, now):
+            raise ValueError(
+                f"{self.folder} holds a run of {was} training samples, here are {now}: its steps would mean others; "
+                "give it the data it began with, or another --out"
             )
 
     # --- memory --------------------------------------------------------------------------------------------------

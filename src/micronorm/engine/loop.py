@@ -77,6 +77,7 @@ def train(
         return run.go(resume=resume, facts=facts or {})
     finally:
         run.journal.close()
+        run.step.transaction.close()
         RandomState.set(callers, run.device)
         run.parallel.close()
 
@@ -253,7 +254,7 @@ class _TrainingRun:
     # --- before and after ----------------------------------------------------------------------------------------
 
     def _begin(self, *, resume: bool, facts: dict[str, Any]) -> None:
-        state = self.journal.load_newest() if resume else None
+        state = self.journal.load_newest(samples=len(self.task.train)) if resume else None
         if state is not None:
             self.done, self.figures = state["step"], state["figures"]
             self.meter.load_state_dict(state["epoch_sums"])

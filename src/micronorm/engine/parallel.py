@@ -56,9 +56,12 @@ class Alone:
         return model
 
     def share(self, samples: int, *, unit: int = 1) -> slice:
-        """This rank's part of a step's samples: shares differ by one unit at most, and no unit is cut."""
+        """This rank's part of a step's samples: shares differ by one unit at most, and no unit is cut.
+
+        Where there are samples rank 0 has some: its running statistics are those that are kept.
+        """
         units = math.ceil(samples / unit)
-        first, last = (self.rank * units // self.world, (self.rank + 1) * units // self.world)
+        first, last = (-(-rank * units // self.world) for rank in (self.rank, self.rank + 1))
         return slice(first * unit, min(last * unit, samples))
 
     def largest_share(self, samples: int, *, unit: int = 1) -> int:
@@ -208,6 +211,10 @@ class Replicated(_Group):
         # Buffers belong to the ranks until a commit merges them: DDP would overwrite them with rank 0's.
         ids = [self.device] if self.device.type == "cuda" else None
         self.reducer = DistributedDataParallel(_Touch(model), broadcast_buffers=False, device_ids=ids)
+        # DDP lays its buckets out anew after its first pass, and of three ranks on the order of a sum follows them: the
+        # first step of a resumed run must not round otherwise than it did when the run went on.
+        self.reducer().backward()
+        model.zero_grad(set_to_none=True)
         return model
 
     @override
@@ -282,13 +289,20 @@ def on_rank_0(parallel: Alone, act: Callable[[], T]) -> T:
     return value  # type: ignore[return-value]
 
 
-def open_ranks(device: torch.device | None, mode: str) -> Alone:
-    """The ranks torchrun started (it sets RANK and WORLD_SIZE), a group that is open already, or one process alone."""
-    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+def own_device(device: torch.device | None) -> torch.device:
+    """Where this rank computes: each on a GPU of its own, where torchrun says which (LOCAL_RANK)."""
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % max(torch.cuda.device_count(), 1))
+    return device
+
+
+def open_ranks(device: torch.device | None, mode: str) -> Alone:
+    """The ranks torchrun started (it sets RANK and WORLD_SIZE), a group that is open already, or one process alone."""
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    device = own_device(device)
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     if not (launched or dist.is_initialized()):
         return Alone(device)
