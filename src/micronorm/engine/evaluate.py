@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
+from micronorm.engine.inputs import check_scores
 from micronorm.engine.microbatch import is_out_of_memory, release_memory
 from micronorm.engine.parallel import NO_WISHES, Sharded, Verdict
 from micronorm.engine.savepoint import RandomState
@@ -74,6 +75,7 @@ def _sums(step: Step, *, seed: int, chunk: int) -> dict[str, torch.Tensor]:
     for k, batch in enumerate(step.task.test.load(shares(), seed=seed)):
         with torch.autocast(step.device.type, dtype=step.dtype, enabled=step.dtype in HALF):
             scores = step.task.score(step.model, step.place(batch))
+        check_scores(scores)
         if k * chunk < len(indices):
             for name, value in scores.items():
                 wide = value.to(step.device, torch.float64)

@@ -19,6 +19,7 @@ from micronorm.engine.checkpoint import digest
 from micronorm.engine.dropout import key_dropout
 from micronorm.engine.evaluate import evaluate
 from micronorm.engine.graph import GraphedStep
+from micronorm.engine.inputs import check_samples
 from micronorm.engine.journal import Journal
 from micronorm.engine.listener import Listener, Silent
 from micronorm.engine.meter import Meter
@@ -48,7 +49,7 @@ def train(
     settings: Settings,
     execution: Execution | None = None,
     *,
-    out: Path | None = None,
+    out: Path | str | None = None,
     resume: bool = False,
     facts: dict[str, Any] | None = None,
     listener: Listener | None = None,
@@ -69,7 +70,8 @@ def train(
         Where the run ended. After SIGTERM or Ctrl-C the step in progress is finished and saved, and `finished` is
         False.
     """
-    run = _TrainingRun(model, task, settings, execution or Execution(), out, listener or Silent())
+    folder = None if out is None else Path(out)
+    run = _TrainingRun(model, task, settings, execution or Execution(), folder, listener or Silent())
     callers = RandomState.get(run.device)
     try:
         # For what draws from the global generators in spite of the keys; ranks must not draw the same.
@@ -88,6 +90,7 @@ class _TrainingRun:
     def __init__(
         self, model: nn.Module, task: Task, settings: Settings, execution: Execution, out: Path | None, listener: Any
     ) -> None:
+        check_samples(task)
         self.task, self.settings, self.execution = task, settings, execution
         self.parallel = open_ranks(execution.device, execution.parallel)
         self.first = self.parallel.rank == 0
@@ -165,6 +168,8 @@ class _TrainingRun:
         batches = self.task.train.load(self._shares(upcoming), seed=self.settings.seed)
         self.meter.restart()
         for batch in batches:
+            if not upcoming:
+                raise ValueError("task.train.load gave more batches than it was asked for; yield one per share")
             position = upcoming.popleft()
             keys = sample_keys(position.indices, seed=self.settings.seed, epoch=position.epoch).to(self.device)
             portion = Portion(batch, keys, position.samples, position.counted)
@@ -188,6 +193,8 @@ class _TrainingRun:
             if result.wishes.stop:
                 self.signal = self.parallel.broadcast(signals.received or signal.SIGTERM)
                 return
+        if self.done < self.last:
+            raise ValueError(f"task.train.load ended after {self.done} of {self.last} steps; yield one batch per share")
 
     def _shares(self, upcoming: deque[_Position]) -> Iterator[Share]:
         """This rank's share of each step still to come; what else there is to know of it goes into `upcoming`."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from micronorm.commit.transaction import Transaction
+from micronorm.engine.inputs import check_batch, check_loss
 from micronorm.engine.microbatch import MemoryProbe, MicroBatch, is_out_of_memory, release_memory
 from micronorm.engine.parallel import NO_WISHES, Alone, Sharded, Verdict, Wishes
 from micronorm.engine.savepoint import Savepoint
@@ -154,6 +155,7 @@ class Step:
 
     def accumulate(self, portion: Portion) -> dict[str, Any]:
         """Sum losses and gradients over this rank's micro-batches."""
+        check_batch(portion.batch, len(portion.keys))
         self.optimizer.zero_grad(set_to_none=True)
         pieces = self.micro_batch.pieces(portion.counted)
         unit, size = self.micro_batch.unit, self.micro_batch.size
@@ -191,6 +193,7 @@ class Step:
         with dropout_keys(portion.keys[piece]):
             with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype in HALF):
                 loss = self.task.loss(self.model, part)
+            check_loss(loss)
             self.scaler.scale(loss.sum).backward()
         return loss
 
