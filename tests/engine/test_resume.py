@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from micronorm import records
+from micronorm.data.memory import MemorySamples
 from micronorm.engine import journal, lock, loop
 from micronorm.engine.checkpoint import CheckpointError, checkpoints, newest
 from micronorm.engine.lock import Lock
