@@ -183,6 +183,29 @@ class Drawing(Toy):
         return super().loss(model, batch)
 
 
+def test_a_batch_that_is_written_to_is_repeated_as_it_was():
+    def run(size: int, *at: int) -> Step:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.ReLU(inplace=True), SmallResNet())
+        step, part = make_step(model, task := Toy(), size), portion(task, torch.arange(8))
+        before = part.batch[0].clone()
+        with Failures(step, *at):
+            step(part)
+        assert torch.equal(part.batch[0], before)
+        return step
+
+    assert state_digest(run(4, 300)) == state_digest(run(2))
+
+
+def test_an_interrupted_step_leaves_no_trace():
+    step = make_step(Dropping(mn.BCN(groups=2)), task := Toy(), 4)
+    before = state_digest(step)
+    with pytest.raises(KeyboardInterrupt), Failures(step, 700, error=KeyboardInterrupt()):
+        step(portion(task, torch.arange(8)))
+    assert state_digest(step) == before
+    assert all(parameter.grad is None for parameter in step.model.parameters())
+
+
 class Remaking(nn.Module):
     """Puts a longer tensor in its buffer's place in every forward, and makes two others when it first runs."""
 

@@ -130,6 +130,9 @@ class Step:
                 raise self._out_of_memory_in_a_shard() from caught
             # Nothing of the traceback may be kept where the step is to be repeated: it holds the activations.
             error = None if failed else caught
+        except BaseException:  # a second Ctrl-C: whoever catches it finds the model between two steps
+            self.roll_back()
+            raise
         verdict = self.parallel.agree(Verdict(failed, error is not None, wishes))
         if verdict.failed or verdict.broken:
             self.roll_back()
@@ -220,12 +223,15 @@ class Step:
         self.scaler.update()
 
     def place(self, part: Any) -> Any:
-        """A part of a batch on the device, floating numbers in the dtype of the parameters."""
+        """A copy of a part of a batch on the device, floating numbers in the dtype of the parameters.
+
+        A copy, because a model may write to its input, and a step that is repeated must find it as it was.
+        """
         if isinstance(part, Tensor):
             wide = torch.float64 if self.dtype == torch.float64 else torch.float32
             dtype = wide if part.is_floating_point() else part.dtype
             layout = torch.channels_last if self.channels_last and part.ndim == 4 else torch.preserve_format
-            return part.to(self.device, dtype, non_blocking=True, memory_format=layout)
+            return part.to(self.device, dtype, non_blocking=True, copy=True, memory_format=layout)
         if isinstance(part, dict):
             return {key: self.place(value) for key, value in part.items()}
         if isinstance(part, tuple) and hasattr(part, "_fields"):  # a named one takes its values apart
