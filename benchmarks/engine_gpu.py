@@ -72,7 +72,7 @@ def make_step(
         channels_last=channels_last,
         step_batch=step_batch,
     )
-    return GraphedStep(step) if graph else step
+    return GraphedStep(step, step_batch) if graph else step
 
 
 def portions(task: Classification, *, step_batch: int, steps: int, first: int = 0):

@@ -86,7 +86,7 @@ def test_a_captured_step_may_be_cut(task, micro_batch):
 def test_capturing_leaves_no_trace(task):
     model = network().to(CUDA, torch.float64)
     before = copy.deepcopy(model.state_dict())
-    graphed = GraphedStep(make_step(model, task, lr=torch.tensor(0.1, device=CUDA), fused=True))
+    graphed = GraphedStep(make_step(model, task, lr=torch.tensor(0.1, device=CUDA), fused=True), 64)
     graphed._capture(portion(task))
     assert_same_state(model.state_dict(), before, tol=0.0)
     assert all(float(w.sums.abs().sum()) == 0 and w.forwards == 0 for w in graphed.step.transaction.windows)

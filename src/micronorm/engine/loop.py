@@ -104,7 +104,7 @@ class _TrainingRun:
         self.signal: int | None = None
         self.untouched = False
         self.step = self._make_step(model)
-        self.take_step = GraphedStep(self.step) if execution.cuda_graph else self.step
+        self.take_step = GraphedStep(self.step, settings.step_batch) if execution.cuda_graph else self.step
         self.meter = Meter(task, self.device)
         self.journal = Journal(out, self.step, settings)
 
