@@ -19,8 +19,9 @@ WARM_UP = 3  # allocator, cuDNN's choice of algorithms and the optimizer's lazy 
 class GraphedStep:
     """A `Step` that replays itself for portions of `samples` samples, and computes others as they come.
 
-    The first of that size is computed as it comes too: it finds the micro-batch that memory holds. The optimizer must be able to: SGD(fused=True) or AdamW(fused=True, capturable=True) with the learning rate in a
-    tensor on the device, which the schedule fills.
+    The first of that size is computed as it comes too: it finds the micro-batch that memory holds. The optimizer must
+    be SGD(fused=True) or AdamW(fused=True, capturable=True) with the learning rate in a tensor on the device, which the
+    schedule fills.
     """
 
     def __init__(self, step: Step, samples: int) -> None:
@@ -87,7 +88,7 @@ class GraphedStep:
 class _Whole:
     """Everything a step changes, copied."""
 
-    def __init__(self, step: Step, samples: int) -> None:
+    def __init__(self, step: Step) -> None:
         self.step = step
         step.savepoint.take()
         self.tensors: list[Tensor] = [*step.model.parameters(), *optimizer_tensors(step.optimizer)]
