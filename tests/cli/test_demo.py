@@ -208,6 +208,16 @@ def test_an_out_that_is_a_file_is_refused(tmp_path):
     assert "is a file; name a folder with --out" in result.output
 
 
+def test_a_place_that_cannot_be_written_to_is_refused_with_one_sentence(monkeypatch, tmp_path):
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied", str(tmp_path / "demo"))
+
+    monkeypatch.setattr("pathlib.Path.mkdir", refuse)
+    result = CliRunner().invoke(app, ["demo", "--epochs", "1", "--out", str(tmp_path / "demo")])
+    assert result.exit_code == 2
+    assert "micronorm demo: [Errno 13] Permission denied" in " ".join(result.output.split())
+
+
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_within_a_run_leaves_what_has_finished(quick, monkeypatch, tmp_path, number, code):
     class Press(demo.Row):

@@ -73,7 +73,7 @@ def demo(
         make_room(out)
         shown.go()
         return
-    except (FileExistsError, NotADirectoryError) as fault:
+    except (FileExistsError, NotADirectoryError, PermissionError) as fault:
         typer.echo(f"{COMMAND}: {fault}", err=True)
         raise typer.Exit(MISUSE) from None
     except Stopped as stopped:

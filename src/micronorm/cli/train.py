@@ -1,5 +1,6 @@
 """`micronorm train RECIPE`: the run that memory, a kill or the number of GPUs cannot spoil."""
 
+import os
 import shlex
 import sys
 from dataclasses import dataclass, fields, replace
@@ -162,9 +163,11 @@ def train(
         )
         if dtype is not None and dtype not in DTYPES:
             raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        if unverified and not found.data.startswith("cifar"):
+            raise ValueError(f"--unverified is for CIFAR's files, {found.name} is of {found.data}: leave it out")
         execution = Execution(
             micro_batch=_micro_batch(micro_batch),
-            device=None if device is None else torch.device(device),
+            device=None if device is None else _device(device),
             channels_last=channels_last,
             compile=compiled,
             cuda_graph=cuda_graph,
@@ -173,8 +176,8 @@ def train(
             save_steps=save_every,
             evaluate_epochs=evaluate_every,
         )
-    except (ValueError, RuntimeError) as fault:  # torch.device raises the second
-        raise _misused(fault) from None
+    except ValueError as fault:
+        raise _said(fault, MISUSE) from None
     folder = out or Path("runs") / f"{found.name.replace('/', '-')}-{seed or 0}"
     console = Console(highlight=False)
     try:
@@ -190,13 +193,14 @@ def train(
             listener=TrainingProgress(console),
             command=shlex.join(["micronorm", *sys.argv[1:]]),
         )
-    except (ValueError, TypeError, FileNotFoundError, FileExistsError) as fault:
-        raise _misused(fault) from None
-    except MemoryError as fault:
-        typer.echo(f"micronorm train: {fault}", err=True)
-        raise typer.Exit(FAILED) from None
+    except (ValueError, TypeError, FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError) as fault:
+        raise _said(fault, MISUSE) from None
+    except (OSError, ImportError, MemoryError) as fault:  # a download, a full disk; no torchvision
+        raise _said(fault, FAILED) from None
     if outcome.first:
-        _print_outcome(console, outcome, folder, found, data)
+        again = ["train", found.name, "--out", str(folder), "--resume"]
+        again += [] if data is None else ["--data", str(data)]  # the record does not say where the data lay
+        _print_outcome(console, outcome, folder, [*_launcher(), *again, *_how(execution, workers)])
     if outcome.signal is not None:
         raise typer.Exit(128 + outcome.signal)
 
@@ -209,17 +213,57 @@ def _micro_batch(text: str) -> int | None:
     return int(text)
 
 
-def _misused(fault: Exception) -> typer.Exit:
+def _device(text: str) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        ValueError: there is none, or none that this machine can use.
+    """
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        device = torch.device("meta")  # as useless as an unknown one
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be cpu, cuda or cuda:N, got {text!r}")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= count:
+        found = f"{count} GPU{'s' * (count > 1)}, from cuda:0 on" if count else "no GPU"
+        raise ValueError(f"--device {text}: torch can use {found}; `micronorm doctor` says what is installed")
+    return device
+
+
+def _said(fault: BaseException, code: int) -> typer.Exit:
     typer.echo(f"micronorm train: {' '.join(str(fault).split())}", err=True)
-    return typer.Exit(MISUSE)
+    return typer.Exit(code)
 
 
-def _print_outcome(console: Console, outcome: Outcome, folder: Path, recipe: Recipe, data: Path | None) -> None:
-    figures = ", ".join(f"{name} {value:.4g}" for name, value in outcome.figures.items())
+def _launcher() -> list[str]:
+    """How this process was started, where the ranks are all of this machine; elsewhere the launcher's user knows."""
+    ranks, here = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    return ["torchrun", "--nproc-per-node", str(ranks), "-m", "micronorm"] if ranks == here > 1 else ["micronorm"]
+
+
+def _how(execution: Execution, workers: int) -> list[str]:
+    """The options of a run that its record does not bring back: those that only make it fast or fit."""
+    usual, options = Execution(), [] if not workers else ["--workers", str(workers)]
+    names = {"channels_last": "--channels-last", "compile": "--compile", "cuda_graph": "--cuda-graph"}
+    names |= {"micro_batch": "--micro-batch", "device": "--device", "parallel": "--parallel"}
+    names |= {"save_steps": "--save-every", "evaluate_epochs": "--evaluate-every"}
+    for field, option in names.items():
+        value = getattr(execution, field)
+        if value != getattr(usual, field):
+            options += [option] if value is True else [option, str(value)]
+    return options
+
+
+_FIGURES = {"top1": "top-1 error {:.4g} %", "top5": "top-5 error {:.4g} %"}
+
+
+def _print_outcome(console: Console, outcome: Outcome, folder: Path, again: list[str]) -> None:
+    shown = [_FIGURES.get(name, name + " {:.4g}").format(value) for name, value in outcome.figures.items()]
+    figures = f"{', '.join(shown)} on the test samples" if shown else ""
     say = console.print if console.is_terminal else typer.echo
     say(f"{outcome.steps} steps; {figures or 'not evaluated'}")
     say(f"state {outcome.digest[:16]}; {folder / 'model.safetensors'}")
     if not outcome.finished:
-        again = ["micronorm", "train", recipe.name, "--out", str(folder), "--resume"]
-        again += [] if data is None else ["--data", str(data)]  # the record does not say where the data lay
         say(f"to go on: {shlex.join(again)}")

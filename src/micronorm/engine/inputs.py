@@ -57,7 +57,7 @@ def check_loss(loss: Any) -> None:
     total, count, counts = (getattr(loss, name, None) for name in ("sum", "count", "counts"))
     if isinstance(loss, Tensor) or not isinstance(counts, Mapping):
         raise TypeError(
-            "task.loss must give a value with `sum`, `count` and `counts` (a mapping, empty where no more is to be "
+            "task.loss must give a value with `sum`, `count` and `counts` (a mapping, empty if nothing more is to be "
             f"counted), such as a dataclass; got {type(loss).__name__} with counts of type {type(counts).__name__}"
         )
     if not isinstance(total, Tensor):

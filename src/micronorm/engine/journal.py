@@ -53,6 +53,8 @@ class Journal:
 
     def _begin(self, folder: Path, facts: Mapping[str, Any], *, resume: bool, done: int) -> None:
         found = environment()
+        if folder.exists() and not folder.is_dir():
+            raise FileExistsError(f"{folder} is a file, a run needs a folder; name another")
         folder.mkdir(parents=True, exist_ok=True)
         self.lock = Lock(folder)
         if resume and (folder / FACTS).exists():  # else it was killed before it had begun

@@ -266,6 +266,8 @@ class _TrainingRun:
             self.done, self.figures = state["step"], state["figures"]
             self.meter.load_state_dict(state["epoch_sums"])
             self._limit_size(state["micro_batch"])
+        elif resume:  # a mistyped folder must not pass for one
+            self.listener.on_message(f"no checkpoint in {self.journal.folder}: the run begins with its first step")
         if resume:
             self._limit_size(self.journal.remembered_size())
         known = {

@@ -162,9 +162,13 @@ def open_classification(
         raise ValueError(f"no data set is known as {name!r}; there are {', '.join(NAMES)}")
     if size is not None and name != "imagenet":
         raise ValueError(f"size is for imagenet, the images of {name} have their own: leave it out")
+    if workers and name != "imagenet":
+        raise ValueError(f"workers decode the files of imagenet, {name} is held in memory: leave --workers out")
     if name == "imagenet":
         if download:
-            raise ValueError("imagenet cannot be downloaded, it is given out to those who register: leave download out")
+            raise ValueError(
+                "imagenet cannot be downloaded, it is given out to those who register: leave --download out"
+            )
         place = locate(name, folder)
         opened = open_folders(place, size=size or 224, augment=augment, workers=workers, device=device)
         train, test, labels = opened.train, opened.test, len(opened.classes)
@@ -182,7 +186,7 @@ def _open_small(
 ) -> tuple[MemorySamples, MemorySamples]:
     if name == "digits":
         if folder is not None or download:
-            raise ValueError("digits come with scikit-learn: leave folder and download out")
+            raise ValueError("digits come with scikit-learn: leave the folder (--data) and --download out")
         return open_digits(augmentation=SHIFT if augment else PadCropFlip(), device=device)
     # A download goes where one looks first; without one, whoever finds nothing says all the places it looked at.
     place = find_data(folder).get(name) or (search_folders(folder)[0] if download else locate(name, folder))
