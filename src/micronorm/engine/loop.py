@@ -25,6 +25,7 @@ from micronorm.engine.listener import Listener, Silent
 from micronorm.engine.meter import Meter
 from micronorm.engine.microbatch import MicroBatch, describe_randomness
 from micronorm.engine.parallel import Sharded, Wishes, open_ranks
+from micronorm.engine.probe import describe_dependence
 from micronorm.engine.savepoint import RandomState
 from micronorm.engine.settings import Execution, Outcome, Settings, describe
 from micronorm.engine.signals import Signals
@@ -144,7 +145,7 @@ class _TrainingRun:
 
     def go(self, *, resume: bool, facts: dict[str, Any]) -> Outcome:
         self._begin(resume=resume, facts=facts)
-        description = f"{type(self.step.model).__name__} on {self.device}"
+        description = facts.get("recipe") or type(self.step.model).__name__
         if self.parallel.world > 1:
             description += f", {self.parallel.world} ranks"
         self.listener.on_start(self.last, min(self.done, self.last), description)
@@ -152,7 +153,7 @@ class _TrainingRun:
             self.listener.on_message(f"nothing is left to do: {self.done} of {self.total} steps are done")
         if self.randomness:
             self.listener.on_message(self.randomness)
-        with Signals() as signals:
+        with Signals(say=self.first) as signals:
             try:
                 if self.done < self.last:
                     self._all_steps(signals)
@@ -173,8 +174,8 @@ class _TrainingRun:
             position = upcoming.popleft()
             keys = sample_keys(position.indices, seed=self.settings.seed, epoch=position.epoch).to(self.device)
             portion = Portion(batch, keys, position.samples, position.counted)
-            if self.done == 0 and self.execution.micro_batch is None:
-                self._fit(portion)
+            if self.done == 0:
+                self._look_ahead(portion)
             factor = self._set_rate()
             wishes = Wishes(stop=signals.received is not None, save=self._wants_checkpoint())
             result = self.take_step(portion, wishes)
@@ -223,6 +224,14 @@ class _TrainingRun:
             else:
                 group["lr"] = rate
         return rate
+
+    def _look_ahead(self, portion: Portion) -> None:
+        """Before the first step: how much fits, and whether the loss is a sum. Leaves no trace."""
+        if self.execution.micro_batch is None:
+            self._fit(portion)
+        dependence = None if self.randomness else describe_dependence(self.step, portion)
+        if dependence is not None:
+            self.listener.on_message(dependence)
 
     def _fit(self, portion: Portion) -> None:
         """Begin with the largest micro-batch that memory seems to hold; a wrong guess costs one repeated step."""
