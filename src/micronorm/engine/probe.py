@@ -38,8 +38,8 @@ def describe_dependence(step: Step, portion: Portion) -> str | None:
         return None
     return (
         f"the result depends on the micro-batch: the loss of {samples} samples at once is {whole:.4g}, the sum over "
-        f"its halves {halves:.4g}. task.loss must give a sum over samples, not a mean; mn.check_cuts names what else it "
-        "may be"
+        f"its halves {halves:.4g}. task.loss must give a sum over samples, not a mean; mn.check_cuts names what else "
+        "it may be"
     )
 
 
