@@ -60,7 +60,7 @@ def make_step(
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     ranks = Alone(CUDA)
     ranks.prepare(model)
-    rate: Any = torch.tensor(lr, dtype=torch.float64, device=CUDA) if graph else lr
+    rate: Any = torch.tensor(lr, device=CUDA) if graph else lr
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, weight_decay=1e-4, fused=graph)
     step = Step(
         model,
@@ -72,7 +72,7 @@ def make_step(
         channels_last=channels_last,
         step_batch=step_batch,
     )
-    return GraphedStep(step) if graph else step
+    return GraphedStep(step, step_batch) if graph else step
 
 
 def portions(task: Classification, *, step_batch: int, steps: int, first: int = 0):
@@ -192,7 +192,10 @@ def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -
 
 
 def compare(task: Classification, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """`--compared` steps one image at a time, and the same steps whole; and a control that began one ulp away."""
+    """`--compared` steps one image at a time, and the same steps whole; and a control that began one ulp away.
+
+    The loop is literal: a forward and a backward from Python for each image. The other two are captured.
+    """
     size = options.compared_samples
     start = build("BCN+WS step", options.network).double()
     ended, rows = {}, []
@@ -203,43 +206,58 @@ def compare(task: Classification, options: argparse.Namespace) -> list[dict[str,
                 for parameter in model.parameters():
                     parameter.copy_(torch.nextafter(parameter, torch.full_like(parameter, torch.inf)))
         step = make_step(
-            model, task, micro_batch=micro_batch, step_batch=size, dtype=torch.float64, graph=False, lr=0.02
+            model,
+            task,
+            micro_batch=micro_batch,
+            step_batch=size,
+            dtype=torch.float64,
+            graph=name != "literal",
+            lr=options.compared_lr,
         )
         began = time.perf_counter()
-        for portion in portions(task, step_batch=size, steps=options.compared):
+        for k, portion in enumerate(portions(task, step_batch=size, steps=options.compared), start=1):
             step(portion)
-        ended[name] = {k: v.clone() for k, v in model.state_dict().items()}
+            if k in (1, 10, 50, 100, options.compared):
+                ended[name, k] = {key: value.clone() for key, value in model.state_dict().items()}
         took = time.perf_counter() - began
+        drift = {k: largest_difference(ended["whole", k], ended[name, k]) for other, k in ended if other == name}
         row = {
-            "what": f"{options.compared} steps of {size}, lr 0.02: {name}",
+            "what": f"{options.compared} steps of {size}, lr {options.compared_lr:.3g}: {name}",
             "network": options.network,
             "dtype": "float64",
             "layout": "nchw",
-            "mode": "eager",
+            "mode": "eager" if name == "literal" else "cuda graph",
             "method": "BCN+WS step",
             "samples": size,
             "micro_batch": micro_batch,
             "ms": f"{1000 * took / options.compared:.1f}",
             "img_per_s": f"{size * options.compared / took:.0f}",
-            "difference": "" if name == "whole" else f"{largest_difference(ended['whole'], ended[name]):.2e}",
+            "difference": "; ".join(f"step {k}: {d:.1e}" for k, d in drift.items() if name != "whole"),
         }
         print(row, flush=True)
         rows.append(row)
     return rows
 
 
+PARTS = {"table": table, "literal": literal, "compare": compare}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="where CIFAR-10 lies")
-    parser.add_argument("--network", default="resnet110")
+    parser.add_argument("--unverified", action="store_true", help="take CIFAR's files as they are: a part will do")
+    parser.add_argument("--network", default="cifar-resnet110")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="which of the three to run")
     parser.add_argument("--compared", type=int, default=200)
-    parser.add_argument("--compared-samples", type=int, default=4)
+    # A power of two: the same number in float32, which is what a captured step has.
+    parser.add_argument("--compared-lr", type=float, default=2.0**-20)
+    parser.add_argument("--compared-samples", type=int, default=2)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    task = open_classification("cifar10", options.data, device=CUDA)
-    rows = [*table(task, options), *literal(task, options), *compare(task, options)]
+    task = open_classification("cifar10", options.data, device=CUDA, verify=not options.unverified)
+    rows = [row for part in options.parts for row in PARTS[part](task, options)]
     found = environment()
     facts = {
         "gpu": found["gpu"]["name"],

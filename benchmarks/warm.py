@@ -19,18 +19,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from run import cpu_model
-from torch import nn
+from torch import Tensor, nn
 
 import micronorm as mn
-from micronorm.cli.digits import Method, build, make_optimizer, step_indices, take_step
 from micronorm.data.digits import Labelled, read_digits
+from micronorm.recipes.networks import build_network
 
 TRAIN_IMAGES = 1000  # of the 1,297; the others validate
 PRETRAIN_EPOCHS = 6
+SAMPLES_PER_STEP = 32
 STEPS = 64
 WARM_STEPS = 32  # half of the fine-tuning; not tuned
 EVERY = 8  # steps between two looks at the errors
+PRETRAIN_RATE = 0.05
 LEARNING_RATES = (0.005, 0.02, 0.05)
 
 Convert = Callable[[nn.Module, Labelled], nn.Module]
@@ -73,14 +76,45 @@ def error(model: nn.Module, part: Labelled) -> float:
     return 100 * wrong
 
 
+def make_optimizer(model: nn.Module, *, lr: float) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-4)
+
+
+def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Labelled) -> None:
+    optimizer.zero_grad()
+    F.cross_entropy(model(batch.images), batch.labels, reduction="sum").backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad /= len(batch.labels)
+    optimizer.step()
+
+
+def step_indices(samples: int, *, epochs: int, seed: int) -> Tensor:
+    """Which samples each step takes, steps×SAMPLES_PER_STEP: a fresh order per epoch, one running into the next."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.cat([torch.randperm(samples, generator=generator) for _ in range(epochs)])
+    steps = samples * epochs // SAMPLES_PER_STEP
+    return order[: steps * SAMPLES_PER_STEP].view(steps, SAMPLES_PER_STEP)
+
+
+def build(seed: int) -> nn.Module:
+    """The network of the digits with BatchNorm, from torch's own initial weights."""
+    model = build_network("digits", classes=10)
+    torch.manual_seed(seed)
+    for module in model.modules():
+        if isinstance(module, (nn.Conv2d, nn.Linear)):
+            module.reset_parameters()
+    return model
+
+
 def pretrained(train: Labelled, *, seed: int) -> nn.Module:
-    """The demo's network with BatchNorm, trained in the demo's setting with 32 images per forward."""
-    model = build(Method("BN", mn.BN()), seed=seed)
-    optimizer = make_optimizer(model)
+    """A network trained with BatchNorm and 32 images per forward."""
+    model = build(seed)
+    optimizer = make_optimizer(model, lr=PRETRAIN_RATE)
     indices = step_indices(len(train.labels), epochs=PRETRAIN_EPOCHS, seed=seed)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=len(indices))
     for chosen in indices:
-        take_step(model, optimizer, Labelled(*(p[chosen] for p in train)), micro_batch=len(chosen))
+        take_step(model, optimizer, Labelled(*(p[chosen] for p in train)))
         schedule.step()
     return model
 
@@ -94,9 +128,7 @@ def fine_tune(
     model: nn.Module, train: Labelled, validation: Labelled, test: Labelled, *, lr: float, seed: int
 ) -> list[dict[str, Any]]:
     """Errors before the first step and after every few, at a constant learning rate."""
-    optimizer = make_optimizer(model)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+    optimizer = make_optimizer(model, lr=lr)
     rows = []
     indices = step_indices(len(train.labels), epochs=4, seed=100 + seed)[:STEPS]
     for step in range(STEPS + 1):
@@ -110,8 +142,7 @@ def fine_tune(
                 }
             )
         if step < STEPS:
-            batch = Labelled(*(p[indices[step]] for p in train))
-            take_step(model, optimizer, batch, micro_batch=len(batch.labels))
+            take_step(model, optimizer, Labelled(*(p[indices[step]] for p in train)))
     return rows
 
 

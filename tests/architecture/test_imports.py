@@ -24,6 +24,7 @@ ANYTHING = None  # this room may import every other
 # room -> the rooms it may import, itself always included. `__init__` is the package's own file, with its public names.
 ALLOWED: Mapping[str, frozenset[str] | None] = {
     "__init__": ANYTHING,
+    "__main__": frozenset({"cli"}),
     "cli": ANYTHING,
     "ops": frozenset(),
     "functional": frozenset({"ops"}),

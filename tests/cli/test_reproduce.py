@@ -10,6 +10,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from micronorm.cli import app, reproduce
+from micronorm.recipes.digits import EPOCHS
 from tests.recipes.runs import write_run
 
 
@@ -92,7 +93,7 @@ def test_json_gives_no_figure_of_a_run_that_differs_but_says_why(tmp_path):
     write_run(tmp_path / "elsewhere" / "a", "digits/gn", settings={"epochs": 1})
     (row,) = rows("digits", "--rows", "gn", "--runs", "elsewhere")
     assert (row["ours"], row["run"]) == (None, None)
-    assert row["reason"] == "elsewhere/a does not count: epochs 1 where the recipe has 8"
+    assert row["reason"] == f"elsewhere/a does not count: epochs 1 where the recipe has {EPOCHS}"
 
 
 @pytest.mark.usefixtures("never")
@@ -152,7 +153,8 @@ def test_what_is_missing_is_announced_run_and_shown(trained):
     before, after = result.output.split("To run: digits/bcn-ws")
     assert "not run" in before
     assert "5.00" not in before
-    assert "To run: digits/gn (small ResNet, scikit-learn's digits: GN of one image), 8 epochs, seed 0, into " in before
+    title = "digits/gn (small ResNet, scikit-learn's digits: GN of one image)"
+    assert f"To run: {title}, {EPOCHS} epochs, seed 0, into " in before
     assert "runs/digits/gn/seed-0 (2025-01-02, Some CPU, float32)" in after
     assert after.count("5.00") == 2
 
@@ -176,12 +178,12 @@ def test_a_seed_that_is_asked_for_is_run_beside_others(trained):
 def test_other_epochs_are_run_and_kept_but_never_ours(trained):
     result = run("digits", "--rows", "gn", "--epochs", "2")
     assert result.exit_code == 0
-    assert "It has 8 epochs: this run is kept, but never counts as ours." in result.output
+    assert f"It has {EPOCHS} epochs: this run is kept, but never counts as ours." in result.output
     assert trained[0][1]["out"] == "runs/digits/gn/seed-0-epochs-2"
     assert trained[0][1]["command"].endswith(" --epochs 2")
     (row,) = rows("digits", "--rows", "gn")
     assert row["ours"] is None
-    assert "epochs 2 where the recipe has 8" in row["reason"]
+    assert f"epochs 2 where the recipe has {EPOCHS}" in row["reason"]
 
 
 def test_a_finished_run_is_never_written_over(trained):
@@ -244,7 +246,7 @@ def test_a_row_is_trained_in_earnest_and_its_record_understood():
     assert result.exit_code == 0, result.output
     (row,) = rows("digits", "--rows", "gn")
     assert row["ours"] is None
-    assert row["reason"] == "runs/digits/gn/seed-0-epochs-1 does not count: epochs 1 where the recipe has 8"
+    assert row["reason"] == f"runs/digits/gn/seed-0-epochs-1 does not count: epochs 1 where the recipe has {EPOCHS}"
 
 
 def test_a_data_set_that_is_not_there_is_told_of(tmp_path):

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from micronorm import records
 from micronorm.cli import app
-from micronorm.cli.train import Variation, run_recipe
+from micronorm.cli.train import Variation, _launcher, run_recipe
 from micronorm.engine.checkpoint import checkpoints
 from micronorm.engine.settings import Execution
 from micronorm.recipes import find
@@ -130,7 +130,7 @@ def test_ctrl_c_and_sigterm_save_exit_with_their_code_and_say_how_to_go_on(tmp_p
         assert outcome is not None
         assert not outcome["finished"]
         *_, hint = log.read_text().splitlines()
-        assert hint == f"to go on: micronorm train digits/bcn-ws --out {out} --resume"
+        assert hint == f"to go on: micronorm train digits/bcn-ws --out {out} --resume --save-every 2"
         arguments = shlex.split(hint)[4:]
     assert finish(start(micronorm, *arguments, log=tmp_path / "log")) == [0], (tmp_path / "log").read_text()
     assert_ended_alike(out, short[0])
@@ -186,7 +186,7 @@ def test_a_resumed_run_keeps_its_options_and_a_finished_one_is_left_alone(out):
     "arguments, message",
     [
         ((), "already holds a run"),
-        (("--resume", "--lr", "0.5"), "other settings: optimizer.lr was 0.02 and is 0.5;"),
+        (("--resume", "--lr", "0.5"), "other settings: optimizer.lr was 0.1 and is 0.5;"),
         (("--resume", "--step-batch", "64", "--seed", "1"), "step_batch was 200 and is 64, seed was 0 and is 1;"),
         (("--resume", "--dtype", "float64"), "dtype was float32 and is float64;"),
     ],
@@ -224,6 +224,7 @@ def test_a_damaged_checkpoint_is_refused_and_can_be_deleted(out):
 def test_there_is_nothing_to_resume_in_a_new_folder_and_the_run_begins(tmp_path):
     code, said = command("--out", tmp_path / "new", "--resume", "--steps", 1)
     assert code == 0
+    assert f"no checkpoint in {tmp_path / 'new'}: the run begins with its first step" in said
     assert "1 steps; loss" in said
 
 
@@ -234,6 +235,12 @@ def test_there_is_nothing_to_resume_in_a_new_folder_and_the_run_begins(tmp_path)
         (("--dtype", "int8"), "--dtype must be one of float32, float64, bfloat16, float16, got 'int8'"),
         (("--size", "32"), "size is for imagenet"),
         (("--cuda-graph",), "leave --cuda-graph out"),
+        (("--device", "gpu"), "--device must be cpu, cuda or cuda:N, got 'gpu'"),
+        (("--device", "mps"), "--device must be cpu, cuda or cuda:N, got 'mps'"),
+        (("--device", "cuda:99"), "--device cuda:99: torch can use"),
+        (("--workers", "2"), "digits is held in memory: leave --workers out"),
+        (("--unverified",), "--unverified is for CIFAR's files, digits/bcn-ws is of digits"),
+        (("--data", "."), "leave the folder (--data) and --download out"),
     ],
 )
 def test_options_that_cannot_be_are_refused(tmp_path, arguments, message):
@@ -241,3 +248,43 @@ def test_options_that_cannot_be_are_refused(tmp_path, arguments, message):
     assert code == 2
     assert message in said
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("under", ["", "below"])
+def test_a_file_in_the_place_of_the_run_directory_is_refused(tmp_path, under):
+    (tmp_path / "file").write_text("precious")
+    code, said = command("--out", tmp_path / "file" / under, "--steps", 1)
+    assert code == 2
+    assert said.startswith("micronorm train: ")
+    assert str(tmp_path / "file") in said
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+def test_a_download_that_fails_ends_the_run_with_one_sentence(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise OSError("fetching it failed")
+
+    monkeypatch.setattr("micronorm.data.cifar._download", fail)
+    arguments = ["train", "cifar1/c10-bn", "--data", str(tmp_path), "--download", "--out", str(tmp_path / "run")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+    assert result.output == "micronorm train: fetching it failed\n"
+
+
+def test_the_hint_keeps_what_makes_a_run_fast_or_fit(tmp_path):
+    options = ["--micro-batch", "7", "--channels-last", "--parallel", "fsdp", "--evaluate-every", "3"]
+    code, said = command("--out", tmp_path, "--steps", 1, *options)
+    assert code == 0
+    _, hint = said.split("to go on: micronorm train ")
+    assert hint.startswith(f"digits/bcn-ws --out {tmp_path} --resume ")
+    given = hint.split("--resume ")[1].split()
+    assert sorted(given) == sorted([*options, "--device", "cpu"])
+
+
+def test_the_hint_of_ranks_on_one_machine_is_for_as_many(monkeypatch):
+    assert _launcher() == ["micronorm"]
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert shlex.join(_launcher()) == "torchrun --nproc-per-node 4 -m micronorm"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # two machines: what joins them is not known here
+    assert _launcher() == ["micronorm"]

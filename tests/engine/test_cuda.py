@@ -11,7 +11,7 @@ import micronorm as mn
 from micronorm.engine.graph import GraphedStep
 from micronorm.engine.loop import train
 from micronorm.engine.microbatch import MicroBatch
-from micronorm.engine.optimization import SGD, AdamW, Cosine
+from micronorm.engine.optimization import SGD, AdamW, Constant
 from micronorm.engine.parallel import Alone
 from micronorm.engine.settings import Execution, Settings
 from micronorm.engine.step import Portion, Step
@@ -47,7 +47,8 @@ def task():
 
 
 def settings(**changes: Any) -> Settings:
-    base: dict[str, Any] = {"epochs": 3, "step_batch": 64, "optimizer": SGD(0.02), "schedule": Cosine()}
+    # A captured step has its learning rate in float32; this one is the same number in float64.
+    base: dict[str, Any] = {"epochs": 3, "step_batch": 64, "optimizer": SGD(2.0**-6), "schedule": Constant()}
     return Settings(**{**base, "dtype": torch.float64, **changes})
 
 
@@ -67,7 +68,7 @@ def test_a_captured_step_ends_where_the_eager_one_does(task, method):
 
 def test_a_captured_adamw_step_ends_where_the_eager_one_does(task):
     model = network()
-    what = settings(optimizer=AdamW(1e-3))
+    what = settings(optimizer=AdamW(2.0**-10))
     assert_same_state(
         run(model, task, what=what, cuda_graph=True),
         run(model, task, what=what),
@@ -85,7 +86,7 @@ def test_a_captured_step_may_be_cut(task, micro_batch):
 def test_capturing_leaves_no_trace(task):
     model = network().to(CUDA, torch.float64)
     before = copy.deepcopy(model.state_dict())
-    graphed = GraphedStep(make_step(model, task, lr=torch.tensor(0.1, device=CUDA), fused=True))
+    graphed = GraphedStep(make_step(model, task, lr=torch.tensor(0.1, device=CUDA), fused=True), 64)
     graphed._capture(portion(task))
     assert_same_state(model.state_dict(), before, tol=0.0)
     assert all(float(w.sums.abs().sum()) == 0 and w.forwards == 0 for w in graphed.step.transaction.windows)
@@ -121,13 +122,14 @@ def portion(task: Any, first: int = 0) -> Portion:
     return Portion(batch, sample_keys(indices, seed=0, epoch=0).to(CUDA), 64, 64)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
 @pytest.mark.parametrize("micro_batch", [64, 16])
 def test_a_step_does_not_wait_for_the_device(task, micro_batch):
     step = make_step(network().to(CUDA), task, micro_batch=micro_batch)
     ready = [portion(task, first) for first in (0, 64, 128)]
     step(ready[0])
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         for each in ready[1:]:
             step(each)
     finally:
@@ -194,8 +196,13 @@ def test_half_types_compute_under_autocast_and_keep_wide_parameters(task, dtype)
     half = run(model, task, what=settings(dtype=dtype), steps=1, channels_last=True)
     wide = run(model, task, what=settings(dtype=torch.float32), steps=1)
     assert all(half[name].dtype == value.dtype for name, value in wide.items())
-    # A step of learning rate 0.02 moves by gradients that carry the half type's rounding through seven layers.
-    assert_same_state(half, wide, tol=64 * torch.finfo(dtype).eps)
+    start = {name: value.to(CUDA) for name, value in model.state_dict().items()}
+    moved, error = (
+        torch.stack([(state[name] - other[name]).double().square().sum() for name in start]).sum().sqrt().item()
+        for state, other in ((wide, start), (half, wide))
+    )
+    # The gradients of the whole network carry the half type's rounding through seven layers and their ReLUs.
+    assert 0 < error < 64 * torch.finfo(dtype).eps * moved
 
 
 def test_a_compiled_run_ends_where_the_eager_one_does(task):

@@ -12,12 +12,17 @@ import pytest
 import torch
 
 from micronorm import records
+from micronorm.data.memory import MemorySamples
 from micronorm.engine import journal, lock, loop
-from micronorm.engine.checkpoint import CheckpointError, checkpoints
-from micronorm.engine.journal import newest
+from micronorm.engine.checkpoint import CheckpointError, checkpoints, newest
 from micronorm.engine.lock import Lock
 from micronorm.engine.optimization import SGD, AdamW
+from micronorm.engine.parallel import Alone
+from micronorm.engine.savepoint import RandomState
+from micronorm.engine.state import load_rest_of_state, rest_of_state
+from tests.engine.tasks import Toy, make_step
 from tests.engine.tiny import STEPS, Heard, Noise, contents, run, tiny_model
+from tests.networks import SmallResNet
 from tests.processes import finish, start
 
 
@@ -176,14 +181,19 @@ def wait_for_step(out: Path, step: int) -> None:
         time.sleep(0.01)
 
 
+def record_of(out: Path) -> dict[str, bytes]:
+    """What is in a run directory but for its events, which a thread of the living process writes when it likes."""
+    return {name: content for name, content in contents(out).items() if not name.startswith(journal.EVENTS)}
+
+
 def test_a_killed_process_leaves_a_folder_that_another_may_write_to_and_a_living_one_does_not(tmp_path, reference):
     out = tmp_path / "run"
     processes = start(sleep_at, 3, out, log=tmp_path / "log")
     wait_for_step(out, 3)
-    before = contents(out)
+    before = record_of(out)
     with pytest.raises(FileExistsError, match="another process is writing to"):
         run(out, resume=True)
-    assert contents(out) == before
+    assert record_of(out) == before
     processes[0].kill()
     assert finish(processes) == [-signal.SIGKILL]
     time.sleep(1.1)  # event files are told apart by the second they were begun in
@@ -282,6 +292,38 @@ def test_another_model_is_refused_and_left_as_it_is(tmp_path, other):
         run(tmp_path, resume=True, model=model)
     assert contents(tmp_path) == before
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("step", [1, 5])
+def test_other_samples_are_refused_before_and_after_the_first_checkpoint(tmp_path, monkeypatch, step):
+    kill_at(step, tmp_path)
+    before = contents(tmp_path)
+    monkeypatch.setattr(MemorySamples, "__len__", lambda samples: 19)
+    with pytest.raises(ValueError, match="holds a run of 20 training samples, here are 19"):
+        run(tmp_path, resume=True)
+    assert contents(tmp_path) == before
+
+
+def test_ranks_that_see_different_checkpoints_do_not_go_on(tmp_path, monkeypatch):
+    kill_at(5, tmp_path)
+    before = contents(tmp_path)
+    # as on a machine of its own, where the run directory is empty
+    monkeypatch.setattr(Alone, "gather", lambda self, value: [value, None if isinstance(value, str) else value])
+    with pytest.raises(CheckpointError, match=r"rank 0: step-00000004\.\w+\.pt, rank 1: none"):
+        run(tmp_path, resume=True)
+    assert contents(tmp_path) == before
+
+
+def test_a_rank_that_is_new_draws_what_no_other_does():
+    step = make_step(SmallResNet(), Toy(), 4)
+    state = rest_of_state(step, done=2, seed=0)
+    drawn = []
+    for rank in range(2):
+        step.parallel.rank, step.parallel.world = rank, 2
+        RandomState.seed(2**20 * rank, step.device)
+        assert load_rest_of_state(step, state) == 2
+        drawn.append(torch.rand(()).item())
+    assert drawn[0] != drawn[1]
 
 
 def test_a_folder_that_holds_a_run_is_refused_without_resume(tmp_path):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from micronorm import records
-from micronorm.engine import journal, sharded
+from micronorm.engine import checkpoint, journal, sharded
 from micronorm.engine.checkpoint import FORMAT, CheckpointError
 from tests.engine.test_checkpoint import Bomb
 from tests.engine.tiny import STEPS, contents, run, tiny_model
@@ -125,7 +125,7 @@ def left(runs, tmp_path) -> Path:
 
 
 def newest_of(left: Path) -> Path:
-    path = journal.newest(left / journal.CHECKPOINTS)
+    path = checkpoint.newest(left / journal.CHECKPOINTS)
     assert path is not None
     assert path.name == "step-00000004.sharded"
     return path

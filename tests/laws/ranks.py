@@ -90,6 +90,16 @@ def merge_cases(rank: int, world: int) -> dict[str, Any]:
     optimizer.step()
     results["one rank saw samples"] = norm.running_mean
 
+    for statistics in ("sequential", "batch"):  # the same of a layer that is warmed
+        norm = mn.nn.BatchChannelNorm(2, 1, statistics=statistics, rate=1.0)
+        norm.warm(4)
+        optimizer = torch.optim.SGD(norm.parameters(), lr=0.0)
+        if rank == 1:
+            norm(x)
+        optimizer.step()
+        optimizer.step()  # nobody saw any
+        results[f"{statistics} blend"] = norm.blend
+
     norm, optimizer = layer()
     mn.attach(norm, optimizer, process_group=None)
     norm(x)

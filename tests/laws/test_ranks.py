@@ -57,6 +57,8 @@ def test_merging_follows_counts_groups_skips_and_refuses_different_lists():
     results = launch(merge_cases, 3)
     for rank, result in enumerate(results):
         assert torch.equal(result["one rank saw samples"], torch.full((2,), 2.0))
+        for statistics in ("sequential", "batch"):
+            assert result[f"{statistics} blend"].item() == 0.25
         assert torch.equal(result["no group"], torch.full((2,), rank + 1.0))
         assert torch.equal(result["group of two"], torch.full((2,), 1.5 if rank < 2 else 3.0))
         assert torch.equal(result["skipped on one rank"], torch.zeros(2))

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import threading
 
 import pytest
 import torch
@@ -230,6 +231,26 @@ def test_checkpointing_repeats_the_masks_of_the_first_pass(reentrant):
     expected = gradients(plain, model, x, keys)
     for a, b in zip(gradients(checkpointed, model, x, keys), expected, strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_recomputation_on_another_thread_finds_the_keys():
+    """As on a GPU, whose backward runs on a thread of autograd's."""
+    drop, x = KeyedDropout(0.5), torch.ones(4, 6, requires_grad=True)
+    failures = []
+
+    def backward(y):
+        try:
+            y.sum().backward()
+        except RuntimeError as error:
+            failures.append(error)
+
+    with dropout_keys(keys_of(4)):
+        y = checkpoint(lambda x: drop(x) * x, x, use_reentrant=False)
+        thread = threading.Thread(target=backward, args=(y,))
+        thread.start()
+        thread.join()
+    assert failures == []
+    assert torch.equal(x.grad, 2 * y.detach())  # of m·x² at x = 1
 
 
 def test_checkpointing_without_keys_is_left_to_torch():

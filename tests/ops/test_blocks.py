@@ -48,9 +48,10 @@ def test_blocks_of_any_size_give_the_reference(monkeypatch, shape, size, layout,
         x_in = x.detach().requires_grad_()
         y = layer.double()(x_in)
         results.append((y, *torch.autograd.grad(y, (x_in, *layer.parameters()), g), layer.running_var))
+    # Groups of one or two elements divide rounding by sqrt(eps), a batch of one element per channel once more.
+    alone = statistics == "batch" and shape[0] * shape[2] * shape[3] == 1
     for ours, expected in zip(*results, strict=True):
-        # groups of one or two elements divide rounding by sqrt(eps)
-        assert_close_to_max(ours, expected, tol=TOL, scale=1e3)
+        assert_close_to_max(ours, expected, tol=TOL, scale=1e5 if alone else 1e3)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

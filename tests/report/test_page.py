@@ -113,6 +113,14 @@ def test_results_charts_findings_and_facts_are_on_the_page(tmp_path):
     assert parsed.count("title") == 1 + 2 * (3 + 2 + 1)
 
 
+def test_errors_are_called_errors(tmp_path):
+    run = make_run(tmp_path / "a", epochs=0, name="GN")
+    Run.open(run).append_epoch({"epoch": 0, "step": 1, "test": {"loss": 0.5, "top1": 12.5, "top5": 1.5}})
+    text, parsed = page(tmp_path, [run])
+    assert table_rows(text)["run"][:3] == ["test error %", "test loss", "test top-5 error %"]
+    assert "Test error %" in parsed.text
+
+
 def test_points_stand_at_completed_epochs_with_their_values(tmp_path):
     text, _ = page(tmp_path, [make_run(tmp_path / "a", name="GN", epochs=2)])
     assert re.findall(r"<title>(GN.*?)</title>", text) == ["GN, 1: 2", "GN, 2: 1", "GN, 1: 12.5", "GN, 2: 11.5"]

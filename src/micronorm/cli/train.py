@@ -1,5 +1,6 @@
 """`micronorm train RECIPE`: the run that memory, a kill or the number of GPUs cannot spoil."""
 
+import os
 import shlex
 import sys
 from dataclasses import dataclass, fields, replace
@@ -9,12 +10,14 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
+from torch import nn
 
 from micronorm import records
 from micronorm.cli.progress import TrainingProgress
 from micronorm.cli.targets import MISUSE
 from micronorm.engine.listener import Listener
 from micronorm.engine.loop import train as train_model
+from micronorm.engine.parallel import own_device
 from micronorm.engine.settings import DTYPES, Execution, Outcome, Settings
 from micronorm.recipes import Recipe, find
 from micronorm.tasks.classification import open_classification
@@ -32,6 +35,7 @@ class Variation:
     dtype: str | None = None
     seed: int | None = None
     size: int | None = None
+    unverified: bool | None = None
 
     def apply(self, settings: Settings) -> Settings:
         """The recipe's settings with these in their place."""
@@ -60,10 +64,14 @@ def run_recipe(
     download: bool = False,
     workers: int = 0,
     resume: bool = False,
+    model: nn.Module | None = None,
     listener: Listener | None = None,
     command: str = "",
 ) -> Outcome:
     """Train one recipe into a run directory.
+
+    `model` is for callers who want to look at the network or to begin elsewhere: what `recipe.build` gave, perhaps
+    changed, which is then trained in place. Without a record (`out=None`), if it was changed.
 
     Raises:
         FileNotFoundError: the data set is not where it was looked for.
@@ -78,7 +86,8 @@ def run_recipe(
         variation = variation.over(Variation(**earlier.get("variation", {})))
     settings = variation.apply(recipe.settings)
     execution = execution or Execution()
-    model = recipe.build(settings.seed)
+    if model is None:
+        model = recipe.build(settings.seed)
     task = open_classification(
         recipe.data,
         data,
@@ -86,10 +95,14 @@ def run_recipe(
         download=download,
         workers=workers,
         size=variation.size,
+        verify=not variation.unverified,
+        classes=recipe.classes,
     )
     asked = {f.name: getattr(variation, f.name) for f in fields(variation)}
     facts = {"recipe": recipe.name, "command": command, "variation": asked, "definition": recipe.definition()}
     facts["data"] = {"name": recipe.data, "train": len(task.train), "test": len(task.test)}
+    if variation.unverified:
+        facts["data"]["verified"] = False
     return train_model(model, task, settings, execution, out=out, resume=resume, facts=facts, listener=listener)
 
 
@@ -97,7 +110,7 @@ def _data_device(recipe: Recipe, execution: Execution) -> torch.device | str:
     """Where batches appear: small sets are kept on the GPU, files are decoded on the CPU."""
     if recipe.data == "imagenet":
         return "cpu"
-    return execution.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return own_device(execution.device)
 
 
 def train(
@@ -117,6 +130,9 @@ def train(
     ] = False,
     data: Annotated[Path | None, typer.Option(help="Where the data set lies; ./data and ~/data unless given.")] = None,
     download: Annotated[bool, typer.Option("--download", help="Fetch CIFAR where it is not found.")] = False,
+    unverified: Annotated[
+        bool, typer.Option("--unverified", help="Take CIFAR's files as they are, such as a miniature of one's own.")
+    ] = False,
     workers: Annotated[int, typer.Option(min=0, help="Processes that decode image files.")] = 0,
     size: Annotated[int | None, typer.Option(min=1, help="Height and width of ImageNet's crops; 224.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; the GPU where there is one.")] = None,
@@ -125,6 +141,7 @@ def train(
     cuda_graph: Annotated[bool, typer.Option("--cuda-graph", help="Capture the whole step, one GPU only.")] = False,
     parallel: Annotated[str, typer.Option(help="How ranks share the model: ddp or fsdp.")] = "ddp",
     save_every: Annotated[int | None, typer.Option(min=1, help="Steps between checkpoints within an epoch.")] = None,
+    evaluate_every: Annotated[int, typer.Option(min=1, help="Epochs between evaluations; the last is evaluated.")] = 1,
 ) -> None:
     """Train a recipe. The micro-batch, the ranks, kills and out-of-memory errors change nothing but rounding.
 
@@ -135,21 +152,32 @@ def train(
     """
     try:
         found = find(recipe)
-        variation = Variation(step_batch=step_batch, epochs=epochs, lr=lr, dtype=dtype, seed=seed, size=size)
+        variation = Variation(
+            step_batch=step_batch,
+            epochs=epochs,
+            lr=lr,
+            dtype=dtype,
+            seed=seed,
+            size=size,
+            unverified=unverified or None,
+        )
         if dtype is not None and dtype not in DTYPES:
             raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        if unverified and not found.data.startswith("cifar"):
+            raise ValueError(f"--unverified is for CIFAR's files, {found.name} is of {found.data}: leave it out")
         execution = Execution(
             micro_batch=_micro_batch(micro_batch),
-            device=None if device is None else torch.device(device),
+            device=None if device is None else _device(device),
             channels_last=channels_last,
             compile=compiled,
             cuda_graph=cuda_graph,
             parallel=parallel,  # type: ignore[arg-type]
             steps=steps,
             save_steps=save_every,
+            evaluate_epochs=evaluate_every,
         )
-    except (ValueError, RuntimeError) as fault:  # torch.device raises the second
-        raise _misused(fault) from None
+    except ValueError as fault:
+        raise _said(fault, MISUSE) from None
     folder = out or Path("runs") / f"{found.name.replace('/', '-')}-{seed or 0}"
     console = Console(highlight=False)
     try:
@@ -165,13 +193,14 @@ def train(
             listener=TrainingProgress(console),
             command=shlex.join(["micronorm", *sys.argv[1:]]),
         )
-    except (ValueError, TypeError, FileNotFoundError, FileExistsError) as fault:
-        raise _misused(fault) from None
-    except MemoryError as fault:
-        typer.echo(f"micronorm train: {fault}", err=True)
-        raise typer.Exit(FAILED) from None
+    except (ValueError, TypeError, FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError) as fault:
+        raise _said(fault, MISUSE) from None
+    except (OSError, ImportError, MemoryError) as fault:  # a download, a full disk; no torchvision
+        raise _said(fault, FAILED) from None
     if outcome.first:
-        _print_outcome(console, outcome, folder, found)
+        again = ["train", found.name, "--out", str(folder), "--resume"]
+        again += [] if data is None else ["--data", str(data)]  # the record does not say where the data lay
+        _print_outcome(console, outcome, folder, [*_launcher(), *again, *_how(execution, workers)])
     if outcome.signal is not None:
         raise typer.Exit(128 + outcome.signal)
 
@@ -184,15 +213,57 @@ def _micro_batch(text: str) -> int | None:
     return int(text)
 
 
-def _misused(fault: Exception) -> typer.Exit:
+def _device(text: str) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        ValueError: there is none, or none that this machine can use.
+    """
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        device = torch.device("meta")  # as useless as an unknown one
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be cpu, cuda or cuda:N, got {text!r}")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= count:
+        found = f"{count} GPU{'s' * (count > 1)}, from cuda:0 on" if count else "no GPU"
+        raise ValueError(f"--device {text}: torch can use {found}; `micronorm doctor` says what is installed")
+    return device
+
+
+def _said(fault: BaseException, code: int) -> typer.Exit:
     typer.echo(f"micronorm train: {' '.join(str(fault).split())}", err=True)
-    return typer.Exit(MISUSE)
+    return typer.Exit(code)
 
 
-def _print_outcome(console: Console, outcome: Outcome, folder: Path, recipe: Recipe) -> None:
-    figures = ", ".join(f"{name} {value:.4g}" for name, value in outcome.figures.items())
+def _launcher() -> list[str]:
+    """How this process was started, where the ranks are all of this machine; elsewhere the launcher's user knows."""
+    ranks, here = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    return ["torchrun", "--nproc-per-node", str(ranks), "-m", "micronorm"] if ranks == here > 1 else ["micronorm"]
+
+
+def _how(execution: Execution, workers: int) -> list[str]:
+    """The options of a run that its record does not bring back: those that only make it fast or fit."""
+    usual, options = Execution(), [] if not workers else ["--workers", str(workers)]
+    names = {"channels_last": "--channels-last", "compile": "--compile", "cuda_graph": "--cuda-graph"}
+    names |= {"micro_batch": "--micro-batch", "device": "--device", "parallel": "--parallel"}
+    names |= {"save_steps": "--save-every", "evaluate_epochs": "--evaluate-every"}
+    for field, option in names.items():
+        value = getattr(execution, field)
+        if value != getattr(usual, field):
+            options += [option] if value is True else [option, str(value)]
+    return options
+
+
+_FIGURES = {"top1": "top-1 error {:.4g} %", "top5": "top-5 error {:.4g} %"}
+
+
+def _print_outcome(console: Console, outcome: Outcome, folder: Path, again: list[str]) -> None:
+    shown = [_FIGURES.get(name, name + " {:.4g}").format(value) for name, value in outcome.figures.items()]
+    figures = f"{', '.join(shown)} on the test samples" if shown else ""
     say = console.print if console.is_terminal else typer.echo
     say(f"{outcome.steps} steps; {figures or 'not evaluated'}")
     say(f"state {outcome.digest[:16]}; {folder / 'model.safetensors'}")
     if not outcome.finished:
-        say(f"to go on: micronorm train {recipe.name} --out {folder} --resume")
+        say(f"to go on: {shlex.join(again)}")

@@ -57,10 +57,8 @@ def commit(windows: Sequence[Window], *, skip: Tensor | None = None) -> None:
         if group is not None:
             _agree(bucket, group)
         (_commit_step if statistics == "step" else _average)(bucket, group, skip)
+    _advance_others([w for w in windows if w.layer.warm_steps and w.layer.statistics != "step"], skip)
     for window in windows:
-        layer = window.layer
-        if layer.warm_steps and layer.statistics != "step" and window.forwards:
-            _advance_blend(layer, torch.ones((), dtype=torch.bool, device=window.device), skip)
         window.restart()
 
 
@@ -116,6 +114,24 @@ def _average(windows: Sequence[Window], group: Any, skip: Tensor | None) -> None
     torch._foreach_copy_(
         buffers, [m.to(b.dtype) for m, b in zip(mean.split([b.numel() for b in buffers]), buffers, strict=True)]
     )
+
+
+def _advance_others(windows: Sequence[Window], skip: Tensor | None) -> None:
+    """The blends of layers that are not in "step" mode: on every rank, where any of them has run the layer."""
+    buckets: dict[tuple, list[Window]] = {}
+    for window in windows:
+        group = _process_group(window.control.process_group)
+        if group is not None:
+            buckets.setdefault((window.device, group), []).append(window)
+        elif window.forwards:
+            _advance_blend(window.layer, torch.ones((), dtype=torch.bool, device=window.device), skip)
+    for (device, group), bucket in buckets.items():
+        _agree(bucket, group)
+        ran = torch.tensor([window.forwards for window in bucket], dtype=wide_dtype(device), device=device)
+        skipped = torch.zeros_like(ran[:1]) if skip is None else skip.to(ran).reshape(1)
+        *taken, stays = _all_reduce(torch.cat([ran, skipped]), group, bucket) > 0
+        for window, runs in zip(bucket, taken, strict=True):
+            _advance_blend(window.layer, runs & ~stays, None)
 
 
 def _advance_blend(layer: BatchChannelNorm, taken: Tensor, skip: Tensor | None) -> None:

@@ -1,6 +1,7 @@
 """The statistics of one optimizer step as a transaction: gathered and committed whole, or not at all."""
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -66,10 +67,10 @@ class Transaction:
             self.handle.refresh()
 
     def state_dict(self) -> dict[str, Any]:
-        """What was gathered and not yet committed, for a checkpoint between two steps."""
+        """What was gathered and not yet committed, on the CPU, for a checkpoint between two steps."""
         return {
-            "sums": [window.sums.clone() for window in self.windows],
-            "lost": [window.lost.clone() for window in self.windows],
+            "sums": [window.sums.to("cpu", copy=True) for window in self.windows],
+            "lost": [window.lost.to("cpu", copy=True) for window in self.windows],
             "forwards": [window.forwards for window in self.windows],
         }
 
@@ -88,5 +89,26 @@ class Transaction:
             window.lost.copy_(lost)
             window.ticket[0] = forwards
 
+    def close(self) -> None:
+        """Give the layers back: from here on any optimizer that holds them commits them, as by default."""
+        if self.handle is not None:
+            self.handle.detach()
+
     def _tensors(self) -> list[Tensor]:
         return [tensor for window in self.windows for tensor in (window.sums, window.lost)]
+
+
+def merge_states(like: Sequence[dict[str, Any]], states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One state for what several ranks gathered; an empty one of the layers of `like` where there are no `states`.
+
+    Example:
+        >>> mine = {"sums": [torch.ones(3)], "lost": [torch.zeros(2)], "forwards": [2]}
+        >>> merge_states([mine], [mine, mine])
+        {'sums': [tensor([2., 2., 2.])], 'lost': [tensor([0., 0.])], 'forwards': [4]}
+    """
+    if not states:
+        return {name: [value - value for value in values] for name, values in like[0].items()}
+    return {
+        name: [sum(values[1:], values[0]) for values in zip(*(s[name] for s in states), strict=True)]
+        for name in like[0]
+    }

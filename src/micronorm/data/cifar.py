@@ -220,8 +220,8 @@ def explain_missing(*folders: Path, classes: Literal[10, 100]) -> str:
     return (
         f"CIFAR-{classes} was looked for in {' and '.join(str(folder.absolute()) for folder in folders)}, and in "
         f"{', '.join(_names(classes))} below, as {' or '.join(release.folder for release in _releases(classes))}."
-        f"{''.join(incomplete)} Unpack an archive from {PAGE} there, or pass download=True to fetch it through "
-        "torchvision."
+        f"{''.join(incomplete)} Unpack an archive from {PAGE} there, or let torchvision fetch it: "
+        "`micronorm train … --download`, or download=True in Python."
     )
 
 
@@ -234,7 +234,8 @@ def _read(path: Path, file: _File, release: _Release, classes: int, *, verify: b
     except ValueError as error:
         raise ValueError(
             f"{path} is damaged or not the official file: {error}. Delete it and unpack the archive anew from {PAGE} "
-            "(or fetch it with download=True); a miniature of your own in the official format is read with verify=False"
+            "(or let --download, download=True in Python, fetch it); a miniature of your own in the official format is "
+            "read with --unverified, verify=False in Python"
         ) from error
 
 

@@ -9,6 +9,7 @@ nothing in them is executed.
 import hashlib
 import io
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from micronorm.records import write_atomically
+from micronorm.records import remove_partials, write_atomically
 
 FORMAT = "micronorm checkpoint"
 VERSION = 1
 KEPT = 2
+SHARDED = ".sharded"
+"""How the name of a sharded checkpoint ends; those are folders, and `sharded` reads and writes them."""
 _NAME = re.compile(r"step-(\d+)\.([0-9a-f]{16})\.pt")
 _EITHER = re.compile(r"step-\d+\.([0-9a-f]{16}\.pt|sharded)")
 
@@ -46,6 +49,24 @@ def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a folder, newest first."""
     found = [path for path in folder.glob("step-*.pt") if _NAME.fullmatch(path.name)] if folder.is_dir() else []
     return sorted(found, key=lambda path: (path.name, path.stat().st_mtime), reverse=True)
+
+
+def sharded_checkpoints(folder: Path) -> list[Path]:
+    """The sharded checkpoints of a folder, newest first."""
+    return sorted(folder.glob(f"step-*{SHARDED}"), reverse=True) if folder.is_dir() else []
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest checkpoint of a folder, of either kind."""
+    found = [*checkpoints(folder), *sharded_checkpoints(folder)]
+    return max(found, key=lambda path: path.name.split(".")[0], default=None)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what killed writers left in `folder`, when no writer is at work there."""
+    remove_partials(folder)
+    for left in folder.glob(".step-*.tmp"):
+        shutil.rmtree(left)
 
 
 def load(path: Path, *, map_location: torch.device | str = "cpu") -> dict[str, Any]:

@@ -17,13 +17,14 @@ WARM_UP = 3  # allocator, cuDNN's choice of algorithms and the optimizer's lazy 
 
 
 class GraphedStep:
-    """A `Step` that replays itself for portions of the size it was captured with, and computes others as they come.
+    """A `Step` that replays itself for portions of `samples` samples, and computes others as they come.
 
-    The optimizer must be able to: SGD(fused=True) or AdamW(fused=True, capturable=True) with the learning rate in a
-    tensor on the device, which the schedule fills.
+    The first of that size is computed as it comes too: it finds the micro-batch that memory holds. The optimizer must
+    be SGD(fused=True) or AdamW(fused=True, capturable=True) with the learning rate in a tensor on the device, which the
+    schedule fills.
     """
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: Step, samples: int) -> None:
         if step.device.type != "cuda":
             raise ValueError(
                 f"a CUDA graph needs a CUDA device, this run computes on {step.device}; leave --cuda-graph out"
@@ -38,14 +39,16 @@ class GraphedStep:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: list[Tensor] = []
         self._sums: Tensor | None = None
-        self._size = 0
+        self._samples = samples
+        self._tried = False
 
     def __call__(self, portion: Portion, wishes: Wishes = NO_WISHES) -> StepResult:
         """As `Step`."""
+        if portion.counted != self._samples or not self._tried:
+            self._tried = self._tried or portion.counted == self._samples
+            return self.step(portion, wishes)
         if self._graph is None:
             self._capture(portion)
-        if portion.counted != self._size:
-            return self.step(portion, wishes)
         for static, value in zip(self._inputs, [*portion.batch, portion.keys], strict=True):
             static.copy_(value, non_blocking=True)
         self.step.transaction.refresh()
@@ -60,7 +63,6 @@ class GraphedStep:
         step = self.step
         placed = step.place(portion.batch)
         self._inputs = [*(column.clone() for column in placed), portion.keys.to(step.device, copy=True)]
-        self._size = portion.counted
         static = Portion(tuple(self._inputs[:-1]), self._inputs[-1], portion.samples, portion.counted)
         before = _Whole(step)
         stream = torch.cuda.Stream()

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from micronorm.engine import checkpoint, sharded
+from micronorm.engine import checkpoint
 from micronorm.engine.environment import environment
 from micronorm.engine.events import Events
 from micronorm.engine.lock import Lock
@@ -53,6 +53,8 @@ class Journal:
 
     def _begin(self, folder: Path, facts: Mapping[str, Any], *, resume: bool, done: int) -> None:
         found = environment()
+        if folder.exists() and not folder.is_dir():
+            raise FileExistsError(f"{folder} is a file, a run needs a folder; name another")
         folder.mkdir(parents=True, exist_ok=True)
         self.lock = Lock(folder)
         if resume and (folder / FACTS).exists():  # else it was killed before it had begun
@@ -61,15 +63,14 @@ class Journal:
             again = {"step": done, "ranks": self.parallel.world, "environment": found}
             self.record.add_facts(resumptions=[*self.record.facts.get("resumptions", []), again])
         else:
-            left = newest(folder / CHECKPOINTS)
+            left = checkpoint.newest(folder / CHECKPOINTS)
             if left is not None and not (resume or (folder / FACTS).exists()):
                 # It would pass for a newer one of this run.
                 raise FileExistsError(f"{folder} holds {left.name} of another run; name another folder, or delete it")
             known = {"recipe": "", "command": "", "revision": found["revision"], "date": found["date"]}
             self.record = Run.create(folder, {**known, "environment": found, **facts})
-        for place in (folder, folder / CHECKPOINTS):
-            remove_partials(place)
-        sharded.remove_partials(folder / CHECKPOINTS)
+        remove_partials(folder)
+        checkpoint.remove_unfinished(folder / CHECKPOINTS)
         self.events = Events(folder / EVENTS, resumed_at=done if resume else None)
 
     def has_ended(self) -> bool:
@@ -129,33 +130,55 @@ class Journal:
             self.record.sync()
             self.events.flush()
         if isinstance(self.parallel, Sharded):
+            from micronorm.engine import sharded  # here: torch's DCP takes a second to import, and few runs need it
+
             self.saved = sharded.save(self.folder / CHECKPOINTS, done, self.step, state)
         else:
             folder, whole = self.folder / CHECKPOINTS, whole_state(self.step)
             self.saved = on_rank_0(self.parallel, lambda: checkpoint.save(folder, done, whole | state))
 
-    def load_newest(self) -> dict[str, Any] | None:
+    def load_newest(self, *, samples: int) -> dict[str, Any] | None:
         """Put the newest checkpoint back; what `save` was given as `rest`, with "step". None where there is none.
 
-        Nothing is changed before the checkpoint was found whole and its settings were found to be these.
+        Nothing is changed before the checkpoint was found whole and its settings were found to be these, and so many
+        samples those that the run trains on.
         """
         if self.folder is None:
             return None
+        path = checkpoint.newest(self.folder / CHECKPOINTS)
+        seen = self.parallel.gather(None if path is None else path.name)
+        if len(set(seen)) > 1:
+            # Each would go on from where it thinks the run is, and their gradients be averaged nevertheless.
+            named = ", ".join(f"rank {rank}: {name or 'none'}" for rank, name in enumerate(seen))
+            raise checkpoint.CheckpointError(
+                f"the ranks do not see the same newest checkpoint in {self.folder} ({named}); it must lie where all of "
+                "them can read it, such as a file system that the machines share"
+            )
         if (self.folder / FACTS).exists():  # it may have been killed before its first checkpoint
-            self._check_settings(self.folder / FACTS, Run.open(self.folder).facts["settings"])
-        path = newest(self.folder / CHECKPOINTS)
+            facts = Run.open(self.folder).facts
+            self._check_settings(self.folder / FACTS, facts["settings"])
+            self._check_samples(facts["data"].get("train"), samples)
         if path is None:
             return None
-        state = sharded.load_rest(path) if path.is_dir() else checkpoint.load(path)
-        self._check_settings(path, state["settings"])
-        shapes = sharded.model_shapes(path) if path.is_dir() else {k: v.shape for k, v in state["model"].items()}
-        check_model(self.step, shapes, source=path.name)
-        if path.is_dir():
-            sharded.load(path, self.step)
-        else:
-            load_whole_state(self.step, state)
+        state = self._load_sharded(path) if path.is_dir() else self._load_file(path)
         self.saved = path
         return {**state, "step": load_rest_of_state(self.step, state)}
+
+    def _load_file(self, path: Path) -> dict[str, Any]:
+        state = checkpoint.load(path)
+        self._check_settings(path, state["settings"])
+        check_model(self.step, {name: value.shape for name, value in state["model"].items()}, source=path.name)
+        load_whole_state(self.step, state)
+        return state
+
+    def _load_sharded(self, path: Path) -> dict[str, Any]:
+        from micronorm.engine import sharded
+
+        state = sharded.load_rest(path)
+        self._check_settings(path, state["settings"])
+        check_model(self.step, sharded.model_shapes(path), source=path.name)
+        sharded.load(path, self.step)
+        return state
 
     def _check_settings(self, path: Path, theirs: Mapping[str, Any]) -> None:
         mine = dict(_flat(describe(self.settings)))
@@ -163,6 +186,14 @@ class Journal:
         if changes:
             raise ValueError(
                 f"{path.name} belongs to a run with other settings: {', '.join(changes)}; use those, or another --out"
+            )
+
+    def _check_samples(self, was: int | None, now: int) -> None:
+        """The number of a step says which samples it takes, of so many and no others."""
+        if was not in (None, now):
+            raise ValueError(
+                f"{self.folder} holds a run of {was} training samples, here are {now}: its steps would mean others; "
+                "give it the data it began with, or another --out"
             )
 
     # --- memory --------------------------------------------------------------------------------------------------
@@ -176,12 +207,6 @@ class Journal:
         """What `remember_size` noted."""
         file = None if self.folder is None else self.folder / SMALLER
         return int(file.read_text()) if file is not None and file.exists() else None
-
-
-def newest(folder: Path) -> Path | None:
-    """The newest checkpoint of a folder, of either kind."""
-    found = [*checkpoint.checkpoints(folder), *sharded.checkpoints(folder)]
-    return max(found, key=lambda path: path.name.split(".")[0], default=None)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -19,11 +19,13 @@ from micronorm.engine.checkpoint import digest
 from micronorm.engine.dropout import key_dropout
 from micronorm.engine.evaluate import evaluate
 from micronorm.engine.graph import GraphedStep
+from micronorm.engine.inputs import check_samples
 from micronorm.engine.journal import Journal
 from micronorm.engine.listener import Listener, Silent
 from micronorm.engine.meter import Meter
 from micronorm.engine.microbatch import MicroBatch, describe_randomness
 from micronorm.engine.parallel import Sharded, Wishes, open_ranks
+from micronorm.engine.probe import describe_dependence
 from micronorm.engine.savepoint import RandomState
 from micronorm.engine.settings import Execution, Outcome, Settings, describe
 from micronorm.engine.signals import Signals
@@ -48,7 +50,7 @@ def train(
     settings: Settings,
     execution: Execution | None = None,
     *,
-    out: Path | None = None,
+    out: Path | str | None = None,
     resume: bool = False,
     facts: dict[str, Any] | None = None,
     listener: Listener | None = None,
@@ -69,7 +71,8 @@ def train(
         Where the run ended. After SIGTERM or Ctrl-C the step in progress is finished and saved, and `finished` is
         False.
     """
-    run = _TrainingRun(model, task, settings, execution or Execution(), out, listener or Silent())
+    folder = None if out is None else Path(out)
+    run = _TrainingRun(model, task, settings, execution or Execution(), folder, listener or Silent())
     callers = RandomState.get(run.device)
     try:
         # For what draws from the global generators in spite of the keys; ranks must not draw the same.
@@ -77,6 +80,7 @@ def train(
         return run.go(resume=resume, facts=facts or {})
     finally:
         run.journal.close()
+        run.step.transaction.close()
         RandomState.set(callers, run.device)
         run.parallel.close()
 
@@ -87,6 +91,7 @@ class _TrainingRun:
     def __init__(
         self, model: nn.Module, task: Task, settings: Settings, execution: Execution, out: Path | None, listener: Any
     ) -> None:
+        check_samples(task)
         self.task, self.settings, self.execution = task, settings, execution
         self.parallel = open_ranks(execution.device, execution.parallel)
         self.first = self.parallel.rank == 0
@@ -100,7 +105,7 @@ class _TrainingRun:
         self.signal: int | None = None
         self.untouched = False
         self.step = self._make_step(model)
-        self.take_step = GraphedStep(self.step) if execution.cuda_graph else self.step
+        self.take_step = GraphedStep(self.step, settings.step_batch) if execution.cuda_graph else self.step
         self.meter = Meter(task, self.device)
         self.journal = Journal(out, self.step, settings)
 
@@ -119,11 +124,11 @@ class _TrainingRun:
             model.compile()
         options: dict[str, Any] = {}
         if execution.cuda_graph:
-            lr = torch.tensor(settings.optimizer.lr, dtype=torch.float64, device=self.device)
+            # Fused kernels take the learning rate in float32, whatever the parameters are.
+            lr = torch.tensor(settings.optimizer.lr, dtype=torch.float32, device=self.device)
             options = {"lr": lr, "fused": True, "capturable": True}
         optimizer = settings.optimizer(model.parameters(), **options)
-        share = self.parallel.share(settings.step_batch, unit=settings.unit)
-        whole = self.parallel.broadcast(max(share.stop - share.start, settings.unit))
+        whole = self.parallel.largest_share(settings.step_batch, unit=settings.unit)
         size = MicroBatch(execution.micro_batch or whole, unit=settings.unit, largest=settings.largest)
         return Step(
             model,
@@ -140,7 +145,7 @@ class _TrainingRun:
 
     def go(self, *, resume: bool, facts: dict[str, Any]) -> Outcome:
         self._begin(resume=resume, facts=facts)
-        description = f"{type(self.step.model).__name__} on {self.device}"
+        description = facts.get("recipe") or type(self.step.model).__name__
         if self.parallel.world > 1:
             description += f", {self.parallel.world} ranks"
         self.listener.on_start(self.last, min(self.done, self.last), description)
@@ -148,7 +153,7 @@ class _TrainingRun:
             self.listener.on_message(f"nothing is left to do: {self.done} of {self.total} steps are done")
         if self.randomness:
             self.listener.on_message(self.randomness)
-        with Signals() as signals:
+        with Signals(say=self.first) as signals:
             try:
                 if self.done < self.last:
                     self._all_steps(signals)
@@ -164,11 +169,13 @@ class _TrainingRun:
         batches = self.task.train.load(self._shares(upcoming), seed=self.settings.seed)
         self.meter.restart()
         for batch in batches:
+            if not upcoming:
+                raise ValueError("task.train.load gave more batches than it was asked for; yield one per share")
             position = upcoming.popleft()
             keys = sample_keys(position.indices, seed=self.settings.seed, epoch=position.epoch).to(self.device)
             portion = Portion(batch, keys, position.samples, position.counted)
-            if self.done == 0 and self.execution.micro_batch is None:
-                self._fit(portion)
+            if self.done == 0:
+                self._look_ahead(portion)
             factor = self._set_rate()
             wishes = Wishes(stop=signals.received is not None, save=self._wants_checkpoint())
             result = self.take_step(portion, wishes)
@@ -187,6 +194,8 @@ class _TrainingRun:
             if result.wishes.stop:
                 self.signal = self.parallel.broadcast(signals.received or signal.SIGTERM)
                 return
+        if self.done < self.last:
+            raise ValueError(f"task.train.load ended after {self.done} of {self.last} steps; yield one batch per share")
 
     def _shares(self, upcoming: deque[_Position]) -> Iterator[Share]:
         """This rank's share of each step still to come; what else there is to know of it goes into `upcoming`."""
@@ -216,10 +225,19 @@ class _TrainingRun:
                 group["lr"] = rate
         return rate
 
+    def _look_ahead(self, portion: Portion) -> None:
+        """Before the first step: how much fits, and whether the loss is a sum. Leaves no trace."""
+        if self.execution.micro_batch is None:
+            self._fit(portion)
+        dependence = None if self.randomness else describe_dependence(self.step, portion)
+        if dependence is not None:
+            self.listener.on_message(dependence)
+
     def _fit(self, portion: Portion) -> None:
         """Begin with the largest micro-batch that memory seems to hold; a wrong guess costs one repeated step."""
         cut = self.step.micro_batch
-        if self.device.type != "cuda" or cut.size <= 4 * cut.unit or portion.counted <= 4 * cut.unit:
+        # Shares may differ by a unit: what the ranks do next they must all do.
+        if self.device.type != "cuda" or min(cut.size, self.parallel.smallest(portion.counted)) <= 4 * cut.unit:
             return
         fits = self.parallel.smallest(self.step.fit(portion, (cut.unit, 4 * cut.unit)))
         cut.size = max(cut.unit, min(cut.size, fits) // cut.unit * cut.unit)
@@ -230,7 +248,8 @@ class _TrainingRun:
         return self.journal.is_late if every is None else (self.done + 1) % every == 0
 
     def _is_due(self, epoch: int) -> bool:
-        return (epoch + 1) % self.execution.evaluate_epochs == 0 or self.done == self.last
+        due = (epoch + 1) % self.execution.evaluate_epochs == 0 or self.done == self.last
+        return due and len(self.task.test) > 0
 
     def _report_epoch(self, epoch: int, *, evaluated: bool) -> None:
         self._log(self.meter.flush())
@@ -251,18 +270,20 @@ class _TrainingRun:
     # --- before and after ----------------------------------------------------------------------------------------
 
     def _begin(self, *, resume: bool, facts: dict[str, Any]) -> None:
-        state = self.journal.load_newest() if resume else None
+        state = self.journal.load_newest(samples=len(self.task.train)) if resume else None
         if state is not None:
             self.done, self.figures = state["step"], state["figures"]
             self.meter.load_state_dict(state["epoch_sums"])
             self._limit_size(state["micro_batch"])
+        elif resume:  # a mistyped folder must not pass for one
+            self.listener.on_message(f"no checkpoint in {self.journal.folder}: the run begins with its first step")
         if resume:
             self._limit_size(self.journal.remembered_size())
         known = {
             "settings": describe(self.settings),
             "execution": describe(self.execution) | {"ranks": self.parallel.world, "device": str(self.device)},
             "data": {"train": len(self.task.train), "test": len(self.task.test)},
-            "invariance": self.randomness or "a step does not depend on how its samples were cut up",
+            "chance": self.randomness or "keyed by sample",
         }
         self.untouched = resume and self.done >= self.last and self.journal.has_ended()
         if not self.untouched:

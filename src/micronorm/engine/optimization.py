@@ -42,6 +42,12 @@ class Milestones:
     epochs: tuple[float, ...]
     factor_each: float = 0.1
 
+    def __post_init__(self) -> None:
+        if list(self.epochs) != sorted(set(self.epochs)) or any(epoch <= 0 for epoch in self.epochs):
+            raise ValueError(f"milestones must be positive and rise from one to the next, got {self.epochs}")
+        if not 0 < self.factor_each <= 1:
+            raise ValueError(f"factor_each must lie above 0 and not above 1, got {self.factor_each}")
+
     def factor(self, step: int, *, steps_per_epoch: int, epochs: int) -> float:
         """factor_each to the power of the number of milestones passed."""
         return self.factor_each ** sum(step >= epoch * steps_per_epoch for epoch in self.epochs)
@@ -53,11 +59,15 @@ class Cosine:
 
     warmup_epochs: float = 0.0
 
+    def __post_init__(self) -> None:
+        if not self.warmup_epochs >= 0:
+            raise ValueError(f"warmup_epochs must not be negative, got {self.warmup_epochs}")
+
     def factor(self, step: int, *, steps_per_epoch: int, epochs: int) -> float:
         """Never 0: the last step still moves."""
         warmup = self.warmup_epochs * steps_per_epoch
         if step < warmup:
-            return (step + 1) / warmup
+            return min((step + 1) / warmup, 1.0)  # a rise may end within a step
         return (1 + math.cos(math.pi * (step - warmup) / (epochs * steps_per_epoch - warmup))) / 2
 
 
@@ -66,6 +76,10 @@ class Poly:
     """(1 − t)^power, with t from 0 to 1 over the run."""
 
     power: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not self.power > 0:
+            raise ValueError(f"power must be positive, got {self.power}: the rate falls over the run")
 
     def factor(self, step: int, *, steps_per_epoch: int, epochs: int) -> float:
         """Never 0: the last step still moves."""
@@ -94,6 +108,13 @@ class SGD:
     weight_decay: float = 1e-4
     nesterov: bool = False
 
+    def __post_init__(self) -> None:
+        _check_rates(lr=self.lr, weight_decay=self.weight_decay)
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum must be at least 0 and below 1, got {self.momentum}")
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov needs a momentum, got momentum=0; leave it out")
+
     def __call__(self, parameters: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
         """torch.optim.SGD."""
         options.pop("capturable", None)  # it has no step counter that would need to be
@@ -110,7 +131,19 @@ class AdamW:
     weight_decay: float = 0.05
     eps: float = 1e-8
 
+    def __post_init__(self) -> None:
+        _check_rates(lr=self.lr, weight_decay=self.weight_decay, eps=self.eps)
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must be at least 0 and below 1, got {self.betas}")
+
     def __call__(self, parameters: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
         """torch.optim.AdamW."""
         settings = {"betas": self.betas, "weight_decay": self.weight_decay, "eps": self.eps}
         return torch.optim.AdamW(parameters, **{"lr": self.lr, **settings, **options})
+
+
+def _check_rates(**rates: float) -> None:
+    """Refuse here what torch would refuse when the model is built, or not at all."""
+    for name, value in rates.items():
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be a finite number from 0 on, got {value}")

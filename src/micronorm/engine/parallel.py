@@ -56,10 +56,17 @@ class Alone:
         return model
 
     def share(self, samples: int, *, unit: int = 1) -> slice:
-        """This rank's part of a step's samples: shares differ by one unit at most, and no unit is cut."""
+        """This rank's part of a step's samples: shares differ by one unit at most, and no unit is cut.
+
+        Where there are samples rank 0 has some: its running statistics are those that are kept.
+        """
         units = math.ceil(samples / unit)
-        first, last = (self.rank * units // self.world, (self.rank + 1) * units // self.world)
+        first, last = (-(-rank * units // self.world) for rank in (self.rank, self.rank + 1))
         return slice(first * unit, min(last * unit, samples))
+
+    def largest_share(self, samples: int, *, unit: int = 1) -> int:
+        """How many samples of a step the rank with the most of them takes, in whole units."""
+        return math.ceil(math.ceil(samples / unit) / self.world) * unit
 
     def passes(self, samples: int, *, unit: int, size: int) -> int:
         """How many forwards this rank makes for its share of a step; no fewer where all ranks must make as many."""
@@ -80,6 +87,14 @@ class Alone:
     @contextlib.contextmanager
     def accumulating(self, *, last: bool) -> Iterator[None]:
         """Around one micro-batch: whether gradients may stay where they are."""
+        yield
+
+    @contextlib.contextmanager
+    def one_model(self) -> Iterator[None]:
+        """Within this block every rank computes with rank 0's buffers, which are what a checkpoint keeps. Collective.
+
+        Statistics that nothing merges, such as a BatchNorm's, are those of the samples that the rank has seen.
+        """
         yield
 
     def local(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -127,6 +142,19 @@ class _Group(Alone):
     def total(self, sums: Tensor) -> Tensor:
         dist.all_reduce(sums)
         return sums
+
+    @override
+    @contextlib.contextmanager
+    def one_model(self) -> Iterator[None]:
+        buffers = [buffer.detach() for buffer in self.model.buffers()]
+        own = [buffer.clone() for buffer in buffers]
+        for buffer in buffers:
+            dist.broadcast(buffer, src=0)
+        try:
+            yield
+        finally:
+            for buffer, value in zip(buffers, own, strict=True):
+                buffer.copy_(value)
 
     @override
     def smallest(self, number: int) -> int:
@@ -183,6 +211,10 @@ class Replicated(_Group):
         # Buffers belong to the ranks until a commit merges them: DDP would overwrite them with rank 0's.
         ids = [self.device] if self.device.type == "cuda" else None
         self.reducer = DistributedDataParallel(_Touch(model), broadcast_buffers=False, device_ids=ids)
+        # DDP lays its buckets out anew after its first pass, and of three ranks on the order of a sum follows them: the
+        # first step of a resumed run must not round otherwise than it did when the run went on.
+        self.reducer().backward()
+        model.zero_grad(set_to_none=True)
         return model
 
     @override
@@ -217,8 +249,7 @@ class Sharded(_Group):
 
     @override
     def passes(self, samples: int, *, unit: int, size: int) -> int:
-        units = math.ceil(samples / unit)
-        return max(1, math.ceil(math.ceil(units / self.world) * unit / size))
+        return max(1, math.ceil(self.largest_share(samples, unit=unit) / size))
 
     @override
     @contextlib.contextmanager
@@ -258,16 +289,21 @@ def on_rank_0(parallel: Alone, act: Callable[[], T]) -> T:
     return value  # type: ignore[return-value]
 
 
-def open_ranks(device: torch.device | None, mode: str) -> Alone:
-    """The ranks torchrun started (it sets RANK and WORLD_SIZE), a group that is open already, or one process alone."""
-    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+def own_device(device: torch.device | None) -> torch.device:
+    """Where this rank computes: each on a GPU of its own, where torchrun says which (LOCAL_RANK)."""
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % max(torch.cuda.device_count(), 1))
+    return device
+
+
+def open_ranks(device: torch.device | None, mode: str) -> Alone:
+    """The ranks torchrun started (it sets RANK and WORLD_SIZE), a group that is open already, or one process alone."""
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    device = own_device(device)
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     if not (launched or dist.is_initialized()):
         return Alone(device)
-    if mode not in ("ddp", "fsdp"):
-        raise ValueError(f'parallel must be "ddp" or "fsdp", got {mode!r}')
     return Replicated(device) if mode == "ddp" else Sharded(device)

@@ -55,39 +55,46 @@ class Savepoint:
     """The beginning of a step.
 
     Buffers are copied at every `take`, whatever they are: a BatchNorm moves its running statistics in the forward, and
-    a micro-batch that is repeated must not count twice.
+    a micro-batch that is repeated must not count twice. A forward may also put another tensor in a buffer's place, or
+    make its first one.
     """
 
     def __init__(self, model: nn.Module, transaction: Transaction, device: torch.device) -> None:
         self.model = model
         self.transaction = transaction
         self.device = device
+        self._buffers: list[Tensor] = []
         self._copies: list[Tensor] = []
+        self._places: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]] = []
         self._cuda: Tensor | None = None
+        self.take()  # so that the memory it needs is taken now, and not by a step that may have run out of it
 
     def take(self) -> None:
         """Remember this moment."""
-        buffers = self._buffers()
+        self._places = [(module._buffers, dict(module._buffers)) for module in self.model.modules()]
+        buffers = self._buffers = [buffer.detach() for buffer in self.model.buffers()]
         if [(b.shape, b.device, b.dtype) for b in buffers] != [(c.shape, c.device, c.dtype) for c in self._copies]:
             self._copies = [torch.empty_like(b) for b in buffers]
         if buffers:
             torch._foreach_copy_(self._copies, buffers)
         self.transaction.begin()
-        self._torch = torch.get_rng_state()
+        self._torch, self._numpy, self._python = torch.get_rng_state(), numpy.random.get_state(), random.getstate()
         self._cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
 
     @torch.no_grad()
     def restore(self) -> None:
         """Go back to the moment remembered; it stays remembered."""
+        for place, before in self._places:
+            place.clear()
+            place.update(before)
         if self._copies:
-            torch._foreach_copy_(self._buffers(), self._copies)
+            torch._foreach_copy_(self._buffers, self._copies)
         self.transaction.roll_back()
         torch.set_rng_state(self._torch)
+        numpy.random.set_state(self._numpy)
+        random.setstate(self._python)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda, self.device)
-
-    def _buffers(self) -> list[Tensor]:
-        return [buffer.detach() for buffer in self.model.buffers()]
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

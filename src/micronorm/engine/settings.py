@@ -48,6 +48,11 @@ class Settings:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.largest is not None and self.largest < self.unit:
             raise ValueError(f"largest must be at least unit={self.unit}, got {self.largest}")
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"optimizer must be a spec such as micronorm.engine.SGD(0.1), got {type(self.optimizer).__name__}: "
+                "the engine makes the optimizer, once the parameters are where they belong"
+            )
         if self.dtype not in DTYPES.values():
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype}")
 
@@ -84,6 +89,10 @@ class Execution:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.device is not None and not isinstance(self.device, torch.device):
+            raise TypeError(f"device must be a torch.device, got {self.device!r}; write torch.device({self.device!r})")
+        if self.parallel not in ("ddp", "fsdp"):
+            raise ValueError(f'parallel must be "ddp" or "fsdp", got {self.parallel!r}')
 
 
 @dataclass(frozen=True)

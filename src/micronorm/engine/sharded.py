@@ -24,10 +24,27 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from typing_extensions import override
 
-from micronorm.engine.checkpoint import FORMAT, KEPT, VERSION, CheckpointError, check_format, offer
+from micronorm.engine.checkpoint import (
+    FORMAT,
+    KEPT,
+    SHARDED,
+    VERSION,
+    CheckpointError,
+    check_format,
+    offer,
+    sharded_checkpoints,
+)
 from micronorm.engine.parallel import on_rank_0
 from micronorm.engine.step import Step
 from micronorm.records import sync_folder, write_atomically
@@ -35,7 +52,6 @@ from micronorm.records import sync_folder, write_atomically
 MANIFEST = "manifest.json"
 _REST = "rest.pt"
 _METADATA = ".metadata"
-_SUFFIX = ".sharded"
 _HARMLESS = {
     "torch.distributed.checkpoint.metadata": (
         *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata"),
@@ -50,9 +66,28 @@ _HARMLESS = {
 """What DCP's metadata consists of, by module."""
 
 
+def gather_whole(step: Step) -> dict[str, Any]:
+    """Model and optimizer state with every tensor whole, on rank 0; nothing on the others. Collective."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return {
+        "model": get_model_state_dict(step.model, options=options),
+        "optimizer": get_optimizer_state_dict(step.model, step.optimizer, options=options).get("state", {}),
+    }
+
+
+def scatter_whole(step: Step, state: dict[str, Any]) -> None:
+    """Put back what `gather_whole` gave, which every rank has. Collective."""
+    options = StateDictOptions(full_state_dict=True)
+    # The optimizer first: torch takes a step with a learning rate of zero to make its state.
+    groups = get_optimizer_state_dict(step.model, step.optimizer)["param_groups"]  # on every rank
+    optimizer: Any = {"state": state["optimizer"], "param_groups": groups}
+    set_optimizer_state_dict(step.model, step.optimizer, optimizer, options=options)
+    set_model_state_dict(step.model, state["model"], options=options)
+
+
 def save(folder: Path, number: int, step: Step, rest: dict[str, Any]) -> Path:
     """Write one part per rank. Collective."""
-    path, temporary = folder / f"step-{number:08d}{_SUFFIX}", folder / f".step-{number:08d}.tmp"
+    path, temporary = folder / f"step-{number:08d}{SHARDED}", folder / f".step-{number:08d}.tmp"
 
     def begin() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -74,19 +109,8 @@ def _complete(temporary: Path, path: Path, rest: dict[str, Any]) -> None:
     shutil.rmtree(path, ignore_errors=True)
     os.replace(temporary, path)
     sync_folder(path.parent)
-    for old in checkpoints(path.parent)[KEPT:]:
+    for old in sharded_checkpoints(path.parent)[KEPT:]:
         shutil.rmtree(old)
-
-
-def remove_partials(folder: Path) -> None:
-    """Remove what killed writers left in `folder`, when no writer is at work there."""
-    for left in folder.glob(".step-*.tmp"):
-        shutil.rmtree(left)
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """The sharded checkpoints of a folder, newest first."""
-    return sorted(folder.glob(f"step-*{_SUFFIX}"), reverse=True) if folder.is_dir() else []
 
 
 def verify(path: Path) -> None:

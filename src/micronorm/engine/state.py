@@ -12,41 +12,30 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
+from micronorm.commit.transaction import merge_states
+from micronorm.engine.checkpoint import digest
 from micronorm.engine.parallel import Sharded
 from micronorm.engine.savepoint import RandomState
 from micronorm.engine.step import Step
 from micronorm.records import PARTIAL, write_atomically
 
-_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
-
 
 def whole_state(step: Step) -> dict[str, Any]:
     """Model and optimizer with every tensor whole. Collective where the model is sharded; rank 0 gets it."""
     if isinstance(step.parallel, Sharded):
-        return {
-            "model": get_model_state_dict(step.model, options=_WHOLE),
-            "optimizer": get_optimizer_state_dict(step.model, step.optimizer, options=_WHOLE).get("state", {}),
-        }
+        from micronorm.engine import sharded  # here: torch's DCP takes a second to import, and few runs need it
+
+        return sharded.gather_whole(step)
     return {"model": step.model.state_dict(), "optimizer": _by_name(step.model, step.optimizer.state_dict())}
 
 
 def load_whole_state(step: Step, state: dict[str, Any]) -> None:
     """Put back what `whole_state` gave, on every rank, however the model is shared out now."""
     if isinstance(step.parallel, Sharded):
-        options = StateDictOptions(full_state_dict=True)
-        # The optimizer first: torch takes a step with a learning rate of zero to make its state.
-        groups = get_optimizer_state_dict(step.model, step.optimizer)["param_groups"]  # on every rank
-        optimizer: Any = {"state": state["optimizer"], "param_groups": groups}
-        set_optimizer_state_dict(step.model, step.optimizer, optimizer, options=options)
-        set_model_state_dict(step.model, state["model"], options=options)
+        from micronorm.engine import sharded
+
+        sharded.scatter_whole(step, state)
     else:
         groups = step.optimizer.state_dict()["param_groups"]
         step.optimizer.load_state_dict({"state": _by_number(step.model, state["optimizer"]), "param_groups": groups})
@@ -73,23 +62,54 @@ def check_model(step: Step, theirs: Mapping[str, torch.Size], *, source: str) ->
 
 
 def rest_of_state(step: Step, *, done: int, seed: int) -> dict[str, Any]:
-    """Everything but model and optimizer. Collective: it holds every rank's random states."""
+    """Everything but model and optimizer. Collective: it holds every rank's windows, buffers and random states."""
     return {
         "position": {"step": done, "seed": seed},
         "scaler": step.scaler.state_dict(),
-        "windows": step.transaction.state_dict(),
+        "windows": step.parallel.gather(step.transaction.state_dict()),
+        "buffers": step.parallel.gather(_own_buffers(step)),
         "random": step.parallel.gather(RandomState.get(step.device)),
     }
 
 
 def load_rest_of_state(step: Step, state: dict[str, Any]) -> int:
     """Put back what `rest_of_state` gave; the number of steps done."""
+    rank, world = step.parallel.rank, step.parallel.world
     step.scaler.load_state_dict(state["scaler"])
-    step.transaction.load_state_dict(state["windows"])
-    # Ranks that were not there before go on with the last one's: all that training draws is keyed by sample, and where
-    # a model's randomness could not be, the run has said so.
-    RandomState.set(state["random"][min(step.parallel.rank, len(state["random"]) - 1)], step.device)
+    # What ranks that are gone had gathered, others take over: the commit merges them all.
+    step.transaction.load_state_dict(merge_states(state["windows"], state["windows"][rank::world]))
+    _load_buffers(step.model, {**state["buffers"][0], **(state["buffers"][rank:] or [{}])[0]})
+    # Ranks that were not there before begin with their seed, so as not to draw what another one does. All that training
+    # draws is keyed by sample, and where a model's randomness could not be, the run has said so.
+    if rank < len(state["random"]):
+        RandomState.set(state["random"][rank], step.device)
     return state["position"]["step"]
+
+
+def _own_buffers(step: Step) -> dict[str, Tensor]:
+    """This rank's buffers that rank 0's state dict does not hold: those that are not persistent or differ from its.
+
+    Nothing merges the running statistics of ranks, and a layer such as BatchRenorm computes with them. Collective.
+    """
+    mine = {name: buffer.detach().cpu() for name, buffer in step.model.named_buffers()}
+    first = step.parallel.broadcast(mine)
+    if step.parallel.rank == 0:
+        known = step.model.state_dict().keys()
+        return {name: buffer.clone() for name, buffer in mine.items() if name not in known}
+    return {name: buffer for name, buffer in mine.items() if digest(buffer) != digest(first[name])}
+
+
+@torch.no_grad()
+def _load_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    here = dict(model.named_buffers())
+    different = sorted(name for name, value in values.items() if name not in here or here[name].shape != value.shape)
+    if different:
+        raise ValueError(
+            f"the checkpoint has {len(different)} buffers that the model lacks or has in another shape, at first "
+            f"{different[0]!r}; build the model the checkpoint was made with"
+        )
+    for name, value in values.items():
+        here[name].copy_(value)
 
 
 def save_weights(step: Step, path: Path) -> None:
@@ -97,7 +117,7 @@ def save_weights(step: Step, path: Path) -> None:
     import safetensors.torch
 
     if isinstance(step.parallel, Sharded):
-        tensors: Any = get_model_state_dict(step.model, options=_WHOLE)
+        tensors: Any = whole_state(step)["model"]
         save = lambda target: safetensors.torch.save_file(tensors, target)  # noqa: E731
     else:
         save = lambda target: safetensors.torch.save_model(step.model, target)  # noqa: E731

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from micronorm.commit.transaction import Transaction
+from micronorm.engine.inputs import check_batch, check_loss
 from micronorm.engine.microbatch import MemoryProbe, MicroBatch, is_out_of_memory, release_memory
 from micronorm.engine.parallel import NO_WISHES, Alone, Sharded, Verdict, Wishes
 from micronorm.engine.savepoint import Savepoint
@@ -88,8 +89,9 @@ class Step:
         self.parallel, self.micro_batch = parallel, micro_batch
         self.dtype, self.channels_last = dtype, channels_last
         self.device = parallel.device
-        # A step may take as many forwards as it has samples; twice that is a fault.
-        self.transaction = Transaction(model, optimizer, max_forwards=2 * step_batch + 1024)
+        # A step may take as many forwards as it has samples, and float16 may skip as many steps as it takes to halve
+        # its scale down to nothing: only more than that is a fault.
+        self.transaction = Transaction(model, optimizer, max_forwards=32 * step_batch + 1024)
         self.savepoint = Savepoint(model, self.transaction, self.device)
         # A shard is gathered for its forward only: there is no whole weight to keep between micro-batches.
         self.weights = None if isinstance(parallel, Sharded) else SharedWeights(model)
@@ -125,14 +127,12 @@ class Step:
         except Exception as caught:
             failed = is_out_of_memory(caught)
             if failed and isinstance(self.parallel, Sharded):
-                size = self.micro_batch.halve()
-                raise ShardOutOfMemory(
-                    f"rank {self.parallel.rank} ran out of memory in a collective forward, which the others cannot be "
-                    f"told; resume the run: it goes on with {size} samples per micro-batch",
-                    size,
-                ) from caught
+                raise self._out_of_memory_in_a_shard() from caught
             # Nothing of the traceback may be kept where the step is to be repeated: it holds the activations.
             error = None if failed else caught
+        except BaseException:  # a second Ctrl-C: whoever catches it finds the model between two steps
+            self.roll_back()
+            raise
         verdict = self.parallel.agree(Verdict(failed, error is not None, wishes))
         if verdict.failed or verdict.broken:
             self.roll_back()
@@ -142,6 +142,14 @@ class Step:
             raise StepFailed("the step failed on another rank, and was taken back on this one")
         return (None if verdict.failed else sums), verdict
 
+    def _out_of_memory_in_a_shard(self) -> ShardOutOfMemory:
+        size = self.micro_batch.halve()
+        return ShardOutOfMemory(
+            f"rank {self.parallel.rank} ran out of memory in a collective forward, which the others cannot be told; "
+            f"resume the run: it goes on with {size} samples per micro-batch",
+            size,
+        )
+
     def roll_back(self) -> None:
         """Take the attempt back: gradients, buffers, windows, random states."""
         self.optimizer.zero_grad(set_to_none=True)
@@ -150,6 +158,7 @@ class Step:
 
     def accumulate(self, portion: Portion) -> dict[str, Any]:
         """Sum losses and gradients over this rank's micro-batches."""
+        check_batch(portion.batch, len(portion.keys))
         self.optimizer.zero_grad(set_to_none=True)
         pieces = self.micro_batch.pieces(portion.counted)
         unit, size = self.micro_batch.unit, self.micro_batch.size
@@ -164,6 +173,12 @@ class Step:
                     sums[name] = sums[name] + value if name in sums else value
             for k in range(idle):
                 self._idle(portion, last=k + 1 == idle)
+        new = sums.keys() - set(self.names) if self.names else ()
+        if new:
+            raise ValueError(
+                f"the loss counts {', '.join(sorted(new))}, which the first step did not; count the same in each step, "
+                "zero where there is nothing to count"
+            )
         return sums
 
     def flatten(self, sums: dict[str, Any]) -> Tensor:
@@ -181,6 +196,7 @@ class Step:
         with dropout_keys(portion.keys[piece]):
             with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype in HALF):
                 loss = self.task.loss(self.model, part)
+            check_loss(loss)
             self.scaler.scale(loss.sum).backward()
         return loss
 
@@ -189,7 +205,8 @@ class Step:
         buffers = [buffer.clone() for buffer in self.model.buffers()]
         part = self.place(tuple(column[:1] for column in portion.batch))
         half = torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype in HALF)
-        with self.parallel.accumulating(last=last), self.transaction.paused(), half:
+        keys = dropout_keys(portion.keys[:1])  # without them dropout would draw from the global generator
+        with self.parallel.accumulating(last=last), self.transaction.paused(), half, keys:
             (self.task.loss(self.model, part).sum * 0).backward()
         with torch.no_grad():
             torch._foreach_copy_(list(self.model.buffers()), buffers)
@@ -206,16 +223,21 @@ class Step:
         self.scaler.update()
 
     def place(self, part: Any) -> Any:
-        """A part of a batch on the device, floating numbers in the dtype of the parameters."""
+        """A copy of a part of a batch on the device, floating numbers in the dtype of the parameters.
+
+        A copy, because a model may write to its input, and a step that is repeated must find it as it was.
+        """
         if isinstance(part, Tensor):
             wide = torch.float64 if self.dtype == torch.float64 else torch.float32
             dtype = wide if part.is_floating_point() else part.dtype
             layout = torch.channels_last if self.channels_last and part.ndim == 4 else torch.preserve_format
-            return part.to(self.device, dtype, non_blocking=True, memory_format=layout)
+            return part.to(self.device, dtype, non_blocking=True, copy=True, memory_format=layout)
         if isinstance(part, dict):
             return {key: self.place(value) for key, value in part.items()}
+        if isinstance(part, tuple) and hasattr(part, "_fields"):  # a named one takes its values apart
+            return type(part)(*map(self.place, part))
         if isinstance(part, (tuple, list)):
-            return type(part)(self.place(value) for value in part)
+            return type(part)(map(self.place, part))
         return part
 
     @contextlib.contextmanager
@@ -229,16 +251,31 @@ class Step:
     def fit(self, portion: Portion, sizes: Sequence[int], *, measure: Callable[[], MemoryProbe] | None = None) -> int:
         """The largest micro-batch that fits, by trial runs of two sizes which leave no trace. On a GPU only."""
         probe = (measure or (lambda: MemoryProbe(self.device)))()
-        size = self.micro_batch.size
+        size, fits = self.micro_batch.size, min(sizes)
         try:
             for trial in sizes:
                 self.micro_batch.size = trial
-                self.savepoint.take()
-                probe.begin()
-                part = Portion(tuple(c[:trial] for c in portion.batch), portion.keys[:trial], trial, trial)
-                self.accumulate(part)
-                probe.end(trial)
-                self.roll_back()
+                if not self._try(portion, trial, probe):
+                    return fits
+                fits = trial
         finally:
             self.micro_batch.size = size
         return probe.fitting()
+
+    def _try(self, portion: Portion, trial: int, probe: MemoryProbe) -> bool:
+        """Whether so many samples at once fit."""
+        self.savepoint.take()
+        probe.begin()
+        part = Portion(tuple(c[:trial] for c in portion.batch), portion.keys[:trial], trial, trial)
+        failed = False
+        try:
+            self.accumulate(part)
+            probe.end(trial)
+        except Exception as caught:
+            failed = is_out_of_memory(caught)
+            if not failed:
+                raise
+            if isinstance(self.parallel, Sharded):
+                raise self._out_of_memory_in_a_shard() from caught
+        self.roll_back()
+        return not failed

@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
+from micronorm.nn.backends import BACKENDS, resolve_backend
 from micronorm.nn.inputs import check_count, check_eps, check_input
 from micronorm.nn.running import WideBuffers
 from micronorm.nn.spec import GroupedSpec
@@ -20,7 +21,6 @@ from micronorm.ops.moments import Moments, moments, over_space
 
 Statistics = Literal["batch", "sequential", "step"]
 STATISTICS = ("batch", "sequential", "step")
-BACKENDS = ("auto", "reference")
 
 
 class BatchChannelNorm(WideBuffers):
@@ -240,7 +240,7 @@ class BatchChannelNorm(WideBuffers):
             estimates = self._estimates(seen, elements=x.numel() // (x.shape[0] * self.num_channels))
         affine = (self.weight, self.bias, self.group_weight, self.group_bias)
         options: dict[str, Any] = {"groups": self.num_groups, "eps": self.eps, "blend": self.blend}
-        if self.backend == "reference":
+        if resolve_backend(self.backend) == "reference":
             y = batch_channel_norm_reference(x, estimates, *affine, **options)
             return y.relu() if relu else y
         return batch_channel_norm(x, estimates, *affine, **options, relu=relu, data=data)

@@ -7,8 +7,20 @@ from micronorm.nn.spec import NormSpec, WeightSpec
 from micronorm.recipes.protocols import make, shared_samples
 from micronorm.recipes.recipe import Recipe, Table
 
-LEARNING_RATE = 0.02
-EPOCHS = 8
+# One setting for every method. Momentum, decay, the cosine without warm-up, the shift by a pixel and the samples per
+# step were set beforehand. Learning rate and epochs were chosen together on validation images: trained on 1,000 of the
+# training images (the first of torch.randperm with generator seed 0) and validated on the other 297, for every pair of
+# 0.02, 0.05, 0.1, 0.2 and 6, 10, 15 epochs, by the mean error over the five methods and seeds 0 and 1. In %:
+#
+#     epochs    0.02    0.05     0.1     0.2
+#          6   26.36   14.68   10.44   10.17
+#         10   14.38    8.25    7.21    9.12
+#         15   10.30    7.14    5.93    5.86
+#
+# At 15 epochs 0.1 and 0.2 are two wrong answers of 2,970 apart; of equals the smaller rate was to be taken. No test
+# image had a part in it, and it was done once.
+LEARNING_RATE = 0.1
+EPOCHS = 15
 STEP_BATCH = 64
 _OURS = 'ours throughout: the paper has no such table. BCN is statistics="step"'
 

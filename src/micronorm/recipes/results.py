@@ -109,7 +109,7 @@ def fault(result: Result, recipe: Recipe) -> str | None:
         ...     where="runs/a",
         ... )
         >>> fault(found, recipes.find("digits/gn"))
-        'epochs 1 where the recipe has 8'
+        'epochs 1 where the recipe has 15'
     """
     if not result.finished:
         return "not finished"

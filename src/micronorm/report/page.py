@@ -17,6 +17,9 @@ from micronorm.records import Record, read, write_atomically
 from micronorm.report.chart import Series, legend, line_chart
 from micronorm.report.style import STYLE
 
+_FIGURES = {"top1": "error %", "top5": "top-5 error %"}
+"""Figures of records by the names that readers know them by."""
+
 _OUTSIDE_FACTS = ("format", "name")  # the first is of the file, the second is shown as the run's heading
 
 
@@ -156,7 +159,7 @@ def _results(named: Mapping[str, Record]) -> str:
     figures = {name: _last_figures(record) for name, record in named.items()}
     keys = list(dict.fromkeys(key for found in figures.values() for key in found))
     keys.sort(key=lambda key: key != _charted_figure(named.values()))  # what the page is about stands first
-    header = ["run", *(f"test {key.replace('_', ' ')}" for key in keys), "steps", "seconds", "seed", "state"]
+    header = ["run", *(f"test {_title(key)}" for key in keys), "steps", "seconds", "seed", "state"]
     rows = [
         [
             name,
@@ -176,6 +179,10 @@ def _last_figures(record: Record) -> dict[str, float]:
         if figures := _numbers(row.get("test")):
             return figures
     return {}
+
+
+def _title(figure: str) -> str:
+    return _FIGURES.get(figure, figure.replace("_", " "))
 
 
 def _numbers(value: Any) -> dict[str, float]:
@@ -252,7 +259,7 @@ def _charts(named: Mapping[str, Record]) -> str:
     test = [Series(name, _by_epoch(record, "test", key)) for name, record in named.items()]
     charts = [
         line_chart(lines, caption=caption, x_label="epoch")
-        for lines, caption in ((loss, "Training loss"), (test, f"Test {key.replace('_', ' ')}"))
+        for lines, caption in ((loss, "Training loss"), (test, f"Test {_title(key)}"))
         if any(line.points for line in lines)
     ]
     return _section("By epoch", f'{legend(list(named))}<div class="charts">{"".join(charts)}</div>') if charts else ""

@@ -136,6 +136,7 @@ def open_classification(
     verify: bool = True,
     augment: bool = True,
     size: int | None = None,
+    classes: int | None = None,
     label_smoothing: float = 0.0,
 ) -> Classification:
     """The classification task of a data set known by name.
@@ -149,6 +150,8 @@ def open_classification(
         verify: require CIFAR's files to be the official ones; without it they may be a miniature in the same format.
         augment: crop and mirror training images by chance.
         size: height and width of ImageNet's crops; None for 224. The other sets have theirs.
+        classes: logits that the model gives; None for as many as the set has classes. With more, as for a few folders
+            of ImageNet and a model of 1000 outputs, some are never right.
         label_smoothing: share of the target that is spread over all classes.
 
     Example:
@@ -159,15 +162,22 @@ def open_classification(
         raise ValueError(f"no data set is known as {name!r}; there are {', '.join(NAMES)}")
     if size is not None and name != "imagenet":
         raise ValueError(f"size is for imagenet, the images of {name} have their own: leave it out")
+    if workers and name != "imagenet":
+        raise ValueError(f"workers decode the files of imagenet, {name} is held in memory: leave --workers out")
     if name == "imagenet":
         if download:
-            raise ValueError("imagenet cannot be downloaded, it is given out to those who register: leave download out")
+            raise ValueError(
+                "imagenet cannot be downloaded, it is given out to those who register: leave --download out"
+            )
         place = locate(name, folder)
         opened = open_folders(place, size=size or 224, augment=augment, workers=workers, device=device)
-        train, test, classes = opened.train, opened.test, len(opened.classes)
+        train, test, labels = opened.train, opened.test, len(opened.classes)
     else:
         train, test = _open_small(name, folder, device=device, download=download, verify=verify, augment=augment)
-        classes = 100 if name == "cifar100" else 10
+        labels = 100 if name == "cifar100" else 10
+    classes = labels if classes is None else classes
+    if classes < labels:
+        raise ValueError(f"{name} has {labels} classes here, and a model of {classes} outputs cannot name them all")
     return Classification(train, test, classes=classes, label_smoothing=label_smoothing)
 
 
@@ -176,7 +186,7 @@ def _open_small(
 ) -> tuple[MemorySamples, MemorySamples]:
     if name == "digits":
         if folder is not None or download:
-            raise ValueError("digits come with scikit-learn: leave folder and download out")
+            raise ValueError("digits come with scikit-learn: leave the folder (--data) and --download out")
         return open_digits(augmentation=SHIFT if augment else PadCropFlip(), device=device)
     # A download goes where one looks first; without one, whoever finds nothing says all the places it looked at.
     place = find_data(folder).get(name) or (search_folders(folder)[0] if download else locate(name, folder))

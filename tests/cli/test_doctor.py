@@ -1,0 +1,251 @@
+"""`micronorm doctor`: what it says, and that a self-test which fails is named and ends with 1."""
+
+import json
+import tomllib
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from typer.testing import CliRunner
+
+import micronorm
+from micronorm.cli import app, doctor, selftest
+from micronorm.engine import checkpoint
+from micronorm.nn import SPECS, BatchChannelNorm, bcn
+from tests.data.miniature import write_binary
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch, tmp_path):
+    """The CPU alone, so that the tests see the same everywhere; and a folder without data."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(doctor, "search_folders", lambda data: [data or tmp_path / "data"])
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def untested(monkeypatch):
+    """No self-tests: for what does not depend on them."""
+    monkeypatch.setattr(doctor, "self_tests", lambda devices: [])
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(app, ["doctor", *arguments])
+
+
+def findings(*arguments: str) -> dict:
+    result = invoke(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_a_sound_machine_ends_with_0_and_every_test_says_what_it_found():
+    found = findings()
+    assert found["ok"] is True
+    status = {test["name"]: test["status"] for test in found["self_tests"]}
+    assert status == {
+        "law, one network (cpu)": "passed",
+        "law, one step of the engine (cpu)": "passed",
+        "BCN against its equations (cpu)": "passed",
+        "kernels (cpu)": "absent",
+        "checkpoint": "passed",
+        "process group (gloo)": "passed",
+    }
+    assert all(test["detail"] for test in found["self_tests"])
+    assert found["environment"]["micronorm"] == micronorm.__version__
+    assert found["packages"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
+
+
+def break_law(monkeypatch):
+    broken = replace(selftest.find("digits/bcn-ws"), norm=micronorm.BCN(statistics="batch"))
+    monkeypatch.setattr(selftest, "find", lambda name: broken)
+
+
+def break_form(monkeypatch):
+    scale_form(monkeypatch, 1 + 1e-6)
+
+
+def scale_form(monkeypatch, factor: float):
+    right = bcn.batch_channel_norm
+    monkeypatch.setattr(bcn, "batch_channel_norm", lambda x, *args, **options: right(x, *args, **options) * factor)
+
+
+def break_checkpoint(monkeypatch):
+    monkeypatch.setattr(checkpoint, "digest", lambda state: object())
+
+
+def break_group(monkeypatch):
+    def refuse(*args, **options):
+        raise RuntimeError("no network\ninterface")
+
+    monkeypatch.setattr(dist, "init_process_group", refuse)
+
+
+@pytest.mark.parametrize(
+    "damage, names, detail",
+    [
+        (break_law, ["law, one network (cpu)", "law, one step of the engine (cpu)"], "THE STEP DEPENDS ON THE CUT"),
+        (break_form, ["BCN against its equations (cpu)"], "from those of the plain equations"),
+        (break_checkpoint, ["checkpoint"], "what was read back is not what was written"),
+        (break_group, ["process group (gloo)"], "RuntimeError: no network interface"),
+    ],
+)
+def test_what_is_broken_is_named_and_ends_with_1(monkeypatch, damage, names, detail):
+    damage(monkeypatch)
+    result = invoke("--json")
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)
+    assert found["ok"] is False
+    failed = {test["name"]: test["detail"] for test in found["self_tests"] if test["status"] == "failed"}
+    assert list(failed) == names
+    assert detail in failed[names[0]]
+    assert result.stderr == f"micronorm doctor: failed: {', '.join(names)}\n"
+
+
+def test_a_changed_byte_that_is_not_noticed_is_a_failure(monkeypatch):
+    state = {"model": {"w": torch.ones(1)}}
+    monkeypatch.setattr(checkpoint, "load", lambda path: state)
+    monkeypatch.setattr(checkpoint, "digest", lambda state: "the same")
+    with pytest.raises(selftest.Failed, match="a changed byte was not noticed"):
+        selftest.check_checkpoint()
+
+
+def test_numbers_that_are_none_are_a_failure(monkeypatch):
+    scale_form(monkeypatch, torch.nan)
+    with pytest.raises(selftest.Failed, match="inf from those of the plain equations"):
+        selftest.check_form("auto", CPU)
+
+
+def test_kernels_are_absent_until_there_is_one_and_then_compared(monkeypatch):
+    with pytest.raises(selftest.Absent, match="none built"):
+        selftest.check_kernels(CPU)
+    monkeypatch.setattr(selftest, "KERNELS", ("auto",))
+    assert "auto: outputs and gradients within" in selftest.check_kernels(CPU)
+    break_form(monkeypatch)
+    with pytest.raises(selftest.Failed, match="plain equations"):
+        selftest.check_kernels(CPU)
+
+
+def test_a_torch_without_a_backend_is_no_fault(monkeypatch):
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: False)
+    (result,) = selftest.run_tests([("group", partial(selftest.check_group, "nccl", CPU))])
+    assert (result.status, result.detail) == ("absent", "this torch is built without nccl")
+
+
+def test_an_open_process_group_is_left_alone(monkeypatch):
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: pytest.fail("it was closed"))
+    with pytest.raises(selftest.Absent, match="open already"):
+        selftest.check_group("gloo", CPU)
+
+
+def test_the_self_tests_leave_torch_s_random_numbers_alone():
+    before = torch.get_rng_state()
+    selftest.run_tests(selftest.self_tests([CPU]))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_gpu_is_tested_beside_the_cpu():
+    names = [name for name, _ in selftest.self_tests([CPU, torch.device("cuda")])]
+    for name in ("law, one network (cuda)", "law, one step of the engine (cuda)", "process group (nccl)"):
+        assert name in names
+    assert "law, one network (cpu)" in names
+
+
+@pytest.mark.usefixtures("untested")
+def test_every_layer_is_listed_with_what_computes_it():
+    layers = {row["spec"]: row for row in findings()["layers"]}
+    assert list(layers) == list(SPECS)
+    assert (layers["GN"]["layer"], layers["GN"]["backend"]) == ("GroupNorm", "torch")
+    assert layers["WS"]["backend"] == "operations"
+    assert layers["BCN"]["backend"] == "one-pass"
+    assert "no Triton kernel is built" in layers["BCN"]["reason"]
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_the_layer_computes_in_the_form_that_is_told(monkeypatch, backend):
+    called = []
+    for form, name in (("one-pass", "batch_channel_norm"), ("reference", "batch_channel_norm_reference")):
+        right = getattr(bcn, name)
+        monkeypatch.setattr(bcn, name, lambda *a, form=form, right=right, **o: called.append(form) or right(*a, **o))
+    BatchChannelNorm(8, 4, backend=backend)(torch.randn(2, 8, 3, 3))
+    assert called == [bcn.resolve_backend(backend)]
+
+
+@pytest.mark.usefixtures("untested")
+def test_data_are_found_in_the_folder_given_or_said_to_be_missing(tmp_path):
+    place = write_binary(tmp_path / "sets", 10)
+    found = findings("--data", str(tmp_path / "sets"))["data"]
+    assert found == {"looked_in": [str(tmp_path / "sets")], "found": {"cifar10": str(place)}}
+    output = invoke("--data", str(tmp_path / "sets")).output
+    assert f"cifar10    {place}" in output
+    assert "cifar100   not found" in output
+
+
+@pytest.mark.usefixtures("untested")
+def test_what_is_not_installed_comes_with_the_command_that_installs_it(monkeypatch):
+    real = doctor.metadata.version
+
+    def version(name: str) -> str:
+        if name == "onnxscript":
+            raise doctor.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(doctor.metadata, "version", version)
+    extras = {next(iter(extra["packages"])): extra for extra in findings()["extras"]}
+    assert extras["onnx"]["packages"]["onnxscript"] is None
+    assert extras["onnx"]["install"] == "pip install 'micronorm[onnx]'"
+    assert extras["tensorboard"]["install"] is None
+    assert "onnxscript –" in invoke().output
+
+
+def test_the_extras_are_those_of_the_package():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))["project"]
+    named = {extra.install for extra in doctor.EXTRAS if "micronorm" in extra.install}
+    own = project["optional-dependencies"].keys() - {"dev"}
+    assert named == {f"pip install 'micronorm[{extra}]'" for extra in own}
+    required = {requirement.partition(">")[0] for requirement in project["dependencies"]}
+    assert set(doctor._REQUIRED) == required
+
+
+@pytest.mark.usefixtures("untested")
+@pytest.mark.parametrize("gpu", [None, {"name": "Some GPU", "count": 2, "memory": 2**33}])
+def test_the_machine_is_described(monkeypatch, gpu):
+    if gpu is not None:
+        gpu = {**gpu, "driver": "580.1", "cuda": "13.0", "cudnn": 91900}
+    real = doctor.environment
+    monkeypatch.setattr(doctor, "environment", lambda: {**real(), "gpu": gpu})
+    output = invoke().output
+    if gpu is None:
+        assert "none that torch can use" in output
+    else:
+        assert "2 × Some GPU, 8 GiB" in output
+        assert "driver 580.1, CUDA 13.0, cuDNN 91900" in output
+
+
+def test_a_terminal_gets_tables_in_colour_and_a_file_whole_lines(monkeypatch):
+    def fail() -> str:
+        raise selftest.Failed("a long story " * 20)
+
+    monkeypatch.setattr(doctor, "self_tests", lambda devices: [("fake", fail)])
+    plain = invoke()
+    assert plain.exit_code == 1
+    (line,) = (line for line in plain.stdout.splitlines() if line.startswith("  fake"))
+    assert line.count("a long story") == 20
+    assert "\x1b" not in plain.stdout
+    monkeypatch.setattr(doctor, "Console", partial(Console, force_terminal=True, width=100))
+    assert "\x1b[1;31mfailed" in invoke().stdout
+
+
+@pytest.mark.parametrize("arguments", [["--data", "no/such/folder"], ["--no-such-option"]])
+def test_misuse_ends_with_2(arguments):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert arguments[0] in result.stderr

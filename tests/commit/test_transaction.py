@@ -1,0 +1,138 @@
+"""What layers gather in a step is committed whole, or taken back as if the step had not been begun."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import micronorm as mn
+from micronorm.commit.transaction import Transaction, merge_states
+from micronorm.engine.checkpoint import digest
+
+
+def layers(statistics="step"):
+    return nn.Sequential(*(mn.nn.BatchChannelNorm(4, 2, statistics=statistics, rate=0.5) for _ in range(2))).double()
+
+
+def begun(model):
+    transaction = Transaction(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    transaction.begin()
+    return transaction
+
+
+def images(seed=0):
+    return torch.randn(3, 4, 4, 4, generator=torch.Generator().manual_seed(seed)).double() + seed
+
+
+def test_a_window_that_was_not_empty_is_put_back_as_often_as_asked():
+    model = layers()
+    model(images(1))  # of a step that was skipped
+    transaction = begun(model)
+    before = digest(transaction.state_dict())
+    for seed in (2, 3):
+        model(images(seed))
+        assert digest(transaction.state_dict()) != before
+        transaction.roll_back()
+        assert digest(transaction.state_dict()) == before
+    assert [window.forwards for window in transaction.windows] == [1, 1]
+
+
+def test_a_rolled_back_forward_does_not_count_in_the_commit():
+    model, clean = layers(), layers()
+    transaction, expected = begun(model), begun(clean)
+    model(images(1))
+    transaction.roll_back()
+    for net, made in ((model, transaction), (clean, expected)):
+        net(images(2))
+        assert made.handle is not None
+        made.handle.commit()
+    assert digest(model.state_dict()) == digest(clean.state_dict())
+    assert model[0].running_mean.any()
+
+
+def test_losses_that_were_counted_are_taken_back():
+    transaction = begun(model := layers())
+    model(images() * float("inf"))
+    assert transaction.windows[0].lost.tolist() == [1, 0]
+    transaction.roll_back()
+    assert transaction.windows[0].lost.tolist() == [0, 0]
+
+
+def test_passes_that_checkpointing_may_repeat_are_put_back():
+    model = layers("sequential")
+    model(images(1))
+    transaction = begun(model)
+    kept = [list(window.passes) for window in transaction.windows]
+    model(images(2))
+    assert len(transaction.windows[0].passes) == 2
+    transaction.roll_back()
+    for window, passes in zip(transaction.windows, kept, strict=True):
+        assert [id(one) for one in window.passes] == [id(one) for one in passes]
+    assert [len(window.passes) for window in transaction.windows] == [1, 1]
+
+
+def test_forwards_in_a_pause_leave_no_trace():
+    transaction = begun(model := layers())
+    before = digest(transaction.state_dict())
+    with transaction.paused():
+        model(images())
+    assert digest(transaction.state_dict()) == before
+
+
+def test_a_model_without_such_layers_has_a_transaction_too():
+    model = nn.Linear(2, 2)
+    transaction = begun(model)
+    with transaction.paused():
+        model(torch.ones(1, 2))
+    transaction.refresh()
+    transaction.roll_back()
+    assert transaction.handle is None
+    assert transaction.state_dict() == {"sums": [], "lost": [], "forwards": []}
+
+
+def test_what_was_gathered_goes_through_a_checkpoint():
+    model = layers()
+    transaction = begun(model)
+    model(images())
+    state = copy.deepcopy(transaction.state_dict())
+    model(images(1))
+    assert digest(transaction.state_dict()) != digest(state)  # the state is a copy
+    other = begun(layers())
+    other.load_state_dict(state)
+    assert digest(other.state_dict()) == digest(state)
+
+
+@pytest.mark.parametrize("channels", [[4], [4, 8]])
+def test_the_windows_of_another_model_are_refused(channels):
+    state = begun(layers()).state_dict()
+    other = begun(nn.Sequential(*(mn.nn.BatchChannelNorm(c, 2) for c in channels)))
+    with pytest.raises(ValueError, match=rf"windows of 2 layers, the model has {len(channels)}, or they differ"):
+        other.load_state_dict(state)
+
+
+def test_a_step_may_take_as_many_forwards_as_it_is_told():
+    model = layers()
+    transaction = Transaction(model, torch.optim.SGD(model.parameters(), lr=0.1), max_forwards=2)
+    model(images())
+    model(images())
+    with pytest.raises(RuntimeError, match="has gathered 2 training forwards without a commit"):
+        model(images())
+    assert transaction.windows[0].forwards == 2
+
+
+def test_windows_of_ranks_that_are_gone_are_taken_over_and_new_ranks_begin_with_none():
+    kept = []
+    for seed in range(3):
+        transaction = begun(model := layers())
+        model(images(seed))
+        kept.append(transaction.state_dict())
+    one = begun(whole := layers())
+    for seed in range(3):
+        whole(images(seed))
+    merged = merge_states(kept, kept)
+    assert merged["forwards"] == one.state_dict()["forwards"] == [3, 3]
+    torch.testing.assert_close(merged["sums"][0], one.state_dict()["sums"][0])
+    none = begun(layers())
+    none.load_state_dict(merge_states(kept, []))
+    assert digest(none.state_dict()) == digest(begun(layers()).state_dict())

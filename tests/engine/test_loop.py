@@ -1,0 +1,179 @@
+"""A run takes every sample of every epoch once, at the rate of its step, whatever computes it."""
+
+import copy
+import random
+from collections import deque
+
+import numpy
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import settings as profile
+from hypothesis import strategies as st
+from torch import nn
+
+import micronorm as mn
+from micronorm.engine.listener import Silent
+from micronorm.engine.loop import _TrainingRun, train
+from micronorm.engine.optimization import SGD, Cosine
+from micronorm.engine.settings import Execution
+from tests.engine.ranks import Rows
+from tests.engine.tasks import CPU, Dropping, Toy, Zoo, settings
+from tests.networks import SmallResNet, assert_same_state
+from tests.tolerances import tolerance
+
+HERE = Execution(device=CPU)
+
+
+class Listening(Rows):
+    """Keeps messages too."""
+
+    def __init__(self):
+        super().__init__()
+        self.messages = []
+
+    def on_message(self, text):
+        self.messages.append(text)
+
+
+def run_of(samples, *, rank=0, world=1, execution=HERE, **changes):
+    """A run that believes to be one of several ranks; nothing here speaks to the others."""
+    run = _TrainingRun(nn.Linear(1, 1), Toy(samples), settings(**changes), execution, None, Silent())
+    run.parallel.rank, run.parallel.world = rank, world
+    return run
+
+
+@profile(max_examples=25)
+@given(st.integers(1, 60), st.integers(1, 40), st.integers(1, 5), st.integers(1, 8), st.data())
+def test_every_epoch_takes_every_sample_once_over_all_ranks(samples, step_batch, world, unit, data):
+    assume(unit <= step_batch)
+    done = data.draw(st.integers(0, -(-samples // step_batch)))  # resumed in mid-epoch
+    taken = {0: [], 1: []}
+    for rank in range(world):
+        run = run_of(samples, rank=rank, world=world, step_batch=step_batch, unit=unit, epochs=2)
+        run.done, upcoming = done, deque()
+        shares = list(run._shares(upcoming))
+        assert len(shares) == len(upcoming) == 2 * -(-samples // step_batch) - done
+        for (epoch, indices), position in zip(shares, upcoming, strict=True):
+            assert torch.equal(indices, position.indices)
+            assert len(indices) == max(position.counted, 1)
+            taken[epoch] += indices[: position.counted].tolist()
+    assert sorted(taken[1]) == list(range(samples))
+    assert len(taken[0]) == len(set(taken[0])) == max(samples - done * step_batch, 0)
+
+
+def test_epochs_come_in_different_orders_and_seeds_too():
+    def orders(**changes):
+        return [indices.tolist() for _, indices in run_of(20, step_batch=20, epochs=2, **changes)._shares(deque())]
+
+    first, second = orders()
+    assert first != second != orders(seed=1)[1]
+    assert orders() == [first, second]
+
+
+def test_a_run_begins_with_micro_batches_of_the_largest_share():
+    assert run_of(20, step_batch=10, unit=4).step.micro_batch.size == 12  # three units, the last one not full
+    assert run_of(20, step_batch=10, unit=4, largest=4).step.micro_batch.size == 4
+    assert run_of(20, step_batch=10, execution=Execution(device=CPU, micro_batch=3)).step.micro_batch.size == 3
+
+
+def test_each_step_is_taken_at_the_rate_of_the_schedule():
+    rows, schedule = Rows(), Cosine(1)
+    chosen = settings(epochs=2, optimizer=SGD(0.5), schedule=schedule)
+    train(SmallResNet(), Toy(24), chosen, HERE, listener=rows)
+    expected = [0.5 * schedule.factor(k, steps_per_epoch=3, epochs=2) for k in range(6)]
+    assert [row["lr"] for row in rows.steps] == expected
+    assert [row["step"] for row in rows.steps] == [1, 2, 3, 4, 5, 6]
+    assert [(row["epoch"], "test" in row) for row in rows.epochs] == [(0, True), (1, True)]
+
+
+def test_a_run_may_stop_early_and_evaluate_seldom():
+    rows = Rows()
+    outcome = train(SmallResNet(), Toy(24), settings(epochs=4), Execution(device=CPU, evaluate_epochs=3), listener=rows)
+    assert outcome.finished
+    assert [row["epoch"] for row in rows.epochs if "test" in row] == [2, 3]
+    outcome = train(SmallResNet(), Toy(24), settings(epochs=4), Execution(device=CPU, steps=4), listener=rows)
+    assert (outcome.steps, outcome.finished) == (4, False)
+
+
+def test_a_task_without_test_samples_is_trained_and_not_evaluated():
+    outcome = train(SmallResNet(), Toy(24, 0), settings(epochs=1), Execution(device=CPU))
+    assert outcome.finished
+    assert outcome.figures == {}
+
+
+def test_the_size_that_memory_holds_is_told_and_kept_for_the_rest_of_the_run():
+    class Cramped(Toy):
+        def loss(self, model, batch):
+            if len(batch[1]) > 3:
+                raise torch.OutOfMemoryError("injected")
+            return super().loss(model, batch)
+
+    model, listener = Dropping(), Listening()
+    plain = copy.deepcopy(model)
+    train(model, Cramped(24), settings(), HERE, listener=listener)
+    assert [text.split(";")[0] for text in listener.messages] == [
+        f"out of memory with {size} samples per micro-batch" for size in (8, 4)
+    ]
+    assert [row["micro_batch"] for row in listener.steps] == [2, 2, 2]
+    train(plain, Toy(24), settings(), HERE)
+    assert_same_state(model.state_dict(), plain.state_dict(), tol=tolerance("fifty_steps", torch.float64))
+
+
+def test_a_run_is_a_function_of_its_seed_and_leaves_the_callers_generators_alone():
+    def run():
+        torch.manual_seed(7)
+        model = Zoo()  # draws from the global generator
+        before = (torch.get_rng_state(), numpy.random.get_state()[1].tolist(), random.getstate())
+        outcome = train(model, Toy(16), settings(), HERE, listener=listener)
+        assert torch.equal(torch.get_rng_state(), before[0])
+        assert (numpy.random.get_state()[1].tolist(), random.getstate()) == before[1:]
+        torch.rand(5)
+        return outcome.digest
+
+    listener = Listening()
+    assert run() == run()
+    assert listener.messages[0] == ("invariant in distribution only: unkeyed of Zoo draw from the global generator")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_run_in_less_than_double_precision_learns(dtype):
+    rows, model = Rows(), SmallResNet(mn.BCN(groups=4), mn.WS())
+    chosen = settings(epochs=8, dtype=dtype, optimizer=SGD(0.1))
+    train(model, Toy(24), chosen, Execution(device=CPU, micro_batch=3), listener=rows)
+    assert rows.epochs[-1]["train"]["loss"] < 0.7 * rows.epochs[0]["train"]["loss"]
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.slow
+def test_a_compiled_run_ends_like_an_eager_one():
+    model = nn.Sequential(
+        mn.nn.WSConv2d(3, 8, 3), mn.nn.BatchChannelNorm(8, 4, activation="relu"), nn.Flatten(), nn.Linear(288, 5)
+    )
+    eager, execution = copy.deepcopy(model), {"device": CPU, "micro_batch": 4}
+    expected = train(eager, Toy(24), settings(), Execution(**execution))
+    outcome = train(model, Toy(24), settings(), Execution(**execution, compile=True))
+    assert outcome.steps == 3
+    assert_same_state(model.state_dict(), eager.state_dict(), tol=tolerance("fifty_steps", torch.float64))
+    assert outcome.figures == pytest.approx(expected.figures, rel=1e-9)
+
+
+class Kept(SGD):
+    """Its optimizers outlive their runs."""
+
+    made = []  # noqa: RUF012
+
+    def __call__(self, parameters, **options):
+        self.made.append(super().__call__(parameters, **options))
+        return self.made[-1]
+
+
+def test_a_trained_model_is_committed_by_whoever_trains_it_next():
+    model = SmallResNet(mn.BCN(groups=2), channels=4)
+    train(model, Toy(), settings(optimizer=Kept(0.02)), Execution(device=CPU, steps=1))
+    before = model.norm.running_mean.clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(4, 3, 8, 8, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    assert Kept.made
+    assert not torch.equal(model.norm.running_mean, before)
