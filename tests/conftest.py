@@ -1,6 +1,7 @@
 """What every test gets: one torch thread, reproducible examples, a seed."""
 
 import os
+import signal
 
 import pytest
 import torch
@@ -9,6 +10,10 @@ from hypothesis import register_random, settings
 
 # Small tensors gain nothing from threads, and `make test` runs one process per core already.
 torch.set_num_threads(1)
+
+# A runner that a shell started in the background ignores Ctrl-C, and so would every process started here.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline: a first call pays for imports and allocation, and a shared machine stalls. The blob in a failure's output
 # reproduces it on any machine. In CI the examples are the same each time, so that a red run is red again.

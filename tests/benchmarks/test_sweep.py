@@ -56,6 +56,7 @@ def test_the_summary_lies_beside_the_rows_and_is_printed(finished):
     assert "## Tracebacks\n\nNone." in summary
 
 
+@pytest.mark.slow
 def test_rows_of_the_same_versions_are_kept_unless_asked_for_again(finished):
     out, _ = finished
     before = out.read_text(encoding="utf-8")
@@ -98,6 +99,7 @@ print(sweep.summary([sweep.sweep_one("timm", name, "family") for name in models]
 """
 
 
+@pytest.mark.slow
 def test_a_model_with_a_batchnorm_that_is_refused_and_one_that_raises_are_failures():
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "benchmarks")])}
     done = subprocess.run(

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from micronorm import records
 from micronorm.cli import app, reproduce
+from micronorm.recipes.digits import EPOCHS
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +41,7 @@ def test_a_short_run_is_recorded_and_is_not_ours():
     assert record.outcome["finished"] is True
     found = row()
     assert (found["ours"], found["seeds"], found["run"]) == (None, [], None)
-    assert found["reason"] == f"{place} does not count: epochs 1 where the recipe has 8"
+    assert found["reason"] == f"{place} does not count: epochs 1 where the recipe has {EPOCHS}"
 
 
 def test_a_run_that_was_stopped_goes_on_and_a_whole_one_is_ours_and_not_run_again(monkeypatch):

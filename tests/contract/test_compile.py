@@ -24,6 +24,7 @@ def test_compiled_training_gives_the_same_without_graph_breaks(case):
     assert_same(case, "aot_eager")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [c for c in BCN if "micro_batch" not in c.name], ids=str)
 def test_compiled_training_by_inductor_gives_the_same(case):
     assert_same(case, "inductor")
