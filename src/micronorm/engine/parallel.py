@@ -241,6 +241,8 @@ class Sharded(_Group):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
+        if self.device.type == "cpu" and torch.__version__ < "2.7":
+            raise ValueError(f"FSDP2 on a CPU needs torch 2.7, this is {torch.__version__}; use --parallel ddp")
         mesh = init_device_mesh(self.device.type, (self.world,))
         for block in _blocks(model):
             fully_shard(block, mesh=mesh)
