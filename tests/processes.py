@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -40,14 +41,30 @@ def start(function: Callable[..., Any], *args: Any, log: Path, ranks: int = 1) -
         forkserver.ensure_running()
     variables: list[dict[str, str]] = [{}]
     if ranks > 1:
-        with socket.create_server(("localhost", 0)) as server:
-            port = server.getsockname()[1]
-        group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(_free_port())}
         variables = [{**group, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
     processes = [context.Process(target=_enter, args=(mine, log, function, args)) for mine in variables]
     for process in processes:
         process.start()
     return processes
+
+
+def _free_port() -> int:
+    """A port that nobody has and, until the ranks take it, nobody is likely to: the system hands out higher ones.
+
+    One of those it hands out may go to a socket of gloo's in the meantime; ranks then wait for each other in vain.
+    """
+    for port in _ports:
+        try:
+            with socket.create_server(("localhost", port)):
+                return port
+        except OSError:
+            continue
+    raise AssertionError("the ports do not end")
+
+
+# Each test process begins somewhere else.
+_ports = (20_000 + (97 * os.getpid() + k) % 10_000 for k in count())
 
 
 def _enter(variables: dict[str, str], log: Path, function: Callable[..., Any], args: tuple) -> None:
