@@ -206,7 +206,9 @@ def test_a_lock_can_be_released_twice(tmp_path):
     held = Lock(tmp_path)
     held.release()
     held.release()
-    Lock(tmp_path).release()
+    again = Lock(tmp_path)
+    assert (tmp_path / lock.NAME).exists()
+    again.release()
 
 
 @pytest.mark.parametrize("absent", ["in this file system", "in this system"])
@@ -218,7 +220,8 @@ def test_where_there_are_no_locks_a_run_goes_without(tmp_path, monkeypatch, abse
         monkeypatch.setattr(lock, "fcntl", None)
     else:
         monkeypatch.setattr(lock.fcntl, "lockf", unsupported)
-    Lock(tmp_path).release()
+    run(tmp_path / "run")
+    assert records.read(tmp_path / "run").outcome is not None
 
 
 # --- signals ---------------------------------------------------------------------------------------------------------
