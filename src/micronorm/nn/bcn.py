@@ -15,6 +15,7 @@ from micronorm.nn.inputs import check_count, check_eps, check_input
 from micronorm.nn.running import WideBuffers
 from micronorm.nn.spec import GroupedSpec
 from micronorm.nn.window import Window, gather, run, sequential_estimates, track_batch
+from micronorm.ops.activation import Activation, check_activation
 from micronorm.ops.bcn import batch_channel_norm, batch_channel_norm_reference, watched_if_traced
 from micronorm.ops.group import choose_groups
 from micronorm.ops.moments import Moments, moments, over_space
@@ -44,7 +45,8 @@ class BatchChannelNorm(WideBuffers):
         micro_batch: how many samples one micro-batch of `"sequential"` holds.
         eps: added to both variances, inside the roots.
         backend: `"auto"`, the one-pass form, or `"reference"`, the plain equations differentiated by autograd.
-        activation: `"relu"` fuses the rectifier into the same passes; nothing more is saved for it.
+        activation: `"relu"`, `"leaky_relu"` or `"silu"`: taken into the same passes; nothing more is saved for it.
+        negative_slope: of `"leaky_relu"`.
         device: as in torch.nn.
         dtype: as in torch.nn.
 
@@ -74,6 +76,7 @@ class BatchChannelNorm(WideBuffers):
         eps: float = 1e-5,
         backend: str = "auto",
         activation: str | None = None,
+        negative_slope: float = 0.01,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -86,6 +89,7 @@ class BatchChannelNorm(WideBuffers):
         self.eps = eps
         self.backend = backend
         self.activation = activation
+        self.negative_slope = negative_slope
         self.warm_steps = 0
         self._check_arguments()
         factory = {"device": device, "dtype": dtype}
@@ -113,8 +117,7 @@ class BatchChannelNorm(WideBuffers):
             raise ValueError(f"statistics must be one of {STATISTICS}, got {self.statistics!r}")
         if self.backend not in BACKENDS:
             raise ValueError(f"backend must be one of {BACKENDS}, got {self.backend!r}")
-        if self.activation not in (None, "relu"):
-            raise ValueError(f'activation must be None or "relu", got {self.activation!r}')
+        check_activation(self.activation, self.negative_slope)
         check_count("micro_batch (samples per micro-batch)", self.micro_batch)
         if self.micro_batch != 1 and self.statistics != "sequential":
             raise ValueError(
@@ -225,14 +228,35 @@ class BatchChannelNorm(WideBuffers):
 
     # --- forward -------------------------------------------------------------------------------------------------
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalize x; see the class."""
-        return self._normalize(x, relu=self.activation == "relu")
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        residual: Tensor | None = None,
+        activation: str | None = None,
+        negative_slope: float = 0.01,
+    ) -> Tensor:
+        """act(BCN(x) + residual); see the class.
 
-    def _normalize(self, x: Tensor, *, relu: bool) -> Tensor:
+        Args:
+            x: N×C×….
+            residual: added before the activation, of x's shape.
+            activation: of this call, for a layer that has none of its own; as in the class.
+            negative_slope: of `"leaky_relu"`.
+        """
+        own = Activation(self.activation, self.negative_slope)
+        if activation is None:
+            return self._normalize(x, own, residual)
+        if own.kind is not None:
+            raise ValueError(f"the layer has its own activation {own.kind!r}; {activation!r} would be a second one")
+        return self._normalize(x, check_activation(activation, negative_slope), residual)
+
+    def _normalize(self, x: Tensor, activation: Activation, residual: Tensor | None = None) -> Tensor:
         check_input(x, self.num_channels, "BatchChannelNorm")
+        if residual is not None and residual.shape != x.shape:
+            raise ValueError(f"residual must have the shape of x, {tuple(x.shape)}, got {tuple(residual.shape)}")
         if x.numel() == 0:
-            return self._empty(x)
+            return self._empty(x) if residual is None else self._empty(x) + residual
         with watched_if_traced():
             data = moments(x)
         with torch.no_grad():
@@ -242,8 +266,12 @@ class BatchChannelNorm(WideBuffers):
         options: dict[str, Any] = {"groups": self.num_groups, "eps": self.eps, "blend": self.blend}
         if resolve_backend(self.backend) == "reference":
             y = batch_channel_norm_reference(x, estimates, *affine, **options)
-            return y.relu() if relu else y
-        return batch_channel_norm(x, estimates, *affine, **options, relu=relu, data=data)
+        else:
+            fused = activation.kind == "relu" and residual is None
+            y = batch_channel_norm(x, estimates, *affine, **options, relu=fused, data=data)
+            if fused:
+                return y
+        return activation(y if residual is None else y + residual)
 
     def _estimates(self, data: Moments, *, elements: int) -> Moments | None:
         """What to normalize with, by mode; None for the batch's own moments."""
@@ -283,6 +311,8 @@ class BatchChannelNorm(WideBuffers):
             parts.append(f"backend={self.backend!r}")
         if self.activation:
             parts.append(f"activation={self.activation!r}")
+        if self.activation == "leaky_relu":
+            parts.append(f"negative_slope={self.negative_slope}")
         if self.warm_steps:
             parts.append(f"warm_steps={self.warm_steps}")
         return ", ".join(parts)

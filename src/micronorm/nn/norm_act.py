@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from micronorm.nn.bcn import BatchChannelNorm, Statistics
 from micronorm.nn.spec import NormSpec
+from micronorm.ops.activation import Activation
 
 Act = type[nn.Module] | Callable[..., nn.Module]
 
@@ -15,7 +16,8 @@ Act = type[nn.Module] | Callable[..., nn.Module]
 class BatchChannelNormAct(BatchChannelNorm):
     """`BatchChannelNorm`, then dropout, then an activation, with the arguments and state-dict keys of timm's norm-acts.
 
-    y = act(drop(BCN(x))). A plain nn.ReLU without dropout is fused into the normalization.
+    y = act(drop(BCN(x))). A plain nn.ReLU, nn.LeakyReLU or nn.SiLU without dropout is
+    fused into the normalization.
 
     Args:
         num_channels: C.
@@ -65,12 +67,12 @@ class BatchChannelNormAct(BatchChannelNorm):
         self.drop = drop_layer() if drop_layer is not None else nn.Identity()
         self.act = _activation(act_layer, act_kwargs, inplace=inplace) if apply_act else nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override] # it has its own activation
         """act(drop(BCN(x)))."""
-        fused = type(self.act) is nn.ReLU and type(self.drop) is nn.Identity
-        if fused and not (_has_hooks(self.act) or _has_hooks(self.drop)):
-            return self._normalize(x, relu=True)
-        return self.act(self.drop(self._normalize(x, relu=False)))
+        fused = fusible_activation(self.act) if type(self.drop) is nn.Identity and not has_hooks(self.drop) else None
+        if fused is not None:
+            return self._normalize(x, fused)
+        return self.act(self.drop(self._normalize(x, Activation())))
 
 
 class NormAct(nn.Module):
@@ -172,11 +174,26 @@ def with_activation(
     return made
 
 
-def _has_hooks(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
     """Whether somebody looks at this module's calls, so that it must be called."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
+
+
+def fusible_activation(module: nn.Module) -> Activation | None:
+    """The activation that a module stands for, where a normalization can take it over; None where it cannot.
+
+    Example:
+        >>> fusible_activation(nn.SiLU())
+        Activation(kind='silu', slope=0.01)
+    """
+    if has_hooks(module) or "forward" in vars(module):
+        return None
+    if type(module) is nn.LeakyReLU:
+        return Activation("leaky_relu", module.negative_slope)
+    kind = {nn.ReLU: "relu", nn.SiLU: "silu"}.get(type(module))
+    return None if kind is None else Activation(kind)
 
 
 def _activation(act_layer: Act | None, act_kwargs: dict[str, Any] | None, *, inplace: bool) -> nn.Module:
