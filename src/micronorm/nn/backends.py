@@ -1,19 +1,25 @@
 """Which implementation computes a layer that has several."""
 
+import importlib.util
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-BACKENDS = ("auto", "reference")
-"""What `backend=` of `BatchChannelNorm` may be."""
+BACKENDS = ("auto", "reference", "one-pass", "triton")
+"""What `backend=` of a normalization may be."""
 
-KERNELS: tuple[str, ...] = tuple(name for name in BACKENDS if name not in ("auto", "reference"))
+KERNELS: tuple[str, ...] = ("triton",)
 """Those that are kernels of our own, for which a device must fit."""
 
 _FORMS = {
+    "triton": "fused Triton kernels",
     "one-pass": "plain PyTorch operations, one reduction and one elementwise pass each way",
     "reference": "the plain equations in PyTorch operations, differentiated by autograd",
 }
+
+_LARGEST_SAMPLE = 2**31  # kernels count the elements of a sample in 32 bits
+_LEAST_CAPABILITY = (7, 0)
 
 
 class Choice(NamedTuple):
@@ -23,14 +29,58 @@ class Choice(NamedTuple):
     reason: str
 
 
-def resolve_backend(backend: str) -> str:
-    """The form that a layer with this `backend` computes in: "one-pass" or "reference".
+def resolve_backend(backend: str, x: Tensor) -> str:
+    """The form that a layer with this `backend` computes in on x: "triton", "one-pass" or "reference".
 
     Example:
-        >>> resolve_backend("auto")
+        >>> resolve_backend("auto", torch.randn(1, 8, 4, 4))
         'one-pass'
     """
-    return "one-pass" if backend == "auto" else backend
+    if backend not in ("auto", "triton"):
+        return backend
+    if backend == "auto" and not x.is_cuda:
+        return "one-pass"
+    problem = kernel_problem(x.device.type, x.device.index)
+    if problem is None and x.numel() // x.shape[0] >= _LARGEST_SAMPLE:
+        problem = f"a sample of {x.numel() // x.shape[0]} elements is more than kernels count in 32 bits"
+    if problem is None:
+        return "triton"
+    if backend == "triton":
+        raise ValueError(f'backend="triton" cannot compute this: {problem}; "auto" takes what can')
+    return "one-pass"
+
+
+def kernel_problem(kind: str, index: int | None = None) -> str | None:
+    """Why the kernels do not run on a device, given by its type and index; None where they do.
+
+    Example:
+        >>> kernel_problem("mps") is None
+        False
+    """
+    if (kind, index) not in _problems:
+        _problems[kind, index] = _look_for_problem(kind, index)
+    return _problems[kind, index]
+
+
+# What torch.compiler.assume_constant_result does, which would import the compiler: tracing takes the answer as it is.
+kernel_problem._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_problems: dict[tuple[str, int | None], str | None] = {}
+
+
+def _look_for_problem(kind: str, index: int | None) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if kind == "cpu":
+        from micronorm.ops.bcn.triton.run import INTERPRETED
+
+        return None if INTERPRETED else "kernels need a CUDA device"
+    if kind != "cuda":
+        return f"kernels need a CUDA device, not {kind}"
+    if torch.version.hip is not None:
+        return "kernels were not tried on AMD devices"
+    if torch.cuda.get_device_capability(index) < _LEAST_CAPABILITY:
+        return f"kernels need a device of compute capability {_LEAST_CAPABILITY[0]}.{_LEAST_CAPABILITY[1]} or newer"
+    return None
 
 
 def explain_backend(device: torch.device | str) -> Choice:
@@ -40,9 +90,8 @@ def explain_backend(device: torch.device | str) -> Choice:
         >>> explain_backend("cpu").backend
         'one-pass'
     """
-    chosen = resolve_backend("auto")
-    kind = torch.device(device).type
-    kernels = (
-        f"the kernels ({', '.join(KERNELS)}) are not taken on {kind}" if KERNELS else "no Triton kernel is built yet"
-    )
-    return Choice(chosen, f"{_FORMS[chosen]}; {kernels}")
+    device = torch.device(device)
+    problem = kernel_problem(device.type, device.index)
+    if device.type == "cuda" and problem is None:
+        return Choice("triton", _FORMS["triton"])
+    return Choice("one-pass", f"{_FORMS['one-pass']}; {problem or 'the interpreter of kernels is for tests'}")

@@ -14,9 +14,15 @@ from micronorm.nn.backends import BACKENDS, resolve_backend
 from micronorm.nn.inputs import check_count, check_eps, check_input
 from micronorm.nn.running import WideBuffers
 from micronorm.nn.spec import GroupedSpec
-from micronorm.nn.window import Window, gather, run, sequential_estimates, track_batch
+from micronorm.nn.window import Window, gather, gather_numbers, run, sequential_estimates, track_batch
 from micronorm.ops.activation import Activation, check_activation
-from micronorm.ops.bcn import batch_channel_norm, batch_channel_norm_reference, watched_if_traced
+from micronorm.ops.bcn import (
+    batch_channel_norm,
+    batch_channel_norm_fused,
+    batch_channel_norm_reference,
+    moments_by_kernel,
+    watched_if_traced,
+)
 from micronorm.ops.group import choose_groups
 from micronorm.ops.moments import Moments, moments, over_space
 
@@ -44,7 +50,9 @@ class BatchChannelNorm(WideBuffers):
             [0, 1]. In `"batch"` mode `"lr"` stands for nn.BatchNorm2d's momentum of 0.1.
         micro_batch: how many samples one micro-batch of `"sequential"` holds.
         eps: added to both variances, inside the roots.
-        backend: `"auto"`, the one-pass form, or `"reference"`, the plain equations differentiated by autograd.
+        backend: `"triton"`, fused kernels for CUDA devices; `"one-pass"`, the same passes in PyTorch operations;
+            `"reference"`, the plain equations differentiated by autograd; `"auto"`, kernels where they run, else
+            one-pass.
         activation: `"relu"`, `"leaky_relu"` or `"silu"`: taken into the same passes; nothing more is saved for it.
         negative_slope: of `"leaky_relu"`.
         device: as in torch.nn.
@@ -257,14 +265,15 @@ class BatchChannelNorm(WideBuffers):
             raise ValueError(f"residual must have the shape of x, {tuple(x.shape)}, got {tuple(residual.shape)}")
         if x.numel() == 0:
             return self._empty(x) if residual is None else self._empty(x) + residual
+        backend = resolve_backend(self.backend, x)
+        if backend == "triton":
+            return self._normalize_fused(x, activation, residual)
         with watched_if_traced():
             data = moments(x)
-        with torch.no_grad():
-            seen = Moments(*(m.detach() for m in data))
-            estimates = self._estimates(seen, elements=x.numel() // (x.shape[0] * self.num_channels))
+        estimates = self._estimates(data, elements=x.numel() // (x.shape[0] * self.num_channels))
         affine = (self.weight, self.bias, self.group_weight, self.group_bias)
         options: dict[str, Any] = {"groups": self.num_groups, "eps": self.eps, "blend": self.blend}
-        if resolve_backend(self.backend) == "reference":
+        if backend == "reference":
             y = batch_channel_norm_reference(x, estimates, *affine, **options)
         else:
             fused = activation.kind == "relu" and residual is None
@@ -273,8 +282,39 @@ class BatchChannelNorm(WideBuffers):
                 return y
         return activation(y if residual is None else y + residual)
 
+    def _normalize_fused(self, x: Tensor, activation: Activation, residual: Tensor | None) -> Tensor:
+        elements = x.numel() // (x.shape[0] * self.num_channels)
+        training = self.training and (self.statistics == "batch" or self.weight.requires_grad)
+        known = None
+        estimates: Moments | None = Moments(self.running_mean, self.running_var)
+        if training and self.statistics != "step":
+            known = moments_by_kernel(x)
+            estimates = self._estimates(known[1], elements=elements)
+        y, numbers = batch_channel_norm_fused(
+            x,
+            estimates,
+            self.weight,
+            self.bias,
+            self.group_weight,
+            self.group_bias,
+            groups=self.num_groups,
+            eps=self.eps,
+            # A copy, and only where it can change: a commit may move it before the backward reads it.
+            blend=self.blend.clone() if self.warm_steps else None,
+            activation=activation,
+            residual=residual,
+            moments=known,
+        )
+        if training and self.statistics == "step":
+            window = self._window
+            sizes = (x.shape[0], self.num_channels, elements, self.num_groups)
+            run(gather_numbers, numbers.detach(), self.running_mean, *sizes, window.sums, window.lost, window.ticket)
+        return y
+
+    @torch.no_grad()
     def _estimates(self, data: Moments, *, elements: int) -> Moments | None:
         """What to normalize with, by mode; None for the batch's own moments."""
+        data = Moments(*(m.detach() for m in data))
         running = Moments(self.running_mean, self.running_var)
         if not self.training:
             return running

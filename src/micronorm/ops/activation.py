@@ -36,6 +36,10 @@ class Activation(NamedTuple):
         return F.silu(x) if self.kind == "silu" else x
 
 
+IDENTITY = Activation()
+"""No activation."""
+
+
 def check_activation(kind: str | None, slope: float) -> Activation:
     """An `Activation`, or the error that says what it may be."""
     if kind is not None and kind not in ACTIVATIONS:

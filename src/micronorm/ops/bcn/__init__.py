@@ -1,6 +1,7 @@
 """Batch-Channel Normalization: the plain equations, the one-pass form, and how the estimates move."""
 
 from micronorm.ops.bcn.estimates import Sums, move_by_batch, move_by_window, scan, window_sums
+from micronorm.ops.bcn.fused import batch_channel_norm_fused, group_norm_fused, moments_by_kernel
 from micronorm.ops.bcn.onepass import batch_channel_norm, batch_statistics, watched_if_traced
 from micronorm.ops.bcn.reference import algorithm1, batch_channel_norm_reference
 
@@ -11,7 +12,10 @@ __all__ = [
     "move_by_batch",
     "move_by_window",
     "batch_channel_norm",
+    "batch_channel_norm_fused",
     "batch_channel_norm_reference",
+    "group_norm_fused",
+    "moments_by_kernel",
     "scan",
     "watched_if_traced",
     "window_sums",

@@ -1,0 +1,353 @@
+"""Batch-Channel Normalization and group normalization by the Triton kernels, for autograd, compilers and exporters.
+
+Eager code goes through `_Normalize`; code that is being traced gets the operators `micronorm::normalize` and
+`micronorm::normalize_backward`, which call the same functions: an operator of torch.library costs some tens of
+microseconds a call, more than a small layer takes. Triton is imported when the first kernel is called.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from micronorm.ops.activation import IDENTITY, Activation
+from micronorm.ops.bcn.onepass import batch_channel_norm, batch_statistics
+from micronorm.ops.bcn.triton.layout import numbers_size, output_like
+from micronorm.ops.moments import Moments, bounded, compute_dtype, wide_dtype
+
+
+class _Inputs(NamedTuple):
+    """The arguments of `normalize`, in order; `given` are the `channel_moments` of x, where the estimates need them."""
+
+    x: Tensor
+    residual: Tensor | None
+    given: Tensor | None
+    mean: Tensor | None
+    var: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    group_weight: Tensor | None
+    group_bias: Tensor | None
+    blend: Tensor | None
+    groups: int
+    eps: float
+    activation: str
+    slope: float
+    from_batch: bool
+
+    @property
+    def act(self) -> Activation:
+        """The activation; the operator knows strings only."""
+        return Activation(self.activation or None, self.slope)
+
+    @property
+    def keeps_estimates(self) -> bool:
+        """Whether the backward uses the forward's copy of the estimates: those of a layer move at a commit."""
+        return self.mean is not None and self.mean.ndim == 1 and not self.from_batch
+
+    def norm(self) -> Any:
+        """The same without x, as the kernels want it."""
+        from micronorm.ops.bcn.triton.run import Norm
+
+        if self.mean is None:
+            kind = "none" if self.weight is None else "kept"
+        else:
+            kind = "shared" if self.mean.ndim == 1 else "per sample"
+        return Norm(kind, *self[3:10], self.groups, self.eps, self.act)
+
+
+def normalize(
+    x: Tensor,
+    residual: Tensor | None,
+    given: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    group_weight: Tensor | None,
+    group_bias: Tensor | None,
+    blend: Tensor | None,
+    groups: int,
+    eps: float,
+    activation: str,
+    slope: float,
+    from_batch: bool,
+) -> tuple[Tensor, Tensor]:
+    """y, and the small numbers that the backward and the window need."""
+    from micronorm.ops.bcn.triton.run import forward
+
+    inputs = _Inputs(
+        x,
+        residual,
+        given,
+        mean,
+        var,
+        weight,
+        bias,
+        group_weight,
+        group_bias,
+        blend,
+        groups,
+        eps,
+        activation,
+        slope,
+        from_batch,
+    )
+    return forward(x, residual, inputs.norm(), given)
+
+
+def _fake(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    samples, channels = x.shape[:2]
+    return output_like(x), x.new_empty(numbers_size(samples, channels, args[9]), dtype=compute_dtype(x.dtype))
+
+
+def normalize_backward(
+    grad: Tensor,
+    x: Tensor,
+    output: Tensor | None,
+    numbers: Tensor,
+    mean: Tensor | None,
+    var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    group_weight: Tensor | None,
+    group_bias: Tensor | None,
+    blend: Tensor | None,
+    groups: int,
+    eps: float,
+    activation: str,
+    slope: float,
+    from_batch: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, of the residual (empty without one) and of the parameters, one after the other."""
+    from micronorm.ops.bcn.triton.run import backward
+
+    tensors = (mean, var, weight, bias, group_weight, group_bias, blend)
+    inputs = _Inputs(x, None, None, *tensors, groups, eps, activation, slope, from_batch)
+    grads = backward(grad, x, output, numbers, inputs.norm(), from_batch=from_batch)
+    residual = x.new_empty(0) if grads.residual is None else grads.residual
+    return grads.x, residual, grads.parameters
+
+
+def _fake_backward(
+    grad: Tensor, x: Tensor, output: Tensor | None, numbers: Tensor, *tensors: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    entries = sum(0 if t is None else t.shape[0] for t in tensors[2:6])
+    return (
+        output_like(x),
+        x.new_empty(0) if output is None else output_like(x),
+        x.new_empty(entries, dtype=numbers.dtype),
+    )
+
+
+def channel_moments(x: Tensor) -> Tensor:
+    """Pivot, residue and variance of every (n, c); the mean is pivot + residue, which one number could not hold."""
+    from micronorm.ops.bcn.triton.run import moments
+
+    return moments(x)
+
+
+# --- autograd --------------------------------------------------------------------------------------------------------
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    given = _Inputs(*inputs)
+    gated = given.residual is not None and given.activation
+    estimates = (None, None) if given.keeps_estimates else (given.mean, given.var)
+    ctx.save_for_backward(given.x, output[0] if gated else None, output[1], *estimates, *given[5:10])
+    ctx.options = given[10:]
+    ctx.has_residual = given.residual is not None
+
+
+def _gradients(ctx: Any, grad: Tensor, backward: Callable) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors
+    if torch.is_grad_enabled():
+        return _twice_differentiable(ctx, grad, saved)
+    dx, residual, parameters = backward(grad, *saved, *ctx.options)
+    if ctx.has_residual and saved[1] is None:  # added and left as it is
+        residual = grad
+    grads: list[Tensor | None] = []
+    start = 0
+    for parameter in saved[5:9]:
+        if parameter is None:
+            grads.append(None)
+            continue
+        part = parameters.narrow(0, start, parameter.shape[0])
+        grads.append(part if part.dtype == parameter.dtype else part.to(parameter.dtype))
+        start += parameter.shape[0]
+    return dx, residual if ctx.has_residual else None, None, None, None, *grads, *(None,) * 6
+
+
+def _twice_differentiable(ctx: Any, grad: Tensor, saved: tuple[Any, ...]) -> tuple[Any, ...]:
+    """create_graph: the gradients by the one-pass form, whose own backward autograd can follow."""
+    x, output, numbers, mean, var, weight, bias, group_weight, group_bias, blend = saved
+    options = _Inputs(x, None, None, mean, var, *saved[5:10], *ctx.options)
+    channels = x.shape[1]
+    if mean is None and weight is not None:
+        start = 5 * x.shape[0] * channels
+        mean, var = numbers[start : start + channels], numbers[start + channels : start + 2 * channels]
+    estimates = None if options.from_batch or mean is None else Moments(mean, var)
+    parameters = [p for p in saved[5:9] if p is not None]
+    with torch.enable_grad():
+        if weight is None:
+            y = torch.group_norm(x, options.groups, group_weight, group_bias, options.eps)
+        else:
+            affine = (weight, bias, group_weight, group_bias)
+            y = batch_channel_norm(
+                x, estimates, *affine, groups=options.groups, eps=options.eps, blend=1.0 if blend is None else blend
+            )
+        if output is None:
+            y = y if ctx.has_residual else options.act(y)
+        elif options.activation == "relu":
+            grad = torch.where(output > 0, grad, 0.0)
+        else:
+            grad = torch.where(output > 0, grad, grad * options.slope)
+        grads = iter(torch.autograd.grad(y, [x, *parameters], grad, create_graph=True, allow_unused=True))
+    dx = next(grads)
+    each = [None if p is None else next(grads) for p in saved[5:9]]
+    return dx, grad if ctx.has_residual else None, None, None, None, *each, *(None,) * 6
+
+
+class _Normalize(torch.autograd.Function):
+    """`normalize` for eager code."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        outputs = normalize(*inputs)
+        _save(ctx, inputs, outputs)
+        ctx.mark_non_differentiable(outputs[1])
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        if grads[0] is None:
+            return (None,) * 15
+        return _gradients(ctx, grads[0], normalize_backward)
+
+
+def _operator_backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
+    # Through the operator: this runs while a graph is being made of it.
+    return _gradients(ctx, grad, torch.ops.micronorm.normalize_backward)
+
+
+_operator = torch.library.custom_op("micronorm::normalize", normalize, mutates_args=())
+_operator.register_fake(_fake)
+_operator.register_autograd(_operator_backward, setup_context=_save)
+torch.library.custom_op("micronorm::normalize_backward", normalize_backward, mutates_args=()).register_fake(
+    _fake_backward
+)
+torch.library.custom_op("micronorm::channel_moments", channel_moments, mutates_args=()).register_fake(
+    lambda x: x.new_empty((3, x.shape[0], x.shape[1]), dtype=compute_dtype(x.dtype))
+)
+
+
+# --- the functions a layer calls -------------------------------------------------------------------------------------
+
+
+def moments_by_kernel(x: Tensor) -> tuple[Tensor, Moments]:
+    """`channel_moments` of x and the same as float64 moments; no gradient, which the backward knows by itself."""
+    x = x.detach()
+    given = torch.ops.micronorm.channel_moments(x) if torch.compiler.is_compiling() else channel_moments(x)
+    pivot, residue, var = given.to(wide_dtype(x.device))
+    return given, Moments(pivot + residue, var)
+
+
+def batch_channel_norm_fused(
+    x: Tensor,
+    estimates: Moments | None,
+    weight: Tensor,
+    bias: Tensor,
+    group_weight: Tensor,
+    group_bias: Tensor,
+    *,
+    groups: int,
+    eps: float = 1e-5,
+    blend: Tensor | None = None,
+    activation: Activation = IDENTITY,
+    residual: Tensor | None = None,
+    moments: tuple[Tensor, Moments] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """act(BCN(x) + residual) by the kernels, and the numbers for the window; see `batch_channel_norm`.
+
+    `moments` are those of `moments_by_kernel`, where they are known already; `blend=None` stands for 1.
+    """
+    from_batch = estimates is None
+    if from_batch:
+        moments = moments_by_kernel(x) if moments is None else moments
+        estimates = Moments(*(s.squeeze(0) for s in batch_statistics(bounded(moments[1], x.dtype))))
+    assert estimates is not None
+    if residual is not None and not activation.knows_its_sign:
+        y, numbers = _call(
+            x,
+            None,
+            moments,
+            estimates,
+            (weight, bias, group_weight, group_bias),
+            blend,
+            groups,
+            eps,
+            IDENTITY,
+            from_batch,
+        )
+        return activation(y + residual), numbers
+    return _call(
+        x,
+        residual,
+        moments,
+        estimates,
+        (weight, bias, group_weight, group_bias),
+        blend,
+        groups,
+        eps,
+        activation,
+        from_batch,
+    )
+
+
+def group_norm_fused(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    groups: int,
+    eps: float = 1e-5,
+    activation: Activation = IDENTITY,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """act(GN(x) + residual) by the kernels; weight and bias hold C numbers each."""
+    if residual is not None and not activation.knows_its_sign:
+        return activation(group_norm_fused(x, weight, bias, groups=groups, eps=eps) + residual)
+    return _call(x, residual, None, None, (None, None, weight, bias), None, groups, eps, activation, False)[0]
+
+
+def _call(
+    x: Tensor,
+    residual: Tensor | None,
+    moments: tuple[Tensor, Moments] | None,
+    estimates: Moments | None,
+    affine: tuple[Tensor | None, ...],
+    blend: Tensor | None,
+    groups: int,
+    eps: float,
+    activation: Activation,
+    from_batch: bool,
+) -> tuple[Tensor, Tensor]:
+    given = None if moments is None else moments[0]
+    inputs = (
+        x,
+        residual,
+        given,
+        *(estimates or (None, None)),
+        *affine,
+        blend,
+        groups,
+        eps,
+        activation.kind or "",
+        activation.slope,
+        from_batch,
+    )
+    if torch.compiler.is_compiling():
+        return torch.ops.micronorm.normalize(*inputs)
+    return _Normalize.apply(*inputs)  # type: ignore[return-value]

@@ -1,0 +1,1 @@
+"""Batch-Channel Normalization, and group normalization with it, in Triton kernels."""

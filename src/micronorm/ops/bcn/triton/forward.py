@@ -1,0 +1,334 @@
+"""The forward: one kernel where a sample's groups fit on chip; moments, numbers and an elementwise pass where not.
+
+The legend of names is in pieces.py.
+"""
+
+# Called outside a kernel these raise, which is all that pyright sees of them.
+# pyright: reportGeneralTypeIssues=false
+
+import triton
+import triton.language as tl
+
+from micronorm.ops.bcn.triton.pieces import activate, place, split_mean, write_numbers
+
+
+@triton.jit
+def forward_whole(
+    x_ptr,
+    residual_ptr,
+    y_ptr,
+    numbers_ptr,
+    mean_ptr,
+    var_ptr,
+    weight_ptr,
+    bias_ptr,
+    group_weight_ptr,
+    group_bias_ptr,
+    blend_ptr,
+    samples,
+    channels,
+    space,
+    x_n,
+    x_c,
+    x_s,
+    r_n,
+    r_c,
+    r_s,
+    y_n,
+    y_c,
+    y_s,
+    EPS: tl.constexpr,
+    ESTIMATES: tl.constexpr,
+    AFFINE: tl.constexpr,
+    HAS_BLEND: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    SLOPE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    SPACE: tl.constexpr,
+    MAX: tl.constexpr,
+):
+    """The whole forward where a sample's groups fit on chip: x is read once."""
+    dtype: tl.constexpr = numbers_ptr.dtype.element_ty
+    WIDTH: tl.constexpr = GROUPS * SIZE
+    blocks = tl.cdiv(channels, WIDTH)
+    program = tl.program_id(0)
+    n = program // blocks
+    local = tl.arange(0, CHANNELS)
+    c = (program % blocks) * WIDTH + local
+    valid_c = (local < WIDTH) & (c < channels)
+    s = tl.arange(0, SPACE)
+    valid_cs = valid_c[:, None] & (s < space)[None, :]
+    x_ptr += n.to(tl.int64) * x_n
+    x_cs = tl.load(x_ptr + c[:, None] * x_c + s[None, :] * x_s, valid_cs, 0).to(dtype)
+    first_c = tl.load(x_ptr + c * x_c, valid_c, 0).to(dtype)
+
+    t_cs = tl.where(valid_cs, x_cs - first_c[:, None], 0.0)
+    mean_c = tl.sum(t_cs, 1) / space
+    d_cs = tl.where(valid_cs, t_cs - mean_c[:, None], 0.0)
+    raw_var_c = tl.sum(d_cs * d_cs, 1) / space
+    pivot_c, residue_c = split_mean(first_c, mean_c)
+    scale_c, offset_c = write_numbers(
+        numbers_ptr,
+        pivot_c,
+        residue_c,
+        raw_var_c,
+        mean_ptr,
+        var_ptr,
+        weight_ptr,
+        bias_ptr,
+        group_weight_ptr,
+        group_bias_ptr,
+        blend_ptr,
+        n,
+        c,
+        valid_c,
+        samples,
+        channels,
+        EPS,
+        ESTIMATES,
+        AFFINE,
+        HAS_BLEND,
+        GROUPS,
+        SIZE,
+        CHANNELS,
+        MAX,
+    )
+    u_cs = tl.fma(x_cs - pivot_c[:, None], scale_c[:, None], tl.broadcast_to(offset_c[:, None], [CHANNELS, SPACE]))
+    if HAS_RESIDUAL:
+        residual_ptr += n.to(tl.int64) * r_n
+        u_cs += tl.load(residual_ptr + c[:, None] * r_c + s[None, :] * r_s, valid_cs, 0).to(dtype)
+    y_ptr += n.to(tl.int64) * y_n
+    y_cs = activate(u_cs, ACTIVATION, SLOPE)
+    tl.store(y_ptr + c[:, None] * y_c + s[None, :] * y_s, y_cs.to(y_ptr.dtype.element_ty), valid_cs)
+
+
+@triton.jit
+def moments_part(
+    x_ptr,
+    parts_ptr,
+    samples,
+    channels,
+    space,
+    x_n,
+    x_c,
+    x_s,
+    pieces,
+    piece,
+    blocks,
+    CHANNELS_LAST: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    SPACE: tl.constexpr,
+):
+    """Mean, around the sample's first element, and sum of squared deviations of one piece of space.
+
+    The sums run around the mean of the piece's first tile: it is part of the data, so the mean of the whole cannot lie
+    further from it than a few deviations, and taking the square of that distance away at the end costs no digits.
+    """
+    dtype: tl.constexpr = parts_ptr.dtype.element_ty
+    n, p, b = place(tl.program_id(0), pieces, blocks, CHANNELS_LAST)
+    c = b * CHANNELS + tl.arange(0, CHANNELS)
+    valid_c = c < channels
+    x_ptr += n.to(tl.int64) * x_n
+    first_c = tl.load(x_ptr + c * x_c, valid_c, 0).to(dtype)
+    start = p * piece
+    end = tl.minimum(start + piece, space)
+    s = start + tl.arange(0, SPACE)
+    valid_cs = valid_c[:, None] & (s < end)[None, :]
+    x_cs = tl.load(x_ptr + c[:, None] * x_c + s[None, :] * x_s, valid_cs, 0).to(dtype)
+    t_cs = tl.where(valid_cs, x_cs - first_c[:, None], 0.0)
+    pivot_c = first_c + tl.sum(t_cs, 1) / tl.minimum(end - start, SPACE)
+    t_cs = tl.where(valid_cs, x_cs - pivot_c[:, None], 0.0)
+    sum_cs = t_cs
+    square_cs = t_cs * t_cs
+    for position in range(start + SPACE, end, SPACE):
+        s = position + tl.arange(0, SPACE)
+        valid_cs = valid_c[:, None] & (s < end)[None, :]
+        x_cs = tl.load(x_ptr + c[:, None] * x_c + s[None, :] * x_s, valid_cs, 0).to(dtype)
+        t_cs = tl.where(valid_cs, x_cs - pivot_c[:, None], 0.0)
+        sum_cs += t_cs
+        square_cs = tl.fma(t_cs, t_cs, square_cs)
+    rest_c = tl.sum(sum_cs, 1) / (end - start)
+    square_c = tl.maximum(tl.sum(square_cs, 1) - rest_c * rest_c * (end - start), 0.0, tl.PropagateNan.ALL)
+    at = (n * pieces + p) * channels + c
+    tl.store(parts_ptr + at, (pivot_c - first_c) + rest_c, valid_c)
+    tl.store(parts_ptr + samples * pieces * channels + at, square_c, valid_c)
+
+
+@triton.jit
+def _merged(x_ptr, parts_ptr, n, c, valid_c, samples, channels, space, x_n, x_c, pieces, piece, PIECES: tl.constexpr):
+    """The moments of a sample from those of its pieces."""
+    dtype: tl.constexpr = parts_ptr.dtype.element_ty
+    first_c = tl.load(x_ptr + n.to(tl.int64) * x_n + c * x_c, valid_c, 0).to(dtype)
+    p = tl.arange(0, PIECES)
+    valid_cp = valid_c[:, None] & (p < pieces)[None, :]
+    at_cp = (n * pieces + p)[None, :] * channels + c[:, None]
+    mean_cp = tl.load(parts_ptr + at_cp, valid_cp, 0)
+    square_cp = tl.load(parts_ptr + samples * pieces * channels + at_cp, valid_cp, 0)
+    count_p = tl.where(p < pieces, tl.minimum(space - p * piece, piece), 0).to(dtype)
+    mean_c = tl.sum(mean_cp * count_p[None, :], 1) / space
+    apart_cp = tl.where(valid_cp, mean_cp - mean_c[:, None], 0.0)
+    var_c = tl.sum(square_cp + apart_cp * apart_cp * count_p[None, :], 1) / space
+    pivot_c, residue_c = split_mean(first_c, mean_c)
+    return pivot_c, residue_c, var_c
+
+
+@triton.jit
+def moments_merge(
+    x_ptr,
+    parts_ptr,
+    numbers_ptr,
+    samples,
+    channels,
+    space,
+    x_n,
+    x_c,
+    pieces,
+    piece,
+    CHANNELS: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    """Pivot, residue and variance alone, for statistics that are made of them before the normalization."""
+    n = tl.program_id(0)
+    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    valid_c = c < channels
+    pivot_c, residue_c, var_c = _merged(
+        x_ptr, parts_ptr, n, c, valid_c, samples, channels, space, x_n, x_c, pieces, piece, PIECES
+    )
+    block = samples * channels
+    at = n * channels + c
+    tl.store(numbers_ptr + at, pivot_c, valid_c)
+    tl.store(numbers_ptr + block + at, residue_c, valid_c)
+    tl.store(numbers_ptr + 2 * block + at, var_c, valid_c)
+
+
+@triton.jit
+def forward_numbers(
+    x_ptr,
+    parts_ptr,
+    numbers_ptr,
+    mean_ptr,
+    var_ptr,
+    weight_ptr,
+    bias_ptr,
+    group_weight_ptr,
+    group_bias_ptr,
+    blend_ptr,
+    samples,
+    channels,
+    space,
+    x_n,
+    x_c,
+    pieces,
+    piece,
+    EPS: tl.constexpr,
+    ESTIMATES: tl.constexpr,
+    AFFINE: tl.constexpr,
+    HAS_BLEND: tl.constexpr,
+    HAS_PARTS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    PIECES: tl.constexpr,
+    MAX: tl.constexpr,
+):
+    """The N×C arithmetic of the forward, from the pieces' moments or from moments that lie in `numbers` already."""
+    WIDTH: tl.constexpr = GROUPS * SIZE
+    blocks = tl.cdiv(channels, WIDTH)
+    program = tl.program_id(0)
+    n = program // blocks
+    local = tl.arange(0, CHANNELS)
+    c = (program % blocks) * WIDTH + local
+    valid_c = (local < WIDTH) & (c < channels)
+    if HAS_PARTS:
+        pivot_c, residue_c, raw_var_c = _merged(
+            x_ptr, parts_ptr, n, c, valid_c, samples, channels, space, x_n, x_c, pieces, piece, PIECES
+        )
+    else:
+        block = samples * channels
+        at = n * channels + c
+        pivot_c = tl.load(numbers_ptr + at, valid_c, 0)
+        residue_c = tl.load(numbers_ptr + block + at, valid_c, 0)
+        raw_var_c = tl.load(numbers_ptr + 2 * block + at, valid_c, 0)
+    write_numbers(
+        numbers_ptr,
+        pivot_c,
+        residue_c,
+        raw_var_c,
+        mean_ptr,
+        var_ptr,
+        weight_ptr,
+        bias_ptr,
+        group_weight_ptr,
+        group_bias_ptr,
+        blend_ptr,
+        n,
+        c,
+        valid_c,
+        samples,
+        channels,
+        EPS,
+        ESTIMATES,
+        AFFINE,
+        HAS_BLEND,
+        GROUPS,
+        SIZE,
+        CHANNELS,
+        MAX,
+    )
+
+
+@triton.jit
+def forward_apply(
+    x_ptr,
+    residual_ptr,
+    y_ptr,
+    numbers_ptr,
+    samples,
+    channels,
+    space,
+    x_n,
+    x_c,
+    x_s,
+    r_n,
+    r_c,
+    r_s,
+    y_n,
+    y_c,
+    y_s,
+    pieces,
+    piece,
+    blocks,
+    ACTIVATION: tl.constexpr,
+    SLOPE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    SPACE: tl.constexpr,
+):
+    """y = act(scale·(x − pivot) + offset [+ residual]), element by element."""
+    dtype: tl.constexpr = numbers_ptr.dtype.element_ty
+    # From the end: what the pass before this one read last is still in the cache.
+    n, p, b = place(tl.num_programs(0) - 1 - tl.program_id(0), pieces, blocks, CHANNELS_LAST)
+    c = b * CHANNELS + tl.arange(0, CHANNELS)
+    valid_c = c < channels
+    block = samples * channels
+    at = n * channels + c
+    pivot_c = tl.load(numbers_ptr + at, valid_c, 0)
+    scale_c = tl.load(numbers_ptr + 3 * block + at, valid_c, 0)
+    offset_c = tl.load(numbers_ptr + 4 * block + at, valid_c, 0)
+    x_ptr += n.to(tl.int64) * x_n
+    residual_ptr += n.to(tl.int64) * r_n
+    y_ptr += n.to(tl.int64) * y_n
+    start = p * piece
+    for first in range(start, tl.minimum(start + piece, space), SPACE):
+        s = first + tl.arange(0, SPACE)
+        valid_cs = valid_c[:, None] & (s < space)[None, :]
+        x_cs = tl.load(x_ptr + c[:, None] * x_c + s[None, :] * x_s, valid_cs, 0).to(dtype)
+        u_cs = tl.fma(x_cs - pivot_c[:, None], scale_c[:, None], tl.broadcast_to(offset_c[:, None], [CHANNELS, SPACE]))
+        if HAS_RESIDUAL:
+            u_cs += tl.load(residual_ptr + c[:, None] * r_c + s[None, :] * r_s, valid_cs, 0).to(dtype)
+        y_cs = activate(u_cs, ACTIVATION, SLOPE)
+        tl.store(y_ptr + c[:, None] * y_c + s[None, :] * y_s, y_cs.to(y_ptr.dtype.element_ty), valid_cs)

@@ -1,0 +1,42 @@
+"""How tensors lie in memory, as kernels see it: N×C×S by three strides. Needs no triton."""
+
+import torch
+from torch import Tensor
+
+Strides = tuple[int, int, int]
+
+
+def strides_of(x: Tensor) -> Strides | None:
+    """The strides of x seen as N×C×S; None where its spatial axes cannot be seen as one."""
+    space_stride, extent = 1, 1
+    for size, stride in zip(reversed(x.shape[2:]), reversed(x.stride()[2:]), strict=True):
+        if size == 1:
+            continue
+        if extent == 1:
+            space_stride = stride
+        elif stride != space_stride * extent:
+            return None
+        extent *= size
+    return x.stride(0), x.stride(1), space_stride
+
+
+def laid_out(x: Tensor, like: Tensor | None = None) -> tuple[Tensor, Strides]:
+    """x, or a dense copy of it (in the memory format of `like`) where it cannot be read as N×C×S; and its strides."""
+    strides = strides_of(x)
+    if strides is None:
+        copy = torch.empty_like(x if like is None else like, dtype=x.dtype)
+        x = copy.copy_(x) if strides_of(copy) is not None else x.contiguous()
+        strides = strides_of(x)
+        assert strides is not None
+    return x, strides
+
+
+def output_like(x: Tensor) -> Tensor:
+    """An empty tensor for the result: dense, in the memory format of x where kernels can write that."""
+    y = torch.empty_like(x)
+    return y if strides_of(y) is not None else torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def numbers_size(samples: int, channels: int, groups: int) -> int:
+    """How many numbers a forward leaves; see pieces.py."""
+    return 5 * samples * channels + 2 * channels + samples * groups

@@ -1,0 +1,240 @@
+"""The launches of one layer at one size, made once and kept: a forward and a backward are lists of them."""
+
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from micronorm.ops.activation import Activation
+from micronorm.ops.bcn.triton import backward as bwd
+from micronorm.ops.bcn.triton import forward as fwd
+from micronorm.ops.bcn.triton import tiling
+from micronorm.ops.bcn.triton.gather import gather_window
+from micronorm.ops.bcn.triton.launch import Launch, processors
+from micronorm.ops.bcn.triton.layout import Strides
+
+_ACTIVATIONS = {None: 0, "relu": 1, "leaky_relu": 2, "silu": 3}
+_ESTIMATES = {"none": 0, "shared": 1, "per sample": 2, "kept": 3}
+_AFFINE = {"none": 0, "per group": 1, "per channel": 2}
+
+
+class Layer(NamedTuple):
+    """What is computed and on what: hashable, so that plans can be kept by it.
+
+    `dtypes` are those of the tensors besides x, which the compiled kernels depend on.
+    """
+
+    samples: int
+    channels: int
+    space: int
+    strides: Strides
+    dtype: torch.dtype
+    device: torch.device
+    groups: int
+    eps: float
+    activation: Activation
+    estimates: str
+    affine: str
+    dtypes: tuple[torch.dtype | None, ...]
+
+    @property
+    def shape(self) -> tiling.Shape:
+        """What the choice of tiles depends on."""
+        channels_last = self.strides[1] < self.strides[2] or self.space == 1
+        return tiling.Shape(
+            self.samples, self.channels, self.space, self.groups, self.dtype.itemsize, channels_last=channels_last
+        )
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """N, C and S."""
+        return self.samples, self.channels, self.space
+
+    @property
+    def compute(self) -> torch.dtype:
+        """The dtype of everything between loads and stores."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    @property
+    def parameters(self) -> tuple[int, int, int, int]:
+        """How many entries γ^b, β^b, γ^c and β^c have, those there are."""
+        before = 0 if self.estimates == "none" else self.channels
+        after = {"none": 0, "per group": self.groups, "per channel": self.channels}[self.affine]
+        return before, before, after, after
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What kernels that do the N×C arithmetic know when they are compiled."""
+        return {
+            "EPS": self.eps,
+            "ESTIMATES": _ESTIMATES[self.estimates],
+            "AFFINE": _AFFINE[self.affine],
+            "HAS_BLEND": self.dtypes[-1] is not None,
+            "SIZE": self.channels // self.groups,
+        }
+
+    @property
+    def gate(self) -> dict[str, Any]:
+        """What kernels with the activation know when they are compiled."""
+        return {"ACTIVATION": _ACTIVATIONS[self.activation.kind], "SLOPE": self.activation.slope}
+
+
+class Forward:
+    """The launches of a forward; those that a scheme does not need are never made."""
+
+    def __init__(self, layer: Layer, residual: Strides | None, output: Strides) -> None:
+        self.layer, self.residual, self.output = layer, residual, output
+        shape, count = layer.shape, processors(layer.device)
+        self.tile = tiling.whole(shape, count, limit=tiling.FORWARD_TILE)
+        self.moments = tiling.sweep(shape, count, kind=tiling.REDUCE)
+        self.numbers = tiling.numbers(shape, self.moments.pieces)
+        self.elementwise = tiling.sweep(shape, count, kind=tiling.ELEMENTWISE)
+        self.limit = {"MAX": torch.finfo(layer.compute).max}
+
+    @property
+    def parts(self) -> int:
+        """How many numbers the pieces give."""
+        return 2 * self.layer.samples * self.moments.pieces * self.layer.channels
+
+    @cached_property
+    def whole(self) -> Launch:
+        """x → y and the numbers, in one."""
+        tile = self.tile
+        assert tile is not None
+        constants = self.layer.constants | self.layer.gate | self.limit | {"HAS_RESIDUAL": self.residual is not None}
+        constants |= {"GROUPS": tile.groups, "CHANNELS": tile.channels, "SPACE": tile.space}
+        strides = (*self.layer.strides, *(self.residual or (0, 0, 0)), *self.output)
+        return Launch(fwd.forward_whole, (tile.programs,), (*self.layer.counts, *strides), constants, tile.warps)
+
+    @cached_property
+    def reduce(self) -> Launch:
+        """x → the moments of its pieces."""
+        tile, layer = self.moments, self.layer
+        scalars = (*layer.counts, *layer.strides, *tile.cut)
+        constants = tile.constants
+        return Launch(fwd.moments_part, (tile.programs,), scalars, constants, tile.warps)
+
+    @cached_property
+    def merge(self) -> Launch:
+        """The moments of the pieces → those of the samples, alone."""
+        tile, layer = self.moments, self.layer
+        channels = min(tiling.next_power(layer.channels), 32)
+        scalars = (*layer.counts, *layer.strides[:2], *tile.cut[:2])
+        constants = {"CHANNELS": channels, "PIECES": tiling.next_power(tile.pieces)}
+        return Launch(fwd.moments_merge, (layer.samples, -(-layer.channels // channels)), scalars, constants, 4)
+
+    def _terms(self, *, has_parts: bool) -> Launch:
+        tile, layer = self.numbers, self.layer
+        pieces = self.moments.pieces if has_parts else 1
+        constants = layer.constants | self.limit | {"HAS_PARTS": has_parts, "PIECES": tiling.next_power(pieces)}
+        constants |= {"GROUPS": tile.groups, "CHANNELS": tile.channels}
+        scalars = (*layer.counts, *layer.strides[:2], self.moments.pieces, self.moments.piece)
+        return Launch(fwd.forward_numbers, (tile.programs,), scalars, constants, 4)
+
+    @cached_property
+    def terms(self) -> Launch:
+        """The moments of the pieces → all numbers."""
+        return self._terms(has_parts=True)
+
+    @cached_property
+    def terms_of_given(self) -> Launch:
+        """Moments that lie in the buffer → all numbers."""
+        return self._terms(has_parts=False)
+
+    @cached_property
+    def apply(self) -> Launch:
+        """x and the numbers → y."""
+        tile, layer = self.elementwise, self.layer
+        strides = (*layer.strides, *(self.residual or (0, 0, 0)), *self.output)
+        constants = layer.gate | {"HAS_RESIDUAL": self.residual is not None}
+        constants |= tile.constants
+        scalars = (*layer.counts, *strides, *tile.cut)
+        return Launch(fwd.forward_apply, (tile.programs,), scalars, constants, tile.warps)
+
+
+class Backward:
+    """The launches of a backward; `gate` holds the strides of the output where that is what the activation knows."""
+
+    def __init__(self, layer: Layer, grad: Strides, gate: Strides | None, result: Strides, *, split: bool) -> None:
+        self.layer = layer
+        self.strides = (*layer.strides, *grad, *(gate or (0, 0, 0)))
+        self.result = result
+        self.has_residual = {"HAS_RESIDUAL": gate is not None}
+        shape, count = layer.shape, processors(layer.device)
+        self.tile = None if split else tiling.whole(shape, count, limit=tiling.BACKWARD_TILE)
+        self.sums = tiling.sweep(shape, count, kind=tiling.REDUCE)
+        self.numbers = tiling.numbers(shape, self.sums.pieces)
+        self.elementwise = tiling.sweep(shape, count, kind=tiling.ELEMENTWISE)
+
+    @property
+    def parts(self) -> int:
+        """How many numbers the pieces give."""
+        return 2 * self.layer.samples * self.sums.pieces * self.layer.channels
+
+    @property
+    def columns(self) -> int:
+        """How many numbers a sample gives to the gradients of the parameters."""
+        return sum(self.layer.parameters)
+
+    @cached_property
+    def whole(self) -> Launch:
+        """x and dy → dx and the samples' shares, in one."""
+        tile = self.tile
+        assert tile is not None
+        constants = self.layer.constants | self.layer.gate | self.has_residual
+        constants |= {"GROUPS": tile.groups, "CHANNELS": tile.channels, "SPACE": tile.space}
+        scalars = (*self.layer.counts, *self.strides, *self.result)
+        return Launch(bwd.backward_whole, (tile.programs,), scalars, constants, tile.warps)
+
+    @cached_property
+    def reduce(self) -> Launch:
+        """x and dy → the sums of the pieces."""
+        tile, layer = self.sums, self.layer
+        constants = layer.gate | self.has_residual | tile.constants
+        scalars = (*layer.counts, *self.strides, *tile.cut)
+        return Launch(bwd.backward_part, (tile.programs,), scalars, constants, tile.warps)
+
+    @cached_property
+    def terms(self) -> Launch:
+        """The sums of the pieces → slopes and the samples' shares."""
+        tile, layer = self.numbers, self.layer
+        constants = layer.constants | {"GROUPS": tile.groups, "CHANNELS": tile.channels}
+        constants |= {"PIECES": tiling.next_power(self.sums.pieces)}
+        return Launch(bwd.backward_numbers, (tile.programs,), (*layer.counts, self.sums.pieces), constants, 4)
+
+    @cached_property
+    def through_batch(self) -> Launch:
+        """The gradients of the parameters → what the batch's own moments add to the slopes."""
+        layer = self.layer
+        channels = min(tiling.next_power(layer.channels), 128)
+        grid = (layer.samples, -(-layer.channels // channels))
+        return Launch(bwd.backward_batch, grid, layer.counts, {"EPS": layer.eps, "CHANNELS": channels}, 4)
+
+    @cached_property
+    def apply(self) -> Launch:
+        """x, dy and the slopes → dx."""
+        tile, layer = self.elementwise, self.layer
+        constants = layer.gate | self.has_residual | tile.constants
+        scalars = (*layer.counts, *self.strides, *self.result, *tile.cut)
+        return Launch(bwd.backward_apply, (tile.programs,), scalars, constants, tile.warps)
+
+    @cached_property
+    def total(self) -> Launch:
+        """The samples' shares → the gradients of the parameters."""
+        samples = min(tiling.next_power(self.layer.samples), 32)
+        columns = 64
+        constants = {"SAMPLES": samples, "COLUMNS": columns}
+        return Launch(bwd.sum_samples, (-(-self.columns // columns),), (self.layer.samples, self.columns), constants, 4)
+
+
+@lru_cache(maxsize=1024)
+def gather_plan(samples: int, channels: int, space: int, groups: int, dtypes: tuple[torch.dtype, ...]) -> Launch:
+    """The numbers → the layer's window; `dtypes` are those of the tensors it is called with."""
+    width = min(tiling.next_power(channels), 32)
+    constants = {"SAMPLES": min(tiling.next_power(samples), 32), "CHANNELS": width}
+    constants |= {"FLAGS": min(tiling.next_power(samples * groups), 1024)}
+    return Launch(gather_window, (-(-channels // width),), (samples, channels, space, groups), constants, 4)
+
+
+forward_plan = lru_cache(maxsize=4096)(Forward)
+backward_plan = lru_cache(maxsize=4096)(Backward)
