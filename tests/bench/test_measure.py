@@ -115,3 +115,24 @@ def test_on_a_gpu_every_contestant_runs_by_both_routes(layout):
     assert {(row.method.key, row.route) for row in rows} == {(m.key, r) for m in methods for r in settings.routes}
     assert [(row.method.key, row.route, row.fault) for row in rows if row.fault] == []
     assert all(row.peak_bytes > 0 for row in rows)
+
+
+@pytest.mark.parametrize("large, passes", [(False, module.GRAPH_PASSES), (True, 1)])
+def test_short_passes_are_captured_many_in_a_graph_and_divided_by_their_number(monkeypatch, large, passes):
+    captured = []
+
+    def capture(one_pass, passes):
+        one_pass()
+        captured.append(passes)
+        return one_pass
+
+    monkeypatch.setattr(module, "warm_up", lambda one_pass: captured.append("warm"))
+    monkeypatch.setattr(module, "Captured", capture)
+    monkeypatch.setattr(module, "device_ms", lambda call, repeats=1: 0.5 if repeats == 1 else 8.0)
+    monkeypatch.setattr(module, "LARGE", 1 if large else 1e9)
+    settings = Settings(torch.device("cuda"), torch.float32, ("graph",), 2)
+    contestant = Contestant(BN, CASE, SETTINGS)
+    inputs = Inputs(CASE, "nchw", dtype=torch.float32, device=CPU)
+    timer = module._timer(contestant, "graph", inputs, settings)
+    assert captured == ["warm", passes]
+    assert timer() == 8.0 / passes

@@ -124,18 +124,22 @@ def repeats_for(milliseconds: float) -> int:
     return min(MOST_REPEATS, max(1, round(CHUNK_MS / max(milliseconds, 1e-6))))
 
 
-class Captured:
-    """Passes captured in one CUDA graph; a call replays them all."""
+def warm_up(one_pass: Callable[[], object], passes: int = 3) -> None:
+    """Run passes on a stream of their own, before a capture: the allocator, lazy libraries and autotuners settle."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(passes):
+            one_pass()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
 
-    def __init__(self, one_pass: Callable[[], object], passes: int) -> None:
+
+class Captured:
+    """Passes captured in one CUDA graph; a call replays them all. Call `warm_up` before."""
+
+    def __init__(self, one_pass: Callable[[], object], passes: int = 1) -> None:
         self.passes = passes
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):  # the allocator, lazy libraries, autotuners
-                one_pass()
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
         # Thread-local: NCCL's watchdog asks for events from a thread of its own meanwhile.
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
