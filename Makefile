@@ -58,8 +58,8 @@ test-slow: setup ## the tests over ten seconds
 test-gpu: setup ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
 
-bench: setup ## the CPU benchmark; prints, writes nothing
-	$(BIN)/python benchmarks/run.py
+bench: setup ## norm + ReLU beside its peers, on the GPU where there is one; prints, writes nothing
+	$(BIN)/micronorm bench
 
 sweep: setup ## plan and convert every architecture of timm and torchvision into results/sweep.csv (about 15 minutes)
 	$(BIN)/python benchmarks/sweep.py

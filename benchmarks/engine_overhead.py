@@ -24,10 +24,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from run import QUIET, Neighbours, cpu_model
 from torch import Tensor, nn
 
 import micronorm as mn
+from micronorm.bench.timing import QUIET, Neighbours
+from micronorm.engine.environment import environment
 from micronorm.engine.loop import train
 from micronorm.engine.optimization import SGD, Constant
 from micronorm.engine.settings import Execution, Settings
@@ -137,7 +138,7 @@ def measure(method: str, *, steps: int) -> dict[str, object]:
 
 def facts(args: argparse.Namespace) -> dict[str, object]:
     return {
-        "cpu": cpu_model(),
+        "cpu": environment()["cpu"]["model"],
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,

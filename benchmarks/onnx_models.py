@@ -17,10 +17,10 @@ from pathlib import Path
 import timm
 import torch
 import torchvision
-from run import cpu_model
 from torch import Tensor, nn
 
 import micronorm as mn
+from micronorm.engine import environment as machine
 
 SEED = 0
 PACKAGES = ("torch", "torchvision", "timm", "onnx", "onnxscript", "onnxruntime")
@@ -95,7 +95,7 @@ def measure(name: str) -> dict[str, object]:
 def environment(args: argparse.Namespace) -> dict[str, object]:
     models = "".join(f" --model '{name}'" for name in args.model or ())
     return {
-        "cpu": cpu_model(),
+        "cpu": machine.environment()["cpu"]["model"],
         "threads": args.threads,
         **{package: importlib.metadata.version(package) for package in PACKAGES},
         "python": platform.python_version(),

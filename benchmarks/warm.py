@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from run import cpu_model
 from torch import Tensor, nn
 
 import micronorm as mn
 from micronorm.data.digits import Labelled, read_digits
+from micronorm.engine import environment as machine
 from micronorm.recipes.networks import build_network
 
 TRAIN_IMAGES = 1000  # of the 1,297; the others validate
@@ -239,7 +239,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.out is None:
         return
     environment = {
-        "cpu": cpu_model(),
+        "cpu": machine.environment()["cpu"]["model"],
         "threads": 1,
         "torch": torch.__version__,
         "python": platform.python_version(),

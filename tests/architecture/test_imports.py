@@ -38,6 +38,8 @@ ALLOWED: Mapping[str, frozenset[str] | None] = {
     "diagnostics": frozenset({"ops", "nn", "surgery"}),
     "records": frozenset(),
     "report": frozenset({"records"}),
+    # what it times (nn), what it compares with (ops), and what an optimizer's step would do between two rounds (commit)
+    "bench": frozenset({"ops", "nn", "commit"}),
     # ops and nn for what is keyed by sample (order, dropout) and for weights computed once per step
     "engine": frozenset({"ops", "nn", "surgery", "commit", "records"}),
     "data": frozenset({"ops"}),  # keyed random numbers, for augmentation
@@ -195,6 +197,7 @@ def fresh_import() -> dict:
         "onnxscript",
         "onnxruntime",
         "tensorboard",
+        "matplotlib",
     ],
 )
 def test_importing_micronorm_does_not_load(fresh_import, heavy):

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 import micronorm
-from micronorm.cli import check, demo, doctor, fold, plan, reproduce, train
+from micronorm.cli import bench, check, demo, doctor, fold, plan, reproduce, train
 
 app = typer.Typer(
     name="micronorm",
@@ -20,6 +20,7 @@ app.command()(reproduce.reproduce)
 app.command()(check.check)
 app.command()(plan.plan)
 app.command()(fold.fold)
+app.command()(bench.bench)
 app.command()(doctor.doctor)
 
 

@@ -41,6 +41,7 @@ EXTRAS = (
     Extra(("torchvision",), "ImageNet's networks and folders, CIFAR's download", "pip install torchvision"),
     Extra(("timm",), "timm's models by name", "pip install timm"),
     Extra(("onnx", "onnxruntime", "onnxscript"), "export to ONNX", "pip install 'micronorm[onnx]'"),
+    Extra(("matplotlib",), "plots of micronorm bench", "pip install 'micronorm[plot]'"),
     Extra(("tensorboard",), "events of a run", "pip install 'micronorm[tensorboard]'"),
     Extra(("lightning",), "Lightning's loop", "pip install 'micronorm[lightning]'"),
     Extra(("accelerate",), "Accelerate's loop", "pip install 'micronorm[accelerate]'"),

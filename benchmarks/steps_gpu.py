@@ -1,0 +1,474 @@
+"""Whole training steps on one GPU: BatchNorm against BCN + WS, time and peak memory; and one image at a time.
+
+    python benchmarks/steps_gpu.py --out benchmarks/results/steps_gpu.csv
+    python benchmarks/steps_gpu.py --tiny --device cpu          # the same logic in seconds, without graphs
+
+A step is forward, cross entropy, backward and SGD with momentum, in bfloat16 autocast and channels_last, on random
+images; the learning rate is a tensor on the device, as a captured step with a schedule has it. cuDNN searches for its
+fastest algorithms. Methods take turns, round by round. BatchNorm's baseline is its best of eager, captured, compiled,
+and both. Compiling takes long, so it comes last, workload by workload, as long as `--budget` seconds last.
+
+Peak memory is the allocator's: the most that was allocated at once during a step, less what was before the method was
+built, so with parameters, gradients and momenta. Of a captured step it is read during the capture, which allocates what
+every replay then uses. Ratios of memory compare methods by the same route.
+"""
+
+import argparse
+import contextlib
+import csv
+import gc
+import importlib.metadata
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from engine_gpu import build as build_cifar
+from torch import nn
+
+import micronorm as mn
+from micronorm.bench.timing import Captured, device_ms, host_ms, repeats_for, spread, warm_up
+from micronorm.engine.environment import environment
+from micronorm.nn.sharing import SharedWeights
+
+CLASSES = {"resnet50": 1000, "resnet18": 1000}
+CHUNK = 50  # times `repeats_for`'s 2 ms: how long one round of one method takes
+LITERAL_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Workload:
+    network: str
+    samples: int
+    size: tuple[int, int]
+    time_target: float | None = None
+    memory_target: float | None = None
+    recompute_target: float | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.network}-{self.samples}x{self.size[0]}x{self.size[1]}"
+
+    @property
+    def is_cifar(self) -> bool:
+        return self.network.startswith("cifar")
+
+
+WORKLOADS = (
+    Workload("resnet50", 64, (224, 224), 0.9, 1.0, 0.75),
+    Workload("resnet50", 2, (800, 1344), 0.9),
+    Workload("resnet50", 1, (224, 224), 1.1),
+    Workload("cifar-resnet110", 128, (32, 32), 1.0),
+)
+TINY = (Workload("resnet18", 2, (64, 64), 0.9, 1.0, 0.75), Workload("cifar-resnet20", 4, (16, 16), 1.0))
+
+
+@dataclass(frozen=True)
+class Method:
+    name: str
+    is_ours: bool = False
+    shares: bool = False
+    recomputes: bool = False
+    compiled: bool = False
+
+
+BN = Method("BN")
+BN_COMPILED = Method("BN compiled", compiled=True)
+PLAIN = Method("BCN+WS", is_ours=True)
+SHARED = Method("BCN+WS shared", is_ours=True, shares=True)
+
+
+def chosen_methods(weights: str) -> list[Method]:
+    """Ours by `--weights`, each with recomputation too where this micronorm has it."""
+    ours = {"plain": [PLAIN], "shared": [SHARED], "both": [PLAIN, SHARED]}[weights]
+    if hasattr(mn, "recompute"):
+        ours += [Method(f"{m.name} recompute", is_ours=True, shares=m.shares, recomputes=True) for m in ours]
+    else:
+        print("this micronorm has no mn.recompute: its rows are left out", flush=True)
+    return [BN, *ours]
+
+
+@dataclass
+class Row:
+    workload: Workload
+    method: Method
+    route: str
+    what: str = "step"
+    ms: tuple[float, float, float] | None = None
+    img_per_s: float | None = None
+    peak: int | None = None
+    reserved: int | None = None
+    loss: float | None = None
+    fault: str = ""
+    ratios: dict[str, float] = field(default_factory=dict)
+    bn_best: str = ""
+
+
+class TrainingStep:
+    """A model, its optimizer and a batch; a call takes one step."""
+
+    def __init__(self, workload: Workload, method: Method, device: torch.device) -> None:
+        self.workload, self.method, self.device = workload, method, device
+        self.held = _memory(device)
+        torch.manual_seed(0)
+        model = build_model(workload, method).to(device).train()
+        self.model: nn.Module = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.handle: Any = mn.recompute(self.model) if method.recomputes else None  # type: ignore[attr-defined]
+        self.weights = SharedWeights(self.model) if method.shares else None
+        self.call: Callable[..., torch.Tensor] = (
+            torch.compile(self.model, dynamic=False) if method.compiled else self.model
+        )
+        on_gpu = device.type == "cuda"
+        rate: Any = torch.tensor(0.01, device=device) if on_gpu else 0.01
+        self.optimizer = torch.optim.SGD(
+            self.model.parameters(), lr=rate, momentum=0.9, weight_decay=1e-4, fused=on_gpu
+        )
+        images = torch.randn(workload.samples, 3, *workload.size, device=device)
+        self.images = images.contiguous(memory_format=torch.channels_last)
+        self.labels = torch.randint(10, (workload.samples,), device=device)
+        self.loss = torch.zeros((), device=device)
+
+    def __call__(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        with self._shared():
+            self.loss.copy_(self.backward(self.images, self.labels))
+        self.optimizer.step()
+
+    def _shared(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.weights is None else self.weights.shared()
+
+    def backward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Forward and backward; the gradients are those of the step's mean loss, whatever part of it this is."""
+        with torch.autocast(self.device.type, dtype=torch.bfloat16):
+            loss = F.cross_entropy(self.call(images), labels, reduction="sum") / self.workload.samples
+        loss.backward()
+        return loss.detach()
+
+    def literal(self) -> None:
+        """The same step one image at a time: as many forwards and backwards as there are samples."""
+        self.optimizer.zero_grad(set_to_none=True)
+        with self._shared():
+            for image, label in zip(self.images.split(1), self.labels.split(1), strict=True):
+                self.backward(image, label)
+        self.optimizer.step()
+
+
+def build_model(workload: Workload, method: Method) -> nn.Module:
+    if workload.is_cifar:
+        return build_cifar("BCN+WS step" if method.is_ours else "BN", workload.network)
+    import torchvision
+
+    model = torchvision.models.get_model(workload.network, weights=None, num_classes=CLASSES[workload.network])
+    return mn.convert(model) if method.is_ours else model
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+class Timed:
+    """One method by one route, ready to be timed, with the peak of its memory."""
+
+    def __init__(
+        self, workload: Workload, method: Method, route: str, device: torch.device, step: TrainingStep | None = None
+    ) -> None:
+        self.row = Row(workload, method, route)
+        self.device = device
+        self.taken: list[float] = []
+        try:
+            self.step = TrainingStep(workload, method, device) if step is None else step
+            self._prepare(route, self.step.held)
+        except Exception as error:  # one method's failure leaves the others their figures
+            self.row.fault = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+    def _prepare(self, route: str, held: tuple[int, int]) -> None:
+        call: Callable[[], object] = self.step
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            warm_up(self.step)
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        if route == "graph":
+            self.step.optimizer.zero_grad(set_to_none=True)
+            call = Captured(self.step)
+        else:
+            self.step()
+        if on_gpu:
+            torch.cuda.synchronize()
+            self.row.peak = torch.cuda.max_memory_allocated() - held[0]
+            self.row.reserved = torch.cuda.max_memory_reserved() - held[1]
+        clock = device_ms if on_gpu else host_ms
+        one = min(clock(call) for _ in range(2))
+        repeats = min(50, max(1, repeats_for(one / CHUNK)))
+        self.timer = lambda: clock(call, repeats)
+
+    def finish(self) -> Row:
+        if not self.row.fault:
+            found = spread(self.taken)
+            self.row.ms = (found.q25, found.median, found.q75)
+            self.row.img_per_s = 1e3 * self.row.workload.samples / found.median
+            self.row.loss = float(self.step.loss)
+            if self.row.loss != self.row.loss:
+                self.row.fault = "the loss is not a number"
+        return self.row
+
+
+def _memory(device: torch.device) -> tuple[int, int]:
+    if device.type != "cuda":
+        return 0, 0
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
+
+def measure(
+    workload: Workload,
+    methods: Sequence[Method],
+    route: str,
+    device: torch.device,
+    rounds: int,
+    *,
+    step: TrainingStep | None = None,
+) -> Iterator[Row]:
+    """All methods by one route, in turn; routes one after the other, since every model alive costs each step a look.
+
+    A `step` that is there already, one method's, is taken in place of a new one: compiled code is made once.
+    """
+    every = [Timed(workload, method, route, device, step) for method in methods]
+    sound = [timed for timed in every if not timed.row.fault]
+    for _ in range(rounds):
+        for timed in sound:
+            timed.taken.append(timed.timer())
+    for timed in every:
+        yield timed.finish()
+        handle = None if timed.row.fault else timed.step.handle
+        if handle is not None and hasattr(handle, "report"):
+            print(f"recompute: {' '.join(str(handle.report()).split())[:300]}", flush=True)
+
+
+def literal(workload: Workload, method: Method, routes: Sequence[str], device: torch.device) -> Iterator[Row]:
+    """One image per forward and backward, the step of `workload.samples` of them: from Python, and by replays."""
+    clock = device_ms if device.type == "cuda" else host_ms
+    for route in routes:
+        row = Row(workload, method, route, what="literal")
+        try:
+            step = TrainingStep(workload, method, device)
+            call = _replayed_literal(step) if route == "graph" else step.literal
+            call()
+            taken = [clock(call) for _ in range(LITERAL_STEPS)]
+            row.ms = (min(taken), sum(taken) / len(taken), max(taken))
+            row.img_per_s = 1e3 * workload.samples / row.ms[1]
+        except Exception as error:
+            row.fault = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        yield row
+
+
+def _replayed_literal(step: TrainingStep) -> Callable[[], None]:
+    """A graph of one image's pass, replayed for each; it adds to the gradients, which the update clears."""
+    image, label = step.images[:1].clone(), step.labels[:1].clone()
+    warm_up(step.literal, 1)  # momenta, and gradients to add to
+    one_image = Captured(lambda: step.backward(image, label))
+    update = Captured(lambda: (step.optimizer.step(), step.optimizer.zero_grad(set_to_none=False)))
+
+    def call() -> None:
+        for k in range(step.workload.samples):
+            image.copy_(step.images[k : k + 1])
+            label.copy_(step.labels[k : k + 1])
+            one_image()
+        update()
+
+    return call
+
+
+# --- ratios, and what is printed and written --------------------------------------------------------------------------
+
+
+def compare(rows: Sequence[Row]) -> None:
+    """Ratios within one workload: time to BatchNorm's best, time and peak to BatchNorm by the same route."""
+    steps = [row for row in rows if row.what == "step" and row.ms is not None]
+    bn = [row for row in steps if not row.method.is_ours]
+    best = min(bn, key=_median, default=None)
+    for row in steps:
+        same = next((r for r in bn if r.method == BN and r.route == row.route), None)
+        row.ratios = {}
+        if best is not None:
+            row.ratios["to_bn_best"] = _median(row) / _median(best)
+            row.bn_best = f"{best.method.name}, {best.route}"
+        if same is not None:
+            row.ratios["to_bn"] = _median(row) / _median(same)
+            if row.peak and same.peak:
+                row.ratios["peak_to_bn"] = row.peak / same.peak
+    batched = [row for row in steps if row.method.is_ours and not row.method.recomputes]
+    for row in rows:
+        if row.what == "literal" and row.ms is not None and batched:
+            row.ratios = {"batched_over_literal": _median(row) / min(map(_median, batched))}
+
+
+def _median(row: Row) -> float:
+    assert row.ms is not None
+    return row.ms[1]
+
+
+def line(row: Row) -> str:
+    what = f"{row.workload.name:<26}{row.what:<9}{row.method.name:<26}{row.route:<7}"
+    if row.ms is None or row.fault:
+        return f"{what}{row.fault}"
+    q25, median, q75 = row.ms
+    peak = "" if row.peak is None else f"  peak {row.peak / 1e6:,.0f} MB"
+    ratios = "".join(f"  {name} {value:.3f}" for name, value in row.ratios.items())
+    return f"{what}{median:>10.3f} ms ({q25:.3f} to {q75:.3f}) {row.img_per_s:>9.1f} img/s{peak}{ratios}"
+
+
+def verdicts(rows: Sequence[Row], workload: Workload) -> list[str]:
+    """What the captured steps of ours say of the targets; eager ones where nothing was captured."""
+    route = "graph" if any(row.route == "graph" for row in rows) else "eager"
+    lines = []
+    for row in rows:
+        if not row.method.is_ours or row.what != "step" or row.route != route:
+            continue
+        peak_target = workload.recompute_target if row.method.recomputes else workload.memory_target
+        for name, most in (("to_bn_best", workload.time_target), ("peak_to_bn", peak_target)):
+            value = row.ratios.get(name)
+            if most is not None and value is not None:
+                word = "met" if value <= most else "missed"
+                lines.append(
+                    f"{workload.name}, {row.method.name}, {route}: {name} {value:.3f}, target {most:g}: {word}"
+                )
+    return lines
+
+
+def record(row: Row) -> dict[str, object]:
+    q25, median, q75 = row.ms or (None, None, None)
+    ratios = ("to_bn_best", "to_bn", "peak_to_bn", "batched_over_literal")
+
+    def number(value: float | None, digits: int = 3) -> str:
+        return "" if value is None else f"{value:.{digits}f}"
+
+    return {
+        "what": row.what,
+        "network": row.workload.network,
+        "samples": row.workload.samples,
+        "size": "x".join(map(str, row.workload.size)),
+        "dtype": "bfloat16",
+        "layout": "nhwc",
+        "method": row.method.name,
+        "route": row.route,
+        "ms": number(median),
+        "q25_ms": number(q25),
+        "q75_ms": number(q75),
+        "img_per_s": number(row.img_per_s, 1),
+        **{name: number(row.ratios.get(name), 4) for name in ratios},
+        "bn_best": row.bn_best,
+        "peak_mb": number(None if row.peak is None else row.peak / 1e6, 1),
+        "reserved_mb": number(None if row.reserved is None else row.reserved / 1e6, 1),
+        "loss": number(row.loss),
+        "fault": row.fault,
+    }
+
+
+def facts(device: torch.device) -> dict[str, object]:
+    found = environment()
+    gpu = found["gpu"] if device.type == "cuda" else None
+    triton = importlib.metadata.version("triton") if gpu else ""
+    return {
+        "gpu": gpu["name"] if gpu else "",
+        "cpu": found["cpu"]["model"],
+        "torch": found["torch"],
+        "torchvision": importlib.metadata.version("torchvision"),
+        "triton": triton,
+        "cuda": gpu["cuda"] if gpu else "",
+        "cudnn": gpu["cudnn"] if gpu else "",
+        "micronorm": found["micronorm"],
+        "date": found["date"],
+        "revision": found["revision"] or "",
+        "command": shlex.join(["python", "benchmarks/steps_gpu.py", *_without_out(sys.argv[1:])]),
+    }
+
+
+def _without_out(arguments: Sequence[str]) -> list[str]:
+    """The arguments without --out, which names a path."""
+    kept, skip = [], False
+    for argument in arguments:
+        if not skip and argument != "--out" and not argument.startswith("--out="):
+            kept.append(argument)
+        skip = argument == "--out"
+    return kept
+
+
+def write(rows: Sequence[Row], path: Path, known: dict[str, object]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    records = [{**record(row), **known} for row in rows]
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(records[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(records)
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [workload.name for workload in (*WORKLOADS, *TINY)]
+    parser.add_argument("--workload", nargs="+", choices=names, metavar="NAME", help=f"of {', '.join(names)}")
+    parser.add_argument("--weights", choices=("plain", "shared", "both"), default="both", help="how WS is computed")
+    parser.add_argument("--route", nargs="+", choices=("graph", "eager"), default=["graph", "eager"])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--no-compile", action="store_true", help="leave BatchNorm's compiled forms out")
+    parser.add_argument("--no-literal", action="store_true", help="leave out one image at a time")
+    parser.add_argument("--budget", type=float, default=200.0, help="seconds after which nothing more is compiled")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="small networks and images, to try the script")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(argv)
+    if options.device == "cpu":
+        options.route = ["eager"]
+    elif not torch.cuda.is_available():
+        parser.error("torch finds no CUDA device; --device cpu --tiny tries the script without one")
+    if options.rounds < 2:
+        parser.error(f"--rounds must be at least 2 for quartiles, got {options.rounds}")
+    return options
+
+
+def main() -> None:
+    options = parse_arguments()
+    device = torch.device(options.device)
+    torch.backends.cudnn.benchmark = True
+    started = time.perf_counter()
+    workloads = [w for w in (TINY if options.tiny else WORKLOADS) if not options.workload or w.name in options.workload]
+    rows: dict[Workload, list[Row]] = {workload: [] for workload in workloads}
+
+    def take(workload: Workload, found: Iterator[Row]) -> None:
+        new = list(found)
+        rows[workload] += new
+        compare(rows[workload])
+        print("\n".join(map(line, new)), flush=True)
+        if options.out is not None:
+            write([row for members in rows.values() for row in members], options.out, facts(device))
+
+    methods = chosen_methods(options.weights)
+    for workload in workloads:
+        for route in options.route:
+            take(workload, measure(workload, methods, route, device, options.rounds))
+    if workloads and not options.no_literal:
+        take(workloads[0], literal(workloads[0], methods[1], options.route, device))
+    for workload in () if options.no_compile else workloads:
+        if time.perf_counter() - started > options.budget:
+            print(f"{workload.name}: not compiled, {options.budget:.0f} s are over", flush=True)
+            continue
+        torch.compiler.reset()
+        step = TrainingStep(workload, BN_COMPILED, device)
+        for route in options.route:
+            take(workload, measure(workload, [BN_COMPILED], route, device, options.rounds, step=step))
+        del step
+    print()
+    for workload, members in rows.items():
+        print("\n".join([*map(line, members), *verdicts(members, workload)]))
+    print(f"{time.perf_counter() - started:.0f} s")
+    if any(row.fault and row.method.is_ours for members in rows.values() for row in members):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""Clocks: the host's, the device's between two events, and captured graphs; and what a copy takes."""
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from micronorm.bench.cases import Case, lay_out
+
+FOOTPRINT = 120e6
+"""Bytes of input over which the timed passes of a large case rotate: more than twice a large GPU's L2 cache."""
+
+LARGE = 64e6
+"""Bytes of input and gradient together from which a case rotates. Below, a training step would find them in the cache,
+where the layer before has just written them; there one pair of tensors is used again and again."""
+
+CHUNK_MS = 2.0  # between two events, which cost microseconds themselves
+MOST_REPEATS = 100
+GRAPH_PASSES = 20  # forward-backward passes captured in one graph, where a pass is short
+
+QUIET = 0.1
+"""Cores busy elsewhere, up to which the times of a CPU are worth keeping."""
+
+PASSES_AT_LEAST = 5
+"""Over memory, forward and backward: 1 read and 1 write, then 2 reads and 1 write."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and quartiles, in milliseconds."""
+
+    q25: float
+    median: float
+    q75: float
+
+
+def spread(milliseconds: Sequence[float]) -> Spread:
+    """The quartiles of two values or more.
+
+    Example:
+        >>> spread([1.0, 2.0, 3.0, 4.0, 5.0])
+        Spread(q25=2.0, median=3.0, q75=4.0)
+    """
+    return Spread(*statistics.quantiles(milliseconds, n=4, method="inclusive"))
+
+
+def floor_ms(elements: int, itemsize: int, bandwidth: float) -> float:
+    """What the least traffic of a forward and backward would take at a bandwidth in bytes per second.
+
+    Example:
+        >>> floor_ms(10**9, 2, 4e12)
+        2.5
+    """
+    return 1e3 * PASSES_AT_LEAST * elements * itemsize / bandwidth
+
+
+def input_sets(case: Case, itemsize: int) -> int:
+    """Over how many pairs of input and gradient the passes rotate.
+
+    Example:
+        >>> [input_sets(Case(shape, ""), 2) for shape in ((64, 64, 112, 112), (64, 512, 28, 28), (16, 256, 56, 56))]
+        [1, 2, 1]
+    """
+    pair = 2 * case.elements * itemsize
+    return max(1, -(-int(FOOTPRINT) // pair)) if pair >= LARGE else 1
+
+
+class Inputs:
+    """Pairs of input and gradient in a layout, standard normal, handed out in turn."""
+
+    def __init__(self, case: Case, layout: str, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> None:
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def draw() -> torch.Tensor:
+            return lay_out(torch.randn(case.shape, device=device, generator=generator).to(dtype), layout)
+
+        sets = input_sets(case, dtype.itemsize) if device.type == "cuda" else 1
+        self.pairs = [(draw().requires_grad_(), draw()) for _ in range(sets)]
+        self._turn = 0
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def next(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The pair whose turn it is."""
+        self._turn = (self._turn + 1) % len(self.pairs)
+        return self.pairs[self._turn]
+
+
+def host_ms(call: Callable[[], object], repeats: int = 1) -> float:
+    """Milliseconds of one call by the host's clock."""
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return 1e3 * (time.perf_counter() - start) / repeats
+
+
+def device_ms(call: Callable[[], object], repeats: int = 1) -> float:
+    """Milliseconds of one call by the device's clock: from an event before the first to one after the last.
+
+    The device waits for the host where the host is slower: in eager mode that is what a step would wait for too.
+    """
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(repeats):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / repeats
+
+
+def repeats_for(milliseconds: float) -> int:
+    """How many calls fill the time between two events.
+
+    Example:
+        >>> repeats_for(0.1), repeats_for(30.0)
+        (20, 1)
+    """
+    return min(MOST_REPEATS, max(1, round(CHUNK_MS / max(milliseconds, 1e-6))))
+
+
+def warm_up(one_pass: Callable[[], object], passes: int = 3) -> None:
+    """Run passes on a stream of their own, before a capture: the allocator, lazy libraries and autotuners settle."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(passes):
+            one_pass()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+
+
+class Captured:
+    """Passes captured in one CUDA graph; a call replays them all. Call `warm_up` before."""
+
+    def __init__(self, one_pass: Callable[[], object], passes: int = 1) -> None:
+        self.passes = passes
+        self.graph = torch.cuda.CUDAGraph()
+        # Thread-local: NCCL's watchdog asks for events from a thread of its own meanwhile.
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            for _ in range(passes):
+                one_pass()
+
+    def __call__(self) -> None:
+        """Replay."""
+        self.graph.replay()
+
+
+def copy_bandwidth(device: torch.device, *, size: int = 2**30, rounds: int = 20) -> float:
+    """Bytes per second of a copy on a device: those read and those written. The median of some rounds."""
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    clock = device_ms if device.type == "cuda" else host_ms
+    for _ in range(3):
+        target.copy_(source)
+    taken = statistics.median(clock(lambda: target.copy_(source)) for _ in range(rounds))
+    return 2 * size / (1e-3 * taken)
+
+
+def busy_seconds() -> float | None:
+    """CPU time all processes of this machine have used, summed over its cores; None where the kernel does not tell."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return None
+    user, nice, system, _idle, _iowait, *interrupts = map(int, stat.read_text().splitlines()[0].split()[1:8])
+    return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
+
+
+class Neighbours:
+    """How many cores other processes kept busy since this was made: above a tenth or so the times mean little."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self.machine, self.own = busy_seconds(), time.process_time()
+
+    def cores(self) -> float | None:
+        """Cores, on average; None where the kernel does not tell."""
+        machine = busy_seconds()
+        if machine is None or self.machine is None:
+            return None
+        others = (machine - self.machine) - (time.process_time() - self.own)
+        return max(0.0, others / (time.perf_counter() - self.started))

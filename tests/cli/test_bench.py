@@ -1,0 +1,135 @@
+"""`micronorm bench`: what it prints and writes, what it leaves out, and what exit code says what."""
+
+import csv
+from functools import partial
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from micronorm.bench.cases import CASES, Case
+from micronorm.bench.peers import METHODS, ON_CPU
+from micronorm.cli import app, bench
+from micronorm.nn import bcn
+
+TINY = ["--case", "2x8x6x6", "--rounds", "2"]
+FEW = ["--method", "bcn-step", "--method", "bn"]
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    """The CPU alone, so that the tests see the same everywhere."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, ["bench", *arguments])
+
+
+def read(path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_every_method_is_measured_in_both_layouts_and_written(tmp_path):
+    out = tmp_path / "new" / "tiny.csv"
+    result = run(*TINY, "--case", "6x4", "--threads", "1", "--out", str(out))
+    assert result.exit_code == 0, result.output
+    rows = read(out)
+    got = {(r["shape"], r["layout"], r["method"], r["mode"]) for r in rows}
+    assert got == {(s, lay, m.name, m.mode) for s in ("2x8x6x6", "6x4") for lay in ("nhwc", "nchw") for m in ON_CPU}
+    assert len(rows) == len(got)
+    printed = [line for line in result.stdout.splitlines() if line.startswith(("BCN", "BN", "GN"))]
+    assert len(printed) == len(rows)
+
+
+def test_a_row_tells_how_to_repeat_it_and_not_whose_machine_it_was(tmp_path):
+    out = tmp_path / "tiny.csv"
+    assert run(*TINY, *FEW, "--layout", "nhwc", "--dtype", "bfloat16", "--out", str(out)).exit_code == 0
+    for row in read(out):
+        assert row["command"] == (
+            "micronorm bench --case 2x8x6x6 --layout nhwc --method bcn-step --method bn --dtype bfloat16 --rounds 2"
+        )
+        assert all(row[name] for name in ("cpu", "threads", "torch", "micronorm", "python", "date", "groups"))
+        assert (row["gpu"], row["dtype"]) == ("", "bfloat16")
+        assert row["date"].endswith("+00:00")
+        assert str(tmp_path) not in "".join(row.values())
+
+
+def test_without_a_gpu_it_says_what_it_skipped_and_measures_the_cpu_s_shapes(monkeypatch):
+    monkeypatch.setitem(CASES, "cpu", (Case((2, 4, 3, 3), "tiny", "cpu"),))
+    result = run(*FEW, "--rounds", "2")
+    assert result.exit_code == 0
+    assert "No CUDA device: skipped the GPU's shapes (large: 2x256x200x336" in result.stdout
+    assert "small: 1x64x200x336" in result.stdout
+    assert "the route by CUDA graph" in result.stdout
+    assert "the contestants bn-compiled, sync-bn, bn-gn-compiled" in result.stdout
+    assert "2x4x3x3, 1 groups: tiny" in result.stdout
+
+
+def test_where_a_shape_was_asked_for_nothing_was_skipped():
+    assert "skipped" not in run(*TINY, *FEW).stdout
+
+
+def test_a_wrong_contestant_prints_its_error_gets_no_figure_and_ends_with_1(monkeypatch, tmp_path):
+    right = bcn.batch_channel_norm
+    monkeypatch.setattr(bcn, "batch_channel_norm", lambda *args, **options: right(*args, **options) * 1.001)
+    out = tmp_path / "tiny.csv"
+    result = run(*TINY, *FEW, "--layout", "nchw", "--out", str(out))
+    assert result.exit_code == 1
+    assert result.stderr == "micronorm bench: no figure for bcn-step at 2x8x6x6: see its rows\n"
+    ours, bn = read(out)
+    assert ours["median_ms"] == ""
+    assert ours["fault"].startswith("wrong: output is 1.0")
+    assert ours["fault"] in result.stdout
+    assert float(bn["median_ms"]) > 0
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--case", "large"], "the cases 'large' are for a GPU"),
+        (["--case", "2x8x0"], "two to five positive sizes as in 16x64x56x56"),
+        (["--layout", "nwhc"], "--layout must be nhwc or nchw, got 'nwhc'"),
+        (["--method", "bn2"], "no method 'bn2'; there are bcn-step"),
+        (["--route", "graph"], "--route must be eager, got 'graph'; CUDA graphs need a GPU"),
+        (["--dtype", "float8"], "--dtype must be one of bfloat16, float16, float32, got 'float8'"),
+        (["--rounds", "1"], "--rounds must be at least 2 for quartiles, got 1"),
+        (["--threads", "0"], "--threads must be positive, got 0"),
+        (["--device", "cuda"], "finds no CUDA device here"),
+        (["--device", "tpu"], "--device is cuda or cpu, got 'tpu'"),
+        (["--out", "rows.txt"], "--out writes CSV, got 'rows.txt'"),
+        (["--method", "bn-compiled", "--no-compile"], "--no-compile leaves none of the methods"),
+    ],
+)
+def test_one_line_says_what_is_wrong_with_the_options(arguments, message):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert message in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_terminal_gets_a_table(monkeypatch):
+    monkeypatch.setattr(bench, "Console", partial(Console, force_terminal=True, width=160))
+    output = run(*TINY, *FEW).stdout
+    assert "─" in output
+    assert "\x1b[1m" in output
+
+
+def test_plots_are_drawn_from_the_rows(monkeypatch, tmp_path):
+    drawn = {}
+    monkeypatch.setattr(bench.plot, "load_pyplot", lambda: None)
+    monkeypatch.setattr(bench.plot, "draw", lambda rows, folder, caption: drawn.update(rows=rows, caption=caption))
+    assert run(*TINY, *FEW, "--plot", str(tmp_path)).exit_code == 0
+    assert len(drawn["rows"]) == 4
+    assert f"torch {torch.__version__}" in drawn["caption"]
+
+
+def test_the_list_names_every_case_and_method():
+    output = run("--list").stdout
+    for case in (case for cases in CASES.values() for case in cases):
+        assert f"  {case.name} " in output
+    listed = {line.split()[0] for line in output.splitlines() if line.startswith("  ")}
+    assert {method.key for method in METHODS} <= listed
