@@ -250,6 +250,8 @@ def backward_part(
     CHANNELS_LAST: tl.constexpr,
     CHANNELS: tl.constexpr,
     SPACE: tl.constexpr,
+    STAGES: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     """Σg and Σg·t over one piece of space."""
     dtype: tl.constexpr = numbers_ptr.dtype.element_ty
@@ -267,7 +269,8 @@ def backward_part(
     start = p * piece
     sum_g_cs = tl.zeros([CHANNELS, SPACE], dtype)
     sum_gt_cs = tl.zeros([CHANNELS, SPACE], dtype)
-    for first in range(start, tl.minimum(start + piece, space), SPACE):
+    end = tl.minimum(start + piece, space)
+    for first in tl.range(start, end, SPACE, num_stages=STAGES, loop_unroll_factor=UNROLL):
         s = first + tl.arange(0, SPACE)
         valid_cs = valid_c[:, None] & (s < space)[None, :]
         x_cs = tl.load(x_ptr + c[:, None] * x_c + s[None, :] * x_s, valid_cs, 0).to(dtype)
@@ -387,6 +390,8 @@ def backward_apply(
     CHANNELS_LAST: tl.constexpr,
     CHANNELS: tl.constexpr,
     SPACE: tl.constexpr,
+    STAGES: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     """dx = slope·g + curve·(x − pivot) + shift, element by element, and the residual's gradient g."""
     dtype: tl.constexpr = numbers_ptr.dtype.element_ty
@@ -404,7 +409,8 @@ def backward_apply(
     shift_c = tl.load(slopes_ptr + 2 * block + at, valid_c, 0)
     far = n.to(tl.int64)
     start = p * piece
-    for first in range(start, tl.minimum(start + piece, space), SPACE):
+    end = tl.minimum(start + piece, space)
+    for first in tl.range(start, end, SPACE, num_stages=STAGES, loop_unroll_factor=UNROLL):
         s = first + tl.arange(0, SPACE)
         valid_cs = valid_c[:, None] & (s < space)[None, :]
         x_cs = tl.load(x_ptr + far * x_n + c[:, None] * x_c + s[None, :] * x_s, valid_cs, 0).to(dtype)

@@ -121,39 +121,43 @@ def moments_part(
     CHANNELS_LAST: tl.constexpr,
     CHANNELS: tl.constexpr,
     SPACE: tl.constexpr,
+    STAGES: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     """Mean, around the sample's first element, and sum of squared deviations of one piece of space.
 
-    The sums run around the mean of the piece's first tile: it is part of the data, so the mean of the whole cannot lie
-    further from it than a few deviations, and taking the square of that distance away at the end costs no digits.
+    Every lane of the tile sums around the first element it meets. That is one of its few elements, so their mean lies
+    within a few of their own deviations from it, whatever the data, and what the square of that distance takes away at
+    the end is small. The lanes' moments are merged as those of parts are.
     """
     dtype: tl.constexpr = parts_ptr.dtype.element_ty
     n, p, b = place(tl.program_id(0), pieces, blocks, CHANNELS_LAST)
     c = b * CHANNELS + tl.arange(0, CHANNELS)
     valid_c = c < channels
     x_ptr += n.to(tl.int64) * x_n
-    first_c = tl.load(x_ptr + c * x_c, valid_c, 0).to(dtype)
     start = p * piece
     end = tl.minimum(start + piece, space)
     s = start + tl.arange(0, SPACE)
-    valid_cs = valid_c[:, None] & (s < end)[None, :]
-    x_cs = tl.load(x_ptr + c[:, None] * x_c + s[None, :] * x_s, valid_cs, 0).to(dtype)
-    t_cs = tl.where(valid_cs, x_cs - first_c[:, None], 0.0)
-    pivot_c = first_c + tl.sum(t_cs, 1) / tl.minimum(end - start, SPACE)
-    t_cs = tl.where(valid_cs, x_cs - pivot_c[:, None], 0.0)
-    sum_cs = t_cs
-    square_cs = t_cs * t_cs
-    for position in range(start + SPACE, end, SPACE):
-        s = position + tl.arange(0, SPACE)
-        valid_cs = valid_c[:, None] & (s < end)[None, :]
-        x_cs = tl.load(x_ptr + c[:, None] * x_c + s[None, :] * x_s, valid_cs, 0).to(dtype)
-        t_cs = tl.where(valid_cs, x_cs - pivot_c[:, None], 0.0)
+    at_cs = x_ptr + c[:, None] * x_c + s[None, :] * x_s
+    pivot_cs = tl.load(at_cs, valid_c[:, None] & (s < end)[None, :], 0).to(dtype)
+    first_c = tl.load(x_ptr + c * x_c, valid_c, 0).to(dtype)
+    sum_cs = tl.zeros([CHANNELS, SPACE], dtype)
+    square_cs = tl.zeros([CHANNELS, SPACE], dtype)
+    for position in tl.range(SPACE, end - start, SPACE, num_stages=STAGES, loop_unroll_factor=UNROLL):
+        valid_cs = valid_c[:, None] & (position + s < end)[None, :]
+        x_cs = tl.load(at_cs + position * x_s, valid_cs, 0).to(dtype)
+        t_cs = tl.where(valid_cs, x_cs - pivot_cs, 0.0)
         sum_cs += t_cs
         square_cs = tl.fma(t_cs, t_cs, square_cs)
-    rest_c = tl.sum(sum_cs, 1) / (end - start)
-    square_c = tl.maximum(tl.sum(square_cs, 1) - rest_c * rest_c * (end - start), 0.0, tl.PropagateNan.ALL)
+    count_s = tl.maximum(tl.cdiv(end - s, SPACE), 0).to(dtype)
+    rest_cs = sum_cs / tl.maximum(count_s, 1)[None, :]
+    square_cs = tl.maximum(square_cs - sum_cs * rest_cs, 0.0, tl.PropagateNan.ALL)
+    lane_cs = (pivot_cs - first_c[:, None]) + rest_cs
+    mean_c = tl.sum(lane_cs * count_s[None, :], 1) / (end - start)
+    apart_cs = lane_cs - mean_c[:, None]
+    square_c = tl.sum(tl.fma(apart_cs * apart_cs, tl.broadcast_to(count_s[None, :], [CHANNELS, SPACE]), square_cs), 1)
     at = (n * pieces + p) * channels + c
-    tl.store(parts_ptr + at, (pivot_c - first_c) + rest_c, valid_c)
+    tl.store(parts_ptr + at, mean_c, valid_c)
     tl.store(parts_ptr + samples * pieces * channels + at, square_c, valid_c)
 
 
@@ -307,6 +311,8 @@ def forward_apply(
     CHANNELS_LAST: tl.constexpr,
     CHANNELS: tl.constexpr,
     SPACE: tl.constexpr,
+    STAGES: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     """y = act(scale·(x − pivot) + offset [+ residual]), element by element."""
     dtype: tl.constexpr = numbers_ptr.dtype.element_ty
@@ -323,7 +329,8 @@ def forward_apply(
     residual_ptr += n.to(tl.int64) * r_n
     y_ptr += n.to(tl.int64) * y_n
     start = p * piece
-    for first in range(start, tl.minimum(start + piece, space), SPACE):
+    end = tl.minimum(start + piece, space)
+    for first in tl.range(start, end, SPACE, num_stages=STAGES, loop_unroll_factor=UNROLL):
         s = first + tl.arange(0, SPACE)
         valid_cs = valid_c[:, None] & (s < space)[None, :]
         x_cs = tl.load(x_ptr + c[:, None] * x_c + s[None, :] * x_s, valid_cs, 0).to(dtype)

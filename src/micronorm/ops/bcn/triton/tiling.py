@@ -60,6 +60,8 @@ class Pass(NamedTuple):
     programs: int
     warps: int
     channels_last: bool
+    stages: int
+    unroll: int
 
     @property
     def cut(self) -> tuple[int, int, int]:
@@ -69,7 +71,8 @@ class Pass(NamedTuple):
     @property
     def constants(self) -> dict[str, Any]:
         """What a kernel is compiled for."""
-        return {"CHANNELS": self.channels, "SPACE": self.space, "CHANNELS_LAST": self.channels_last}
+        tile = {"CHANNELS": self.channels, "SPACE": self.space, "CHANNELS_LAST": self.channels_last}
+        return tile | {"STAGES": self.stages, "UNROLL": self.unroll}
 
 
 class PassKind(NamedTuple):
@@ -80,10 +83,12 @@ class PassKind(NamedTuple):
     programs: int
     most_pieces: int
     warps: int
+    stages: int = 1
+    unroll: int = 1
 
 
-REDUCE = PassKind(tile=2048, bytes_wide=128, programs=8, most_pieces=128, warps=4)
-ELEMENTWISE = PassKind(tile=4096, bytes_wide=256, programs=24, most_pieces=1 << 16, warps=4)
+REDUCE = PassKind(tile=2048, bytes_wide=128, programs=8, most_pieces=512, warps=4)
+ELEMENTWISE = PassKind(tile=4096, bytes_wide=256, programs=32, most_pieces=1 << 16, warps=8)
 
 # Elements of a tile that fit on chip beside what else a program holds; the backward has two tensors there.
 FORWARD_TILE = 16384
@@ -91,7 +96,7 @@ BACKWARD_TILE = 16384
 # Tensors up to this size are launched more than they are read.
 SMALL_BYTES = 16 << 20
 SECTOR = 32  # bytes of memory that travel together
-NUMBERS_TILE = 4096
+NUMBERS_TILE = 8192
 
 
 def next_power(n: int) -> int:
@@ -113,9 +118,10 @@ def whole(shape: Shape, processors: int, *, limit: int) -> Whole | None:
     if is_power(size):
         # More groups a program while tiles are small and processors busy, or while rows of a tile are parts of sectors.
         while groups < shape.groups and 2 * groups * size * space <= limit:
-            narrow = shape.channels_last and groups * size * shape.itemsize < SECTOR
+            narrow = shape.channels_last and groups * size * shape.itemsize < 4 * SECTOR
             programs = shape.samples * -(-shape.groups // (2 * groups))
-            if not narrow and (groups * size * space >= 2048 or programs < 2 * processors):
+            enough = 8192 if shape.channels_last else 2048
+            if not narrow and (groups * size * space >= enough or programs < 2 * processors):
                 break
             groups *= 2
     width = groups * size
@@ -158,4 +164,6 @@ def sweep(shape: Shape, processors: int, *, kind: PassKind) -> Pass:
         shape.samples * pieces * blocks,
         kind.warps,
         shape.channels_last,
+        kind.stages,
+        kind.unroll,
     )
