@@ -5,13 +5,15 @@ from micronorm.ops.weight.reference import (
     check_fan_in,
     row_statistics,
     weight_normalize,
-    weight_standardize,
 )
+from micronorm.ops.weight.standardize import choose_backend, weight_standardize, weight_standardize_many
 
 __all__ = [
     "centered_weight_normalize",
     "check_fan_in",
+    "choose_backend",
     "row_statistics",
     "weight_normalize",
     "weight_standardize",
+    "weight_standardize_many",
 ]
