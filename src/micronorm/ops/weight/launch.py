@@ -5,6 +5,7 @@ All weights of a call are on one device and of one dtype, and their rows are den
 
 import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,8 +36,7 @@ def forward(
     Returns:
         The statistics that `backward` needs: 3×ΣO.
     """
-    from micronorm.ops.weight import kernels
-
+    kernels = _kernels()
     columns, channels = _columns(weights)
     wide = compute_dtype(weights[0].dtype)
     stats = torch.empty(3, channels, dtype=wide, device=weights[0].device)
@@ -62,8 +62,7 @@ def backward(
     scale: bool,
 ) -> list[Tensor | None]:
     """The gradient of each weight, a tensor of its own in the weight's dtype and strides; None where it has none."""
-    from micronorm.ops.weight import kernels
-
+    kernels = _kernels()
     columns, channels = _columns(weights)
     used = [i for i, g in enumerate(grads) if g is not None]
     result: list[Tensor | None] = [None] * len(weights)
@@ -88,6 +87,13 @@ def backward(
     for i, dw in zip(used, dws, strict=True):
         result[i] = dw
     return result
+
+
+def _kernels() -> Any:
+    """On first use: importing the module imports triton."""
+    from micronorm.ops.weight import kernels
+
+    return kernels
 
 
 _MANY = {

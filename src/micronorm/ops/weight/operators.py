@@ -75,9 +75,7 @@ def weight_standardize_many_backward(
 
 
 @weight_standardize_many_backward.register_fake
-def _(
-    grads: Sequence[Tensor], weights: Sequence[Tensor], stats: Tensor, center: bool, scale: bool
-) -> list[Tensor]:
+def _(grads: Sequence[Tensor], weights: Sequence[Tensor], stats: Tensor, center: bool, scale: bool) -> list[Tensor]:
     return [torch.empty_like(w) for w in weights]
 
 

@@ -58,7 +58,7 @@ def _interpreted() -> bool:
 
 
 def _rows_are_dense(w: Tensor) -> bool:
-    """Whether each output channel's weights are one run of memory, and all of them another. Their order is no matter."""
+    """Whether each output channel's weights are one run of memory, in whatever order, one channel after the other."""
     if w.numel() == 0:
         return False
     if w.is_contiguous():
