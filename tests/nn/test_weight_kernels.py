@@ -128,6 +128,21 @@ def test_a_whole_model_is_one_launch_each_way_and_its_gradients_the_same(device,
     assert sorted(launches) == [("backward", 1)] * 2 + [("backward", 3)] + [("forward", 1)] * 2 + [("forward", 3)]
 
 
+def test_gradients_of_a_launch_become_those_of_the_weights_without_a_copy(device, monkeypatch):
+    model = by_kernel(nn.Sequential(mn.nn.WSConv2d(3, 4, 3), mn.nn.WSConv2d(4, 4, 3)), device)
+    places, real = [], launch.backward
+
+    def noted(*args, **kwargs):
+        gradients = real(*args, **kwargs)
+        places.extend(gradient.data_ptr() for gradient in gradients)
+        return gradients
+
+    monkeypatch.setattr(launch, "backward", noted)
+    with SharedWeights(model).shared():
+        model(torch.randn(1, 3, 8, 8, device=device)).sum().backward()
+    assert places == [conv.weight.grad.data_ptr() for conv in model]
+
+
 def test_tied_frozen_and_unreached_layers_share_as_before(device):
     conv, other = mn.nn.WSConv2d(4, 4, 3, padding=1), mn.nn.WSConv2d(4, 4, 3, padding=1)
     other.weight = conv.weight
@@ -176,7 +191,7 @@ def test_a_weight_changed_while_it_is_shared_is_an_error(device):
             with torch.no_grad():
                 conv.weight.add_(1)
 
-    with pytest.raises(RuntimeError, match="changed in place while it was shared"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         step_too_early()
     assert conv.shared_weight is None
 

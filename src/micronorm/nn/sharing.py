@@ -19,13 +19,35 @@ from micronorm.nn.weight import Reparameterized
 from micronorm.ops.weight import launch
 
 
-class _Launch(NamedTuple):
+class _Group(NamedTuple):
     """Layers whose weights one launch computes, by their place in the list of layers."""
 
     places: list[int]
     center: bool
     scale: bool
     eps: float
+
+
+class _Launch(torch.autograd.Function):
+    """Writes the weights of a group into its leaves; the backward takes the leaves' gradients from there.
+
+    What it returns holds no number, only the way back. By that way the raw weights' gradients come from a node of the
+    graph, and become `.grad` as they are; tensors handed to `torch.autograd.backward` would be copied.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, group: _Group, leaves: list[Tensor], *weights: Tensor) -> Tensor:
+        found = launch.forward(weights, leaves, center=group.center, scale=group.scale, eps=group.eps, lasting=True)
+        torch.autograd.graph.increment_version(leaves)  # autograd does not see what a kernel writes
+        ctx.save_for_backward(*weights, found)
+        ctx.group, ctx.leaves = group, leaves
+        return torch.empty((), device=weights[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        *weights, found = ctx.saved_tensors
+        grads = [leaf.grad for leaf in ctx.leaves]
+        return None, None, *launch.backward(grads, weights, found, center=ctx.group.center, scale=ctx.group.scale)
 
 
 class SharedWeights:
@@ -51,7 +73,7 @@ class SharedWeights:
     @property
     def by_kernel(self) -> bool:
         """Whether a kernel computes some of the weights: then sharing pays for a single micro-batch too."""
-        return bool(self._launches())
+        return bool(self._groups())
 
     @contextlib.contextmanager
     def shared(self, *, dtype: torch.dtype | None = None) -> Iterator[None]:
@@ -62,37 +84,40 @@ class SharedWeights:
                 its weight. Gradients are summed in this dtype, so for several micro-batches leave it out: they are then
                 summed in the dtype of the raw weights.
         """
-        launches = self._launches()
-        fused = {place for group in launches for place in group.places}
+        groups = self._groups()
+        fused = {place for group in groups for place in group.places}
         apart = {i: layer.effective_weight() for i, layer in enumerate(self.layers) if i not in fused}
         if dtype is not None:
             apart = {i: w.to(dtype) for i, w in apart.items()}
         self._settle(apart, dtype)
-        statistics = [self._launch(group) for group in launches]
-        with torch.no_grad():
-            if apart:
+        results: list[tuple[Any, list[Tensor]]] = [(w, [self._leaves[i]]) for i, w in apart.items()]
+        if apart:
+            with torch.no_grad():
                 torch._foreach_copy_([self._leaves[i] for i in apart], list(apart.values()))
+        for group in groups:
+            leaves = [self._leaves[i] for i in group.places]
+            results.append((_Launch.apply(group, leaves, *(self.layers[i].weight for i in group.places)), leaves))
         for layer, leaf in zip(self.layers, self._leaves, strict=True):
             layer.shared_weight = leaf
         try:
             yield
-            used = [(w, self._leaves[i].grad) for i, w in apart.items()]
-            for group, found in zip(launches, statistics, strict=True):
-                used += self._gradients(group, *found)
-            used = [(w, gradient) for w, gradient in used if gradient is not None]
+            used = [(way, leaves) for way, leaves in results if any(leaf.grad is not None for leaf in leaves)]
             if used:
-                torch.autograd.backward(*map(list, zip(*used, strict=True)))  # type: ignore[arg-type]
+                # A launch finds the gradients itself.
+                torch.autograd.backward(
+                    [way for way, _ in used], [None if way.ndim == 0 else leaves[0].grad for way, leaves in used]
+                )
         finally:
             for layer, leaf in zip(self.layers, self._leaves, strict=True):
                 layer.shared_weight = leaf.grad = None
 
-    def _launches(self) -> list[_Launch]:
+    def _groups(self) -> list[_Group]:
         groups: dict[tuple[Any, ...], list[int]] = {}
         for i, layer in enumerate(self.layers):
             if layer.by_kernel():
                 key = (layer.center, layer.scale, layer.eps, layer.weight.device, layer.weight.dtype)
                 groups.setdefault(key, []).append(i)
-        return [_Launch(places, *key[:3]) for key, places in groups.items()]
+        return [_Group(places, *key[:3]) for key, places in groups.items()]
 
     def _settle(self, apart: dict[int, Tensor], dtype: torch.dtype | None) -> None:
         """Leaves that stay where they are from block to block: compiled code and CUDA graphs know their addresses."""
@@ -109,25 +134,3 @@ class SharedWeights:
                 for shape, stride, own, device, needs in now
             ]
             self._kept[dtype] = self._leaves
-
-    def _launch(self, group: _Launch) -> tuple[Tensor, list[int]]:
-        """Write this group's weights into its leaves; returns what the backward needs, and the weights' versions."""
-        weights = [self.layers[i].weight for i in group.places]
-        leaves = [self._leaves[i] for i in group.places]
-        with torch.no_grad():
-            found = launch.forward(weights, leaves, center=group.center, scale=group.scale, eps=group.eps, lasting=True)
-        torch.autograd.graph.increment_version(leaves)  # autograd sees no kernel write
-        return found, [w._version for w in weights]
-
-    def _gradients(self, group: _Launch, found: Tensor, versions: list[int]) -> list[tuple[Tensor, Tensor | None]]:
-        """The raw weights of a group with their gradients."""
-        weights = [self.layers[i].weight for i in group.places]
-        if [w._version for w in weights] != versions:
-            raise RuntimeError(
-                "a weight was changed in place while it was shared, and its gradient can no longer be computed; step "
-                "the optimizer after the block of `shared`"
-            )
-        grads = [self._leaves[i].grad for i in group.places]
-        with torch.no_grad():
-            gradients = launch.backward(grads, weights, found, center=group.center, scale=group.scale)
-        return list(zip(weights, gradients, strict=True))

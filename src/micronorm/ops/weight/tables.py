@@ -5,6 +5,7 @@ addresses travel as numbers in a kernel's arguments. That needs no host memory t
 keep alive, no pinned allocation while one is captured, and no synchronization.
 """
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 
@@ -91,8 +92,13 @@ class _Kept:
         self.tables: OrderedDict[Hashable, Tensor] = OrderedDict()
         self.in_graphs: dict[Hashable, Tensor] = {}
         self.limit = limit
+        self.lock = threading.Lock()  # backward passes run in threads of autograd's
 
     def __call__(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        with self.lock:
+            return self._find(key, make)
+
+    def _find(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
         found = self.in_graphs.get(key, self.tables.get(key))
         if found is None:
             found = make()
