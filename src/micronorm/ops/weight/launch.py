@@ -14,6 +14,11 @@ from micronorm.ops.moments import compute_dtype
 from micronorm.ops.weight import tables
 
 
+def outputs(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Tensors for `forward` to write to."""
+    return [torch.empty_like(w, dtype=dtype) for w in weights]
+
+
 def forward(
     weights: Sequence[Tensor],
     outs: Sequence[Tensor],

@@ -18,7 +18,7 @@ from micronorm.ops.weight import launch, reference
 class _Standardize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, center: bool, scale: bool, eps: float, dtype: torch.dtype, *weights: Tensor) -> Any:
-        outs = tuple(torch.empty_like(w, dtype=dtype) for w in weights)
+        outs = tuple(launch.outputs(weights, dtype))
         stats = launch.forward(weights, outs, center=center, scale=scale, eps=eps)
         ctx.save_for_backward(*weights, stats)
         ctx.center, ctx.scale, ctx.eps = center, scale, eps
@@ -54,7 +54,7 @@ def weight_standardize_many(
     weights: Sequence[Tensor], center: bool, scale: bool, eps: float, dtype: torch.dtype
 ) -> list[Tensor]:
     """Ŵ of every weight, and last the statistics for the backward."""
-    outs = [torch.empty_like(w, dtype=dtype) for w in weights]
+    outs = launch.outputs(weights, dtype)
     return [*outs, launch.forward(weights, outs, center=center, scale=scale, eps=eps)]
 
 
