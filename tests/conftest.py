@@ -5,6 +5,12 @@ import signal
 
 import pytest
 import torch
+
+# Kernels run on the CPU where there is no device for them. Triton reads this when it is imported, and torch._dynamo may
+# import it.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 import torch._dynamo
 from hypothesis import register_random, settings
 

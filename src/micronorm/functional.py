@@ -8,7 +8,12 @@ from micronorm.ops.frn import filter_response_norm
 from micronorm.ops.group import choose_groups
 from micronorm.ops.moments import Moments, moments
 from micronorm.ops.switchable import switchable_norm
-from micronorm.ops.weight import centered_weight_normalize, weight_normalize, weight_standardize
+from micronorm.ops.weight import (
+    centered_weight_normalize,
+    weight_normalize,
+    weight_standardize,
+    weight_standardize_many,
+)
 
 __all__ = [
     "Moments",
@@ -27,4 +32,5 @@ __all__ = [
     "switchable_norm",
     "weight_normalize",
     "weight_standardize",
+    "weight_standardize_many",
 ]

@@ -93,6 +93,7 @@ PUBLIC = {
         "switchable_norm",
         "weight_normalize",
         "weight_standardize",
+        "weight_standardize_many",
     },
 }
 

@@ -13,6 +13,8 @@ from torch import nn
 import micronorm as mn
 from micronorm.engine.microbatch import MicroBatch
 from micronorm.engine.step import Portion
+from micronorm.nn.sharing import SharedWeights
+from tests.devices import require_kernels
 from tests.engine.tasks import Dropping, Sum, Toy, make_step, portion
 from tests.networks import SmallResNet, assert_same_state
 from tests.tolerances import assert_close_to_max, tolerance
@@ -237,3 +239,28 @@ def test_named_tuples_stay_what_they_are():
     placed = make_step(SmallResNet(), TASK, 24).place([Pair(torch.ones(2), "x")])
     assert isinstance(placed[0], Pair)
     assert placed[0].image.dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    "dtype, size, expected",
+    [
+        (torch.bfloat16, 24, torch.bfloat16),
+        (torch.bfloat16, 12, None),  # gradients are summed over two micro-batches, in float32
+        (torch.float64, 24, None),
+        (torch.float64, 7, None),
+    ],
+)
+def test_weights_of_one_launch_have_the_compute_dtype_where_no_gradients_are_summed(dtype, size, expected, monkeypatch):
+    require_kernels("cpu")
+    model = SmallResNet(mn.BCN(groups=4), mn.WS())
+    for module in model.modules():
+        if isinstance(module, mn.nn.WSConv2d):
+            module.backend = "triton"
+    asked, shared = [], SharedWeights.shared
+    monkeypatch.setattr(
+        SharedWeights, "shared", lambda self, **options: asked.append(options) or shared(self, **options)
+    )
+    state, _ = stepped(model, size, dtype=dtype)
+    assert asked == [{"dtype": expected}]
+    if dtype == torch.float64:
+        assert_same_state(state, by_hand(model), tol=ONE_STEP)

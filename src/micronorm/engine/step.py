@@ -164,7 +164,7 @@ class Step:
         unit, size = self.micro_batch.unit, self.micro_batch.size
         idle = max(self.parallel.passes(portion.samples, unit=unit, size=size) - len(pieces), 0)
         sums: dict[str, Any] = {}
-        with self._shared_weights(len(pieces)):
+        with self._shared_weights(len(pieces), idle):
             for k, piece in enumerate(pieces):
                 with self.parallel.accumulating(last=k + 1 == len(pieces) + idle):
                     loss = self._backward(portion, piece)
@@ -241,12 +241,16 @@ class Step:
         return part
 
     @contextlib.contextmanager
-    def _shared_weights(self, pieces: int) -> Iterator[None]:
-        if self.weights is None or not self.weights.layers or pieces < 2:
+    def _shared_weights(self, pieces: int, idle: int) -> Iterator[None]:
+        weights = self.weights
+        # One micro-batch gains from it where the weights of all layers are one launch.
+        if weights is None or not weights.layers or pieces < 1 or (pieces == 1 and not weights.by_kernel):
             yield
-        else:
-            with self.weights.shared():
-                yield
+            return
+        # Gradients are summed over micro-batches in float32; those of a single one are not summed.
+        single = pieces + idle == 1 and self.dtype in HALF
+        with weights.shared(dtype=self.dtype if single else None):
+            yield
 
     def fit(self, portion: Portion, sizes: Sequence[int], *, measure: Callable[[], MemoryProbe] | None = None) -> int:
         """The largest micro-batch that fits, by trial runs of two sizes which leave no trace. On a GPU only."""

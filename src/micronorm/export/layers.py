@@ -99,7 +99,9 @@ def plain_layer(layer: nn.Module, affine: Affine | None, *, name: str) -> nn.Mod
 def _effective_weight(layer: Any) -> Tensor:
     if type(layer) in REPARAMETERIZED:
         with torch.no_grad():
-            return copy.deepcopy(layer).to("cpu", torch.float64).effective_weight()
+            wide = copy.deepcopy(layer).to("cpu", torch.float64)
+            wide.backend = "reference"  # a kernel that was asked for may not run on the CPU
+            return wide.effective_weight()
     return _wide(layer.weight)
 
 
@@ -119,7 +121,7 @@ def _bare(layer: nn.Module, name: str) -> Any:
     for table in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
         made.__dict__[table] = layer.__dict__[table].copy()
     if reparameterized:
-        for attribute in ("center", "scale", "eps"):
+        for attribute in ("center", "scale", "eps", "backend"):
             made.__dict__.pop(attribute, None)
         made._parameters.pop("length", None)
         for buffer in ("absorbed_mean", "absorbed_scale"):

@@ -16,6 +16,7 @@ from micronorm.ops.moments import compute_dtype
 from micronorm.ops.weight import (
     centered_weight_normalize,
     check_fan_in,
+    choose_backend,
     row_statistics,
     weight_normalize,
     weight_standardize,
@@ -44,6 +45,10 @@ class Reparameterized:
     def effective_weight(self) -> Tensor:
         """The weight the layer computes with, in the layout of `weight`."""
         raise AssertionError("each method's mixin defines this")
+
+    def by_kernel(self) -> bool:
+        """Whether the effective weight is `weight` standardized as it lies, by a kernel."""
+        return False
 
     def weight_in_use(self) -> Tensor:
         """The effective weight of this forward: the shared one, where there is one."""
@@ -122,6 +127,8 @@ class _WS(Reparameterized):
 
     absorbed_mean: Tensor | None
     absorbed_scale: Tensor | None
+    backend: str = "auto"
+    """What computes the standardized weight: "auto", "reference" or "triton"; see `micronorm.ops.weight`."""
 
     def __init__(self, *args: Any, center: bool = True, scale: bool = True, eps: float = 1e-5, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -138,10 +145,28 @@ class _WS(Reparameterized):
         layer.register_buffer("absorbed_scale", None)
 
     def effective_weight(self) -> Tensor:
-        options: dict[str, Any] = {"center": self.center, "scale": self.scale, "eps": self.eps}
+        return self._effective_weight(None)
+
+    def weight_in_use(self) -> Tensor:
+        dtype = None if self.shared_weight is not None else self._autocast_dtype()
+        return super().weight_in_use() if dtype is None else self._effective_weight(dtype)
+
+    def _autocast_dtype(self) -> torch.dtype | None:
+        """The dtype autocast would cast Ŵ to, where a kernel can round to it at once: to the same bits."""
+        kind = self.weight.device.type
+        if self.weight.dtype != torch.float32 or kind not in ("cuda", "cpu") or not torch.is_autocast_enabled(kind):
+            return None  # no kernel computes elsewhere, and autocast knows no "meta"
+        return torch.get_autocast_dtype(kind) if self.by_kernel() else None
+
+    def by_kernel(self) -> bool:
+        plain = (self.center or self.scale) and self.absorbed_mean is None and self.rows(self.weight) is self.weight
+        return plain and choose_backend(self.weight, self.backend) == "triton"
+
+    def _effective_weight(self, dtype: torch.dtype | None) -> Tensor:
+        options: dict[str, Any] = {"center": self.center, "scale": self.scale, "eps": self.eps, "backend": self.backend}
         rows = self.rows(self.weight)
         if self.absorbed_mean is None or self.absorbed_scale is None:
-            return self.from_rows(weight_standardize(rows, **options))
+            return self.from_rows(weight_standardize(rows, **options, dtype=dtype))
         wide = rows.to(compute_dtype(rows.dtype))  # rounded once, after the scale
         shape = (-1,) + (1,) * (rows.ndim - 1)
         mean, scale = (b.to(wide.dtype).reshape(shape) for b in (self.absorbed_mean, self.absorbed_scale))
@@ -171,7 +196,8 @@ class _WS(Reparameterized):
     def extra_repr(self) -> str:
         switches = "".join(f", {name}=False" for name in ("center", "scale") if not getattr(self, name))
         absorbed = "" if self.absorbed_mean is None else ", absorbed"
-        return f"{super().extra_repr()}{switches}, eps={self.eps}{absorbed}"  # type: ignore[misc]
+        backend = "" if self.backend == "auto" else f', backend="{self.backend}"'
+        return f"{super().extra_repr()}{switches}, eps={self.eps}{absorbed}{backend}"  # type: ignore[misc]
 
 
 class _WithLength(Reparameterized):

@@ -1,4 +1,4 @@
-"""Weight Standardization (Sec. `sec:ws`), Weight Normalization and Centered Weight Normalization.
+"""Weight Standardization (Sec. `sec:ws`), Weight Normalization and Centered Weight Normalization in PyTorch operations.
 
 Every function takes weights as O×… with one row of fan-in I per output channel, and works on each row alone, in
 float32 at least, whatever the dtype of the weight and of the computation around it.
@@ -27,13 +27,21 @@ class _Standardize(torch.autograd.Function):
         w, mean, var = ctx.saved_tensors
         # create_graph: the moments must depend on W for the second backward to be right.
         rows = _row_moments(w) if torch.is_grad_enabled() else Moments(mean, var)
-        what, rstd = _standardized(w, rows, ctx.center, ctx.scale, ctx.eps)
-        g = grads[0]
-        axes = tuple(range(1, w.ndim))
-        dw = g - g.mean(axes, keepdim=True) if ctx.center else g
-        if ctx.scale:
-            dw = (dw - what * (g * what).mean(axes, keepdim=True)) * rstd
-        return dw, None, None, None
+        return _gradient(w, grads[0], rows, ctx.center, ctx.scale, ctx.eps), None, None, None
+
+
+def _gradient(w: Tensor, g: Tensor, rows: Moments, center: bool, scale: bool, eps: float) -> Tensor:
+    """dW = (g − mean(g) − Ŵ·mean(g·Ŵ))/σ, in operations that can be differentiated again."""
+    what, rstd = _standardized(w, rows, center, scale, eps)
+    axes = tuple(range(1, w.ndim))
+    dw = g - g.mean(axes, keepdim=True) if center else g
+    return (dw - what * (g * what).mean(axes, keepdim=True)) * rstd if scale else dw
+
+
+def gradient(w: Tensor, g: Tensor, *, center: bool, scale: bool, eps: float) -> Tensor:
+    """The backward of `standardize` as a function of W and g that can be differentiated again, in W's dtype."""
+    wide = w.to(compute_dtype(w.dtype))
+    return _gradient(wide, g.to(wide.dtype), _row_moments(wide), center, scale, eps).to(w.dtype)
 
 
 def _row_moments(w: Tensor) -> Moments:
@@ -58,32 +66,10 @@ def _standardized(w: Tensor, rows: Moments, center: bool, scale: bool, eps: floa
     return ((w - pivot) - (rows.mean - pivot).to(w.dtype)) * rstd, rstd
 
 
-def weight_standardize(w: Tensor, *, center: bool = True, scale: bool = True, eps: float = 1e-5) -> Tensor:
-    r"""Standardize each output channel's weights over their fan-in (labels `eq:6`, `eq:epsilon`).
-
-    .. math::
-        \hat W = \frac{W - \mu}{\sqrt{\mathrm{var} + \epsilon}}
-
-    with the biased variance. `center` alone subtracts the mean (`eq:9`); `scale` alone divides the raw weight by
-    sqrt(mean W² + ε) (`eq:10`); neither returns W.
-
-    Args:
-        w: O×…, at least two axes and a fan-in of at least 2.
-        center: subtract the mean.
-        scale: divide by the standard deviation (or the root mean square, without `center`).
-        eps: added inside the root.
-
-    Example:
-        >>> w = weight_standardize(torch.randn(8, 4, 3, 3))
-        >>> bool(w.sum((1, 2, 3)).abs().max() < 1e-4)
-        True
-    """
-    _check(w)
-    if not eps >= 0:
-        raise ValueError(f"eps must not be negative, got {eps!r}")
-    if not center and not scale:
-        return w
-    return _Standardize.apply(w.to(compute_dtype(w.dtype)), center, scale, eps).to(w.dtype)  # type: ignore[union-attr]
+def standardize(w: Tensor, *, center: bool, scale: bool, eps: float, dtype: torch.dtype | None = None) -> Tensor:
+    """`weight_standardize` in PyTorch operations; rounded once, to `dtype`, which is W's own where none is given."""
+    what = _Standardize.apply(w.to(compute_dtype(w.dtype)), center, scale, eps)
+    return what.to(w.dtype if dtype is None else dtype)  # type: ignore[union-attr]
 
 
 def row_statistics(w: Tensor, *, center: bool, scale: bool, eps: float) -> tuple[Tensor, Tensor]:
@@ -103,7 +89,7 @@ def weight_normalize(w: Tensor, length: Tensor) -> Tensor:
         >>> torch.allclose(w.norm(dim=1), torch.full((8,), 2.0))
         True
     """
-    _check(w)
+    check_weight(w)
     wide = w.to(compute_dtype(w.dtype))
     shape = (-1,) + (1,) * (w.ndim - 1)
     # Clamped, a row of zeros stays at zero instead of 0/0, and so does its gradient's term through the norm.
@@ -119,16 +105,18 @@ def centered_weight_normalize(w: Tensor, length: Tensor) -> Tensor:
         >>> bool(w.sum(1).abs().max() < 1e-5)
         True
     """
-    centered = weight_standardize(w.to(compute_dtype(w.dtype)), scale=False)
+    check_weight(w)
+    centered = standardize(w.to(compute_dtype(w.dtype)), center=True, scale=False, eps=0.0)
     return weight_normalize(centered, length).to(w.dtype)
 
 
-def _check(w: Tensor) -> None:
+def check_weight(w: Tensor) -> None:
+    """Refuse what is not O×I or O×I×kernel with a fan-in of at least two."""
     if not w.is_floating_point():
         raise TypeError(f"weights must be floating point, got {w.dtype}")
     if w.ndim < 2:
         raise ValueError(f"weights must be O×I or O×I×kernel, got shape {tuple(w.shape)}")
-    check_fan_in(w[0].numel() if w.shape[0] else 2)
+    check_fan_in(w.numel() // w.shape[0] if w.shape[0] else 2)
 
 
 def check_fan_in(fan_in: int) -> None:
