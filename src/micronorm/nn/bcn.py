@@ -5,6 +5,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Self
 
 import torch
@@ -12,11 +13,13 @@ from torch import Tensor, nn
 
 from micronorm.nn.backends import BACKENDS, resolve_backend
 from micronorm.nn.inputs import check_count, check_eps, check_input
+from micronorm.nn.rematerialize.collector import active as rematerializing
+from micronorm.nn.rematerialize.collector import remember
 from micronorm.nn.running import WideBuffers
 from micronorm.nn.spec import GroupedSpec
 from micronorm.nn.window import Window, gather, run, sequential_estimates, track_batch
 from micronorm.ops.activation import Activation, check_activation
-from micronorm.ops.bcn import batch_channel_norm, batch_channel_norm_reference, watched_if_traced
+from micronorm.ops.bcn import batch_channel_norm, batch_channel_norm_reference, elementwise, watched_if_traced
 from micronorm.ops.group import choose_groups
 from micronorm.ops.moments import Moments, moments, over_space
 
@@ -268,7 +271,10 @@ class BatchChannelNorm(WideBuffers):
             y = batch_channel_norm_reference(x, estimates, *affine, **options)
         else:
             fused = activation.kind == "relu" and residual is None
-            y = batch_channel_norm(x, estimates, *affine, **options, relu=fused, data=data)
+            numbers = [] if rematerializing() is not None else None
+            y = batch_channel_norm(x, estimates, *affine, **options, relu=fused, data=data, numbers=numbers)
+            if numbers:
+                remember(y, partial(elementwise, relu=fused), (x,), tuple(numbers))
             if fused:
                 return y
         return activation(y if residual is None else y + residual)

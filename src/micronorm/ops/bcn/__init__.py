@@ -1,7 +1,7 @@
 """Batch-Channel Normalization: the plain equations, the one-pass form, and how the estimates move."""
 
 from micronorm.ops.bcn.estimates import Sums, move_by_batch, move_by_window, scan, window_sums
-from micronorm.ops.bcn.onepass import batch_channel_norm, batch_statistics, watched_if_traced
+from micronorm.ops.bcn.onepass import batch_channel_norm, batch_statistics, elementwise, watched_if_traced
 from micronorm.ops.bcn.reference import algorithm1, batch_channel_norm_reference
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "move_by_window",
     "batch_channel_norm",
     "batch_channel_norm_reference",
+    "elementwise",
     "scan",
     "watched_if_traced",
     "window_sums",
