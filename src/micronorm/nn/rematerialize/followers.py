@@ -26,6 +26,7 @@ UNARY: dict[str, Callable[[Any], Callable[[Tensor], Tensor]]] = {
     # In place where torch can: they are given memory of their own.
     "ReluBackward0": _unary(torch.relu_),
     "LeakyReluBackward0": _unary(torch._C._nn.leaky_relu_, negative_slope="_saved_negative_slope"),
+    "LeakyReluBackward1": _unary(torch._C._nn.leaky_relu_, negative_slope="_saved_negative_slope"),  # in place
     "SiluBackward0": _unary(torch._C._nn.silu_),
     "HardtanhBackward0": _unary(torch._C._nn.hardtanh_, min_val="_saved_min_val", max_val="_saved_max_val"),
     "HardswishBackward0": _unary(torch._C._nn.hardswish_),
