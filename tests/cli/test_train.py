@@ -59,6 +59,8 @@ def test_a_run_that_recomputes_ends_with_the_same_digest_and_records_it(tmp_path
     for name, recompute in (("plain", False), ("sparing", True)):
         train(tmp_path / name, dtype="float32", micro_batch=16, recompute=recompute, steps=2)
     plain, sparing = (records.read(tmp_path / name) for name in ("plain", "sparing"))
+    assert plain.outcome is not None
+    assert sparing.outcome is not None
     assert sparing.outcome["digest"] == plain.outcome["digest"]
     assert (plain.facts["execution"]["recompute"], sparing.facts["execution"]["recompute"]) == (False, True)
 

@@ -257,7 +257,7 @@ def _how(execution: Execution, workers: int) -> list[str]:
         "device": "--device",
         "parallel": "--parallel",
     }
-    names |= {"save_steps": "--save-every", "evaluate_epochs": "--evaluate-every"}
+    names |= {"save_steps": "--save-every", "evaluate_epochs": "--evaluate-every", "recompute": "--recompute"}
     for field, option in names.items():
         value = getattr(execution, field)
         if value != getattr(usual, field):

@@ -131,7 +131,7 @@ def test_in_a_chain_of_residual_blocks_every_third_output_is_kept(fused):
 
         return compare(body).tensors
 
-    # The first block's residual is kept by its convolution, so its output is one normalization away, the next one's two.
+    # The first block's residual is kept by its convolution: its output is one normalization away, the next one's two.
     assert [chain(blocks) for blocks in range(1, 7)] == [1, 2, 2, 3, 4, 4]
 
 
@@ -148,6 +148,15 @@ def test_a_residual_that_is_normalized_too_is_recomputed_with_it(fused):
 def test_a_residual_that_nobody_keeps_is_not_kept_for_this():
     def body(net: Net, x: Tensor) -> Tensor:
         return net.next(net.norm(x, residual=F.avg_pool2d(x, 3, 1, 1), activation="relu"))
+
+    assert compare(body).tensors == 0
+
+
+def test_a_residual_that_the_sum_is_written_into_is_no_source():
+    def body(net: Net, x: Tensor) -> Tensor:
+        shortcut = F.avg_pool2d(x, 3, 1, 1)
+        net.unused = net.next(shortcut)  # keeps what is about to be written over
+        return net.next(F.relu(shortcut.add_(net.norm(x))))
 
     assert compare(body).tensors == 0
 

@@ -8,13 +8,14 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from micronorm.nn.rematerialize.followers import ADD, UNARY, addition
+from micronorm.nn.rematerialize.followers import ADD, UNARY, addition, then
 from micronorm.nn.rematerialize.formula import Formula, Held, Home, Layout, Saved
 
 # An output whose residual would be computed again with a residual of its own that would be, and so on, costs more with
@@ -73,7 +74,6 @@ class Collector:
         # By node and output: what autograd knows of a tensor that is in nobody's hands any more.
         self._results: dict[tuple[Any, int], Formula | weakref.ref[Saved]] = {}
         self._counted: dict[int, Any] = {}  # with the objects themselves, whose ids would be given away again
-        self._relied: set[int] = set()
 
     def pack(self, tensor: Tensor) -> Saved:
         """What autograd is to keep of a tensor it saves."""
@@ -108,7 +108,7 @@ class Collector:
         # An operation that saves its own output has done so before anyone could say how to compute it.
         for saved in self._saved_of(address):
             assert isinstance(saved.content, Held)
-            if saved.content.version == y._version and address not in self._relied:
+            if saved.content.version == y._version:
                 self._spare(entry)
                 saved.whole, saved.view = entry.layout, Layout.of(saved.content.tensor)
                 saved.content = formula
@@ -153,33 +153,33 @@ class Collector:
         return self._enter(tensor, formula) if expected else None
 
     def _result_of(self, node: Any, output: int, steps: int = 0) -> Formula | Held | None:
+        """What is known of an operation's output, by the node that autograd recorded for it."""
         known = self._results.get((node, output))
-        if isinstance(known, Formula) or node is None or steps > _MAX_STEPS:
-            return known if isinstance(known, Formula) else None
+        if isinstance(known, Formula):
+            return known
         if known is not None:
             saved = known()
-            held = None if saved is None else saved.content
-            return held if isinstance(held, Formula) or (held is not None and held.intact) else None
-        name = node.name()
-        if name not in UNARY and name != ADD:
-            return None
-        inputs = [self._result_of(*edge, steps + 1) for edge in node.next_functions]
-        homes = [i for i in inputs if isinstance(i, Formula)]
-        if not homes:
-            return None
-        first = homes[0]
-        if name == ADD:
-            compute, numbers = addition(node), ()
-        else:
-            # The operation works in place, so not on `first.value()`, which may be in other hands too.
-            operation, inner = UNARY[name](node), first.compute
-            compute = lambda *given: operation(inner(*given))  # noqa: E731
-            inputs, numbers = list(first.sources), first.numbers
-        cost = 0 if name == ADD else first.cost - sum(i.cost for i in first.sources if isinstance(i, Formula))
-        formula = self._formula(compute, inputs, numbers, home=first.home, steps=first.steps + 1, cost=cost)
+            content = None if saved is None else saved.content
+            return None if isinstance(content, Held) and not content.intact else content
+        formula = None if node is None or steps > _MAX_STEPS else self._followed(node, steps + 1)
         if formula is not None:
             self._results[node, output] = formula
         return formula
+
+    def _followed(self, node: Any, steps: int) -> Formula | None:
+        """The formula of an operation's output, where the operation is one of `followers.py`."""
+        name = node.name()
+        if name != ADD and name not in UNARY:
+            return None
+        inputs = [self._result_of(origin, output, steps) for origin, output in node.next_functions]
+        first = next((i for i in inputs if isinstance(i, Formula)), None)
+        if first is None:
+            return None
+        if name == ADD:
+            return self._formula(addition(node), inputs, (), home=first.home, steps=first.steps + 1, cost=0)
+        # On memory of its own, not on `first.value()`: that may be in other hands too, and this writes in place.
+        compute = partial(then, UNARY[name](node), first.compute)
+        return Formula(compute, first.sources, first.numbers, cost=first.cost, home=first.home, steps=first.steps + 1)
 
     # --- keeping account -----------------------------------------------------------------------------------------
 
@@ -198,7 +198,6 @@ class Collector:
         total = cost + sum(i.cost for i in known if isinstance(i, Formula))
         if len(known) < len(inputs) or total > MAX_COST:
             return None
-        self._relied |= {i.tensor.untyped_storage()._cdata for i in known if isinstance(i, Held)}
         return Formula(compute, known, numbers, cost=total, home=home, steps=steps)
 
     def _enter(self, tensor: Tensor, formula: Formula) -> _Entry:

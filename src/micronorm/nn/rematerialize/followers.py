@@ -5,31 +5,36 @@ from. So it does not matter whether a network calls a module or a function, nor 
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+Operation = Callable[[Tensor], Tensor]
 
-def _unary(function: Callable[..., Tensor], **constants: str) -> Callable[[Any], Callable[[Tensor], Tensor]]:
-    """A function that makes the operation from its node; constants: an argument of `function` and the node's name."""
 
-    def make(node: Any) -> Callable[[Tensor], Tensor]:
-        values = {name: getattr(node, saved) for name, saved in constants.items()}
-        return lambda x: function(x, **values)
+def _unary(function: Callable[..., Tensor], **constants: str) -> Callable[[Any], Operation]:
+    """What makes the operation from its node; `constants`: arguments of `function` and the node's names for them."""
+
+    def make(node: Any) -> Operation:
+        return partial(function, **{name: getattr(node, saved) for name, saved in constants.items()})
 
     return make
 
 
-UNARY: dict[str, Callable[[Any], Callable[[Tensor], Tensor]]] = {
-    # In place where torch can: they are given memory of their own.
+# In place: they are given memory of their own.
+_leaky_relu = _unary(partial(F.leaky_relu, inplace=True), negative_slope="_saved_negative_slope")
+_hardtanh = _unary(partial(F.hardtanh, inplace=True), min_val="_saved_min_val", max_val="_saved_max_val")
+
+UNARY: dict[str, Callable[[Any], Operation]] = {
     "ReluBackward0": _unary(torch.relu_),
-    "LeakyReluBackward0": _unary(torch._C._nn.leaky_relu_, negative_slope="_saved_negative_slope"),
-    "LeakyReluBackward1": _unary(torch._C._nn.leaky_relu_, negative_slope="_saved_negative_slope"),  # in place
-    "SiluBackward0": _unary(torch._C._nn.silu_),
-    "HardtanhBackward0": _unary(torch._C._nn.hardtanh_, min_val="_saved_min_val", max_val="_saved_max_val"),
-    "HardswishBackward0": _unary(torch._C._nn.hardswish_),
+    "LeakyReluBackward0": _leaky_relu,
+    "LeakyReluBackward1": _leaky_relu,  # where the network called it in place
+    "SiluBackward0": _unary(partial(F.silu, inplace=True)),
+    "HardtanhBackward0": _hardtanh,
+    "HardswishBackward0": _unary(partial(F.hardswish, inplace=True)),
     "GeluBackward0": _unary(F.gelu, approximate="_saved_approximate"),
 }
 """By the name of their node: what makes the operation. ReLU6 is a hardtanh."""
@@ -39,5 +44,9 @@ ADD = "AddBackward0"
 
 def addition(node: Any) -> Callable[[Tensor, Tensor], Tensor]:
     """a + alpha·b."""
-    alpha = node._saved_alpha
-    return lambda a, b: torch.add(a, b, alpha=alpha)
+    return partial(torch.add, alpha=node._saved_alpha)
+
+
+def then(operation: Operation, before: Callable[..., Tensor], *given: Tensor) -> Tensor:
+    """operation(before(*given))."""
+    return operation(before(*given))

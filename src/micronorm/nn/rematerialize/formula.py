@@ -117,7 +117,7 @@ class Formula:
 
 
 class Saved:
-    """What autograd is given to keep in place of a tensor: the tensor itself, or the formula of one and a view of it."""
+    """What autograd is given to keep in place of a tensor: the same one, or the formula of one and a view of it."""
 
     __slots__ = ("__weakref__", "content", "view", "whole")
 

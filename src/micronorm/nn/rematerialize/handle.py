@@ -143,5 +143,6 @@ def _calls() -> list[_Call]:
 
 def _others_have_hooks() -> bool:
     """Whether somebody else decides already what is kept: offloading, or a checkpoint around the whole model."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.6 cannot say
+    autograd = torch._C._autograd  # type: ignore[attr-defined]
+    top = getattr(autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.6 cannot say
     return top is not None and top(False) is not None
