@@ -1,6 +1,8 @@
 """`mn.recompute`: a model whose normalized activations are computed again in the backward instead of kept for it."""
 
+import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -110,7 +112,10 @@ class _Forward:
 
     def __init__(self) -> None:
         self.collector = Collector()
-        self.hooks = saved_tensors_hooks(self.collector.pack, unpack)
+        pack: Callable[..., Any] = self.collector.pack
+        if _hooks_in_force is None and "torch._dynamo" in sys.modules:
+            pack = torch.compiler.disable(pack)  # type: ignore[assignment] # there, a compiled part of the model would compile the hook
+        self.hooks = saved_tensors_hooks(pack, unpack)
         self.hooks.__enter__()
         collector.activate(self.collector)
 
@@ -141,8 +146,10 @@ def _calls() -> list[_Call]:
     return _local.calls
 
 
+# What torch 2.6 and 2.7 do not have: the hooks in force, for Python and for compiled code to see.
+_hooks_in_force = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # type: ignore[attr-defined]
+
+
 def _others_have_hooks() -> bool:
     """Whether somebody else decides already what is kept: offloading, or a checkpoint around the whole model."""
-    autograd = torch._C._autograd  # type: ignore[attr-defined]
-    top = getattr(autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.6 cannot say
-    return top is not None and top(False) is not None
+    return _hooks_in_force is not None and _hooks_in_force(False) is not None
