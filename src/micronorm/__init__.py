@@ -11,6 +11,7 @@ from micronorm.nn.bcn import BCN
 from micronorm.nn.evonorm import EvoNormS0
 from micronorm.nn.frn import FRN
 from micronorm.nn.group import GN, IN, LN
+from micronorm.nn.rematerialize.handle import recompute
 from micronorm.nn.switchable import SN
 from micronorm.nn.weight import CWN, WN, WS
 
@@ -38,4 +39,5 @@ __all__ = [
     "functional",
     "nn",
     "plan",
+    "recompute",
 ]

@@ -23,6 +23,8 @@ PUBLIC = {
         "EvoNormS0",
         # control
         "attach",
+        # memory
+        "recompute",
         # conversion
         "plan",
         "convert",

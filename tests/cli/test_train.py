@@ -55,6 +55,16 @@ def whole(tmp_path_factory) -> dict[str, torch.Tensor]:
 # --- cuts ------------------------------------------------------------------------------------------------------------
 
 
+def test_a_run_that_recomputes_ends_with_the_same_digest_and_records_it(tmp_path):
+    for name, recompute in (("plain", False), ("sparing", True)):
+        train(tmp_path / name, dtype="float32", micro_batch=16, recompute=recompute, steps=2)
+    plain, sparing = (records.read(tmp_path / name) for name in ("plain", "sparing"))
+    assert plain.outcome is not None
+    assert sparing.outcome is not None
+    assert sparing.outcome["digest"] == plain.outcome["digest"]
+    assert (plain.facts["execution"]["recompute"], sparing.facts["execution"]["recompute"]) == (False, True)
+
+
 @pytest.mark.parametrize("micro_batch", [1, 3, 8])
 def test_a_run_does_not_depend_on_the_micro_batch(tmp_path, whole, micro_batch):
     cut = train(tmp_path, micro_batch=micro_batch)
@@ -240,6 +250,7 @@ def test_there_is_nothing_to_resume_in_a_new_folder_and_the_run_begins(tmp_path)
         (("--device", "cuda:99"), "--device cuda:99: torch can use"),
         (("--workers", "2"), "digits is held in memory: leave --workers out"),
         (("--unverified",), "--unverified is for CIFAR's files, digits/bcn-ws is of digits"),
+        (("--compile", "--recompute"), "recompute has no effect in compiled code"),
         (("--data", "."), "leave the folder (--data) and --download out"),
     ],
 )
@@ -272,7 +283,7 @@ def test_a_download_that_fails_ends_the_run_with_one_sentence(tmp_path, monkeypa
 
 
 def test_the_hint_keeps_what_makes_a_run_fast_or_fit(tmp_path):
-    options = ["--micro-batch", "7", "--channels-last", "--parallel", "fsdp", "--evaluate-every", "3"]
+    options = ["--micro-batch", "7", "--channels-last", "--recompute", "--parallel", "fsdp", "--evaluate-every", "3"]
     code, said = command("--out", tmp_path, "--steps", 1, *options)
     assert code == 0
     _, hint = said.split("to go on: micronorm train ")

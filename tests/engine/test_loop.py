@@ -158,6 +158,25 @@ def test_a_compiled_run_ends_like_an_eager_one():
     assert outcome.figures == pytest.approx(expected.figures, rel=1e-9)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_run_that_recomputes_ends_with_the_same_digest_and_says_what_it_spares(dtype):
+    torch.manual_seed(7)
+    listener, digests = Listening(), []
+    plain = SmallResNet(mn.BCN(groups=4), mn.WS())
+    for model, recompute in ((copy.deepcopy(plain), True), (plain, False)):
+        how = Execution(device=CPU, micro_batch=3, recompute=recompute)
+        digests.append(train(model, Toy(24), settings(dtype=dtype), how, listener=listener).digest)
+        assert not model._forward_hooks
+    assert digests[0] == digests[1]
+    (said,) = (text for text in listener.messages if "recomputed" in text)
+    assert said.startswith("6 activations not kept: ")
+
+
+def test_a_run_without_anything_to_recompute_is_refused():
+    with pytest.raises(ValueError, match="SmallResNet has no BatchChannelNorm"):
+        train(SmallResNet(mn.GN(groups=4)), Toy(24), settings(), Execution(device=CPU, recompute=True))
+
+
 class Kept(SGD):
     """Its optimizers outlive their runs."""
 

@@ -39,6 +39,11 @@ def test_execution_refuses_an_unknown_way_of_sharing_the_model_on_one_rank_too()
         Execution(parallel="dp")  # type: ignore[arg-type]
 
 
+def test_execution_refuses_to_recompute_what_compiled_code_decides_on():
+    with pytest.raises(ValueError, match="no effect in compiled code"):
+        Execution(compile=True, recompute=True)
+
+
 def test_a_record_of_settings_is_plain_and_tells_different_ones_apart():
     described = describe(make(dtype=torch.bfloat16))
     assert json.loads(json.dumps(described)) == described

@@ -94,6 +94,19 @@ def test_a_step_that_ran_out_of_memory_ends_as_the_whole_one_would_have(norm):
         assert_same_state(failing.model.state_dict(), expected, tol=tolerance("one_step", torch.float64))
 
 
+def test_a_step_that_recomputes_is_taken_back_and_repeated_as_any_other():
+    chosen, _, digests = clean_run()
+    counted = zoo_step(Toy(train=3), 2)
+    mn.recompute(counted.model)
+    phases = operations(counted, chosen)
+    for at in [place for place in random_places(phases, 6) if phases[place] in ("forward", "backward")]:
+        recomputing = zoo_step(Toy(train=3), 2)
+        mn.recompute(recomputing.model)
+        with Failures(recomputing, at):
+            assert recomputing(chosen).messages == [REPEATED]
+        assert state_digest(recomputing) == digests[0]
+
+
 def test_memory_that_cannot_hold_one_sample_ends_the_run_as_it_was_before_the_step():
     task = Toy(train=4)
     chosen = portion(task, torch.arange(4))
@@ -157,8 +170,11 @@ class Probe:
         return 100
 
 
-def test_looking_for_what_fits_leaves_no_trace():
+@pytest.mark.parametrize("recompute", [False, True])
+def test_looking_for_what_fits_leaves_no_trace(recompute):
     step, probe = zoo_step(task := Toy(train=8), 8), Probe()
+    if recompute:
+        mn.recompute(step.model)
     chosen = portion(task, torch.arange(8))
     before = state_digest(step)
     assert step.fit(chosen, (1, 4), measure=lambda: probe) == 100

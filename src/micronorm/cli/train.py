@@ -139,6 +139,9 @@ def train(
     channels_last: Annotated[bool, typer.Option("--channels-last", help="Images in NHWC.")] = False,
     compiled: Annotated[bool, typer.Option("--compile", help="Compile the model with torch.compile.")] = False,
     cuda_graph: Annotated[bool, typer.Option("--cuda-graph", help="Capture the whole step, one GPU only.")] = False,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="Compute activations again in the backward: less memory, the same bits.")
+    ] = False,
     parallel: Annotated[str, typer.Option(help="How ranks share the model: ddp or fsdp.")] = "ddp",
     save_every: Annotated[int | None, typer.Option(min=1, help="Steps between checkpoints within an epoch.")] = None,
     evaluate_every: Annotated[int, typer.Option(min=1, help="Epochs between evaluations; the last is evaluated.")] = 1,
@@ -171,6 +174,7 @@ def train(
             channels_last=channels_last,
             compile=compiled,
             cuda_graph=cuda_graph,
+            recompute=recompute,
             parallel=parallel,  # type: ignore[arg-type]
             steps=steps,
             save_steps=save_every,
@@ -247,8 +251,13 @@ def _how(execution: Execution, workers: int) -> list[str]:
     """The options of a run that its record does not bring back: those that only make it fast or fit."""
     usual, options = Execution(), [] if not workers else ["--workers", str(workers)]
     names = {"channels_last": "--channels-last", "compile": "--compile", "cuda_graph": "--cuda-graph"}
-    names |= {"micro_batch": "--micro-batch", "device": "--device", "parallel": "--parallel"}
-    names |= {"save_steps": "--save-every", "evaluate_epochs": "--evaluate-every"}
+    names |= {
+        "recompute": "--recompute",
+        "micro_batch": "--micro-batch",
+        "device": "--device",
+        "parallel": "--parallel",
+    }
+    names |= {"save_steps": "--save-every", "evaluate_epochs": "--evaluate-every", "recompute": "--recompute"}
     for field, option in names.items():
         value = getattr(execution, field)
         if value != getattr(usual, field):

@@ -32,6 +32,7 @@ from micronorm.engine.signals import Signals
 from micronorm.engine.state import rest_of_state, whole_state
 from micronorm.engine.step import Portion, ShardOutOfMemory, Step
 from micronorm.engine.task import Share, Task
+from micronorm.nn.rematerialize.handle import Recomputation, recompute
 from micronorm.ops.keyed import permutation, sample_keys
 
 
@@ -77,8 +78,12 @@ def train(
     try:
         # For what draws from the global generators in spite of the keys; ranks must not draw the same.
         RandomState.seed(settings.seed + 2**20 * run.parallel.rank, run.device)
+        if run.execution.recompute:
+            run.recomputation = recompute(run.step.model)
         return run.go(resume=resume, facts=facts or {})
     finally:
+        if run.recomputation is not None:
+            run.recomputation.remove()
         run.journal.close()
         run.step.transaction.close()
         RandomState.set(callers, run.device)
@@ -103,6 +108,7 @@ class _TrainingRun:
         self.done = 0
         self.figures: dict[str, float] = {}
         self.signal: int | None = None
+        self.recomputation: Recomputation | None = None
         self.untouched = False
         self.step = self._make_step(model)
         self.take_step = GraphedStep(self.step, settings.step_batch) if execution.cuda_graph else self.step
@@ -168,6 +174,7 @@ class _TrainingRun:
         upcoming: deque[_Position] = deque()
         batches = self.task.train.load(self._shares(upcoming), seed=self.settings.seed)
         self.meter.restart()
+        began = self.done
         for batch in batches:
             if not upcoming:
                 raise ValueError("task.train.load gave more batches than it was asked for; yield one per share")
@@ -184,6 +191,8 @@ class _TrainingRun:
             self._log(self.meter.add(row, result))
             for message in result.messages:
                 self.listener.on_message(message)
+            if self.recomputation is not None and self.first and self.done == began + 1:
+                self.listener.on_message(f"{self.recomputation.report()}, but recomputed in the backward")
             ended = self.done % self.steps_per_epoch == 0
             if ended or self.done == self.last:
                 self._report_epoch(position.epoch, evaluated=self._is_due(position.epoch))

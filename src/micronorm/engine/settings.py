@@ -67,6 +67,7 @@ class Execution:
         channels_last: keep images and convolutions in NHWC.
         compile: compile the model with torch.compile.
         cuda_graph: capture the whole step, commit included, and replay it.
+        recompute: keep less for the backward, see `mn.recompute`. Not with `compile`, which decides that itself.
         parallel: how several ranks share the model: replicated ("ddp") or sharded ("fsdp").
         steps: stop after so many optimizer steps; None for all epochs.
         save_steps: steps between checkpoints within an epoch; None for checkpoints at the end of epochs and every ten
@@ -79,6 +80,7 @@ class Execution:
     channels_last: bool = False
     compile: bool = False
     cuda_graph: bool = False
+    recompute: bool = False
     parallel: Literal["ddp", "fsdp"] = "ddp"
     steps: int | None = None
     save_steps: int | None = None
@@ -91,6 +93,10 @@ class Execution:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if self.device is not None and not isinstance(self.device, torch.device):
             raise TypeError(f"device must be a torch.device, got {self.device!r}; write torch.device({self.device!r})")
+        if self.compile and self.recompute:
+            raise ValueError(
+                "recompute has no effect in compiled code, which decides itself what it keeps; leave one of them out"
+            )
         if self.parallel not in ("ddp", "fsdp"):
             raise ValueError(f'parallel must be "ddp" or "fsdp", got {self.parallel!r}')
 

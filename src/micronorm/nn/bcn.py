@@ -5,6 +5,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Self
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 
 from micronorm.nn.backends import BACKENDS, resolve_backend
 from micronorm.nn.inputs import check_count, check_eps, check_input
+from micronorm.nn.rematerialize.collector import active as rematerializing
+from micronorm.nn.rematerialize.collector import remember
 from micronorm.nn.running import WideBuffers
 from micronorm.nn.spec import GroupedSpec
 from micronorm.nn.window import Window, gather, gather_numbers, run, sequential_estimates, track_batch
@@ -20,6 +23,8 @@ from micronorm.ops.bcn import (
     batch_channel_norm,
     batch_channel_norm_fused,
     batch_channel_norm_reference,
+    elementwise,
+    elementwise_fused,
     moments_by_kernel,
     watched_if_traced,
 )
@@ -277,7 +282,10 @@ class BatchChannelNorm(WideBuffers):
             y = batch_channel_norm_reference(x, estimates, *affine, **options)
         else:
             fused = activation.kind == "relu" and residual is None
-            y = batch_channel_norm(x, estimates, *affine, **options, relu=fused, data=data)
+            numbers = [] if rematerializing() is not None else None
+            y = batch_channel_norm(x, estimates, *affine, **options, relu=fused, data=data, numbers=numbers)
+            if numbers:
+                remember(y, partial(elementwise, relu=fused), (x,), tuple(numbers))
             if fused:
                 return y
         return activation(y if residual is None else y + residual)
@@ -305,6 +313,9 @@ class BatchChannelNorm(WideBuffers):
             residual=residual,
             moments=known,
         )
+        if rematerializing() is not None:
+            sources = (x,) if residual is None else (x, residual)
+            remember(y, partial(elementwise_fused, activation=activation), sources, (numbers,))
         if training and self.statistics == "step":
             window = self._window
             sizes = (x.shape[0], self.num_channels, elements, self.num_groups)

@@ -1,8 +1,13 @@
 """Batch-Channel Normalization: the plain equations, the one-pass form, and how the estimates move."""
 
 from micronorm.ops.bcn.estimates import Sums, move_by_batch, move_by_window, scan, window_sums
-from micronorm.ops.bcn.fused import batch_channel_norm_fused, group_norm_fused, moments_by_kernel
-from micronorm.ops.bcn.onepass import batch_channel_norm, batch_statistics, watched_if_traced
+from micronorm.ops.bcn.fused import (
+    batch_channel_norm_fused,
+    elementwise_fused,
+    group_norm_fused,
+    moments_by_kernel,
+)
+from micronorm.ops.bcn.onepass import batch_channel_norm, batch_statistics, elementwise, watched_if_traced
 from micronorm.ops.bcn.reference import algorithm1, batch_channel_norm_reference
 
 __all__ = [
@@ -14,6 +19,8 @@ __all__ = [
     "batch_channel_norm",
     "batch_channel_norm_fused",
     "batch_channel_norm_reference",
+    "elementwise",
+    "elementwise_fused",
     "group_norm_fused",
     "moments_by_kernel",
     "scan",

@@ -279,6 +279,7 @@ def batch_channel_norm_fused(
         estimates = Moments(*(s.squeeze(0) for s in batch_statistics(bounded(moments[1], x.dtype))))
     assert estimates is not None
     if residual is not None and not activation.knows_its_sign:
+        # The backward tells an activation's slope from the output alone.
         y, numbers = _call(
             x,
             None,
@@ -304,6 +305,14 @@ def batch_channel_norm_fused(
         activation,
         from_batch,
     )
+
+
+def elementwise_fused(x: Tensor, *rest: Tensor, activation: Activation) -> Tensor:
+    """The y of a forward again, to the bit, from x, the residual where there was one, and the numbers it left."""
+    from micronorm.ops.bcn.triton.run import recompute
+
+    *residual, numbers = rest
+    return recompute(x, residual[0] if residual else None, numbers, activation)
 
 
 def group_norm_fused(

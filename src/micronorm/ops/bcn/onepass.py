@@ -125,6 +125,18 @@ def _gradients(
     )
 
 
+def elementwise(x: Tensor, pivot_nc: Tensor, scale_nc: Tensor, offset_nc: Tensor, *, relu: bool) -> Tensor:
+    """y = A·(x − c) + B, without a graph: the pass of the forward, and the one that repeats it to the bit."""
+    if can_block(x):
+        return transform(x, pivot_nc, scale_nc, offset_nc, relu=relu)
+    # While tracing, torch 2.11 loses the gradient of an output made by an in-place operation or by a cast that
+    # changes nothing, so the last operation makes a new tensor.
+    y = (x.to(pivot_nc.dtype) - over_space(pivot_nc, x)).mul_(over_space(scale_nc, x)) + over_space(offset_nc, x)
+    if relu:
+        y = y.clamp(min=0)
+    return y if y.dtype == x.dtype else y.to(x.dtype)
+
+
 class _OnePass(torch.autograd.Function):
     """y = A·(x − m) + B with the hand-written backward; saves x and N×C numbers."""
 
@@ -145,6 +157,7 @@ class _OnePass(torch.autograd.Function):
         eps: float,
         from_batch: bool,
         relu: bool,
+        numbers: list[Tensor] | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, bias, group_weight, group_bias, blend, mean_nc, var_nc, stat_mean, stat_var)
         ctx.groups, ctx.eps, ctx.from_batch, ctx.relu = groups, eps, from_batch, relu
@@ -152,14 +165,9 @@ class _OnePass(torch.autograd.Function):
         terms = _terms(Moments(mean_nc, var_nc), Moments(stat_mean, stat_var), affine, groups=groups, eps=eps)
         pivot_nc = mean_nc.to(compute_dtype(x.dtype))
         scale_nc, offset_nc = _coefficients(terms, affine, mean_nc - pivot_nc, pivot_nc.dtype)
-        if can_block(x):
-            return transform(x, pivot_nc, scale_nc, offset_nc, relu=relu)
-        # While tracing, torch 2.11 loses the gradient of an output made by an in-place operation or by a cast that
-        # changes nothing, so the last operation makes a new tensor.
-        y = (x.to(pivot_nc.dtype) - over_space(pivot_nc, x)).mul_(over_space(scale_nc, x)) + over_space(offset_nc, x)
-        if relu:
-            y = y.clamp(min=0)
-        return y if y.dtype == x.dtype else y.to(x.dtype)
+        if numbers is not None:
+            numbers += (pivot_nc, scale_nc, offset_nc)
+        return elementwise(x, pivot_nc, scale_nc, offset_nc, relu=relu)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -194,7 +202,7 @@ class _OnePass(torch.autograd.Function):
             grad.bias.to(bias.dtype),
             grad.group_weight.to(group_weight.dtype),
             grad.group_bias.to(group_bias.dtype),
-            *(None,) * 9,
+            *(None,) * 10,
         )
 
 
@@ -251,6 +259,7 @@ def batch_channel_norm(
     blend: Tensor | float = 1.0,
     relu: bool = False,
     data: Moments | None = None,
+    numbers: list[Tensor] | None = None,
 ) -> Tensor:
     """Normalize by given statistics per channel, then over groups of channels (labels `eq:bcnbn`, `eq:bcngn`).
 
@@ -267,6 +276,7 @@ def batch_channel_norm(
         blend: α; below 1 the group normalization is mixed with the identity.
         relu: fuse a rectifier; its mask is recomputed, not stored.
         data: `moments(x)`, if they are known already.
+        numbers: a list that is given c, A and B, with which `elementwise` repeats y.
 
     Example:
         >>> x, ones, zeros = torch.randn(2, 6, 4, 4), torch.ones(6), torch.zeros(6)
@@ -284,6 +294,6 @@ def batch_channel_norm(
             statistics = Moments(*(e.detach().reshape(-1, e.shape[-1]).to(wide, copy=True) for e in estimates))
         alpha = torch.as_tensor(blend, dtype=wide, device=x.device).clone()
     affine = (weight, bias, group_weight, group_bias, alpha)
-    y = _OnePass.apply(x, *affine, *data, *statistics, groups, eps, estimates is None, relu)
+    y = _OnePass.apply(x, *affine, *data, *statistics, groups, eps, estimates is None, relu, numbers)
     assert isinstance(y, Tensor)
     return y

@@ -126,9 +126,8 @@ def moments_part(
 ):
     """Mean, around the sample's first element, and sum of squared deviations of one piece of space.
 
-    Every lane of the tile sums around the first element it meets. That is one of its few elements, so their mean lies
-    within a few of their own deviations from it, whatever the data, and what the square of that distance takes away at
-    the end is small. The lanes' moments are merged as those of parts are.
+    The sums run around the median of three of the piece's elements. Where its mean lies D deviations from there, taking
+    the square of that distance away at the end costs D² roundings; one outlier among the three changes nothing.
     """
     dtype: tl.constexpr = parts_ptr.dtype.element_ty
     n, p, b = place(tl.program_id(0), pieces, blocks, CHANNELS_LAST)
@@ -137,27 +136,26 @@ def moments_part(
     x_ptr += n.to(tl.int64) * x_n
     start = p * piece
     end = tl.minimum(start + piece, space)
-    s = start + tl.arange(0, SPACE)
-    at_cs = x_ptr + c[:, None] * x_c + s[None, :] * x_s
-    pivot_cs = tl.load(at_cs, valid_c[:, None] & (s < end)[None, :], 0).to(dtype)
+    quarter = (end - start) // 4
+    low_c = tl.load(x_ptr + c * x_c + (start + quarter) * x_s, valid_c, 0).to(dtype)
+    middle_c = tl.load(x_ptr + c * x_c + (start + 2 * quarter) * x_s, valid_c, 0).to(dtype)
+    high_c = tl.load(x_ptr + c * x_c + (end - 1 - quarter) * x_s, valid_c, 0).to(dtype)
     first_c = tl.load(x_ptr + c * x_c, valid_c, 0).to(dtype)
+    pivot_c = tl.maximum(tl.minimum(low_c, middle_c), tl.minimum(tl.maximum(low_c, middle_c), high_c))
     sum_cs = tl.zeros([CHANNELS, SPACE], dtype)
     square_cs = tl.zeros([CHANNELS, SPACE], dtype)
-    for position in tl.range(SPACE, end - start, SPACE, num_stages=STAGES, loop_unroll_factor=UNROLL):
-        valid_cs = valid_c[:, None] & (position + s < end)[None, :]
-        x_cs = tl.load(at_cs + position * x_s, valid_cs, 0).to(dtype)
-        t_cs = tl.where(valid_cs, x_cs - pivot_cs, 0.0)
+    for position in tl.range(start, end, SPACE, num_stages=STAGES, loop_unroll_factor=UNROLL):
+        s = position + tl.arange(0, SPACE)
+        valid_cs = valid_c[:, None] & (s < end)[None, :]
+        x_cs = tl.load(x_ptr + c[:, None] * x_c + s[None, :] * x_s, valid_cs, 0).to(dtype)
+        t_cs = tl.where(valid_cs, x_cs - pivot_c[:, None], 0.0)
         sum_cs += t_cs
         square_cs = tl.fma(t_cs, t_cs, square_cs)
-    count_s = tl.maximum(tl.cdiv(end - s, SPACE), 0).to(dtype)
-    rest_cs = sum_cs / tl.maximum(count_s, 1)[None, :]
-    square_cs = tl.maximum(square_cs - sum_cs * rest_cs, 0.0, tl.PropagateNan.ALL)
-    lane_cs = (pivot_cs - first_c[:, None]) + rest_cs
-    mean_c = tl.sum(lane_cs * count_s[None, :], 1) / (end - start)
-    apart_cs = lane_cs - mean_c[:, None]
-    square_c = tl.sum(tl.fma(apart_cs * apart_cs, tl.broadcast_to(count_s[None, :], [CHANNELS, SPACE]), square_cs), 1)
+    sum_c = tl.sum(sum_cs, 1)
+    rest_c = sum_c / (end - start)
+    square_c = tl.maximum(tl.sum(square_cs, 1) - sum_c * rest_c, 0.0, tl.PropagateNan.ALL)
     at = (n * pieces + p) * channels + c
-    tl.store(parts_ptr + at, mean_c, valid_c)
+    tl.store(parts_ptr + at, (pivot_c - first_c) + rest_c, valid_c)
     tl.store(parts_ptr + samples * pieces * channels + at, square_c, valid_c)
 
 

@@ -86,9 +86,9 @@ class Forward:
         self.layer, self.residual, self.output = layer, residual, output
         shape, count = layer.shape, processors(layer.device)
         self.tile = tiling.whole(shape, count, limit=tiling.FORWARD_TILE)
-        self.moments = tiling.sweep(shape, count, kind=tiling.REDUCE)
+        self.moments = tiling.sweep(shape, count, kinds=tiling.REDUCE)
         self.numbers = tiling.numbers(shape, self.moments.pieces)
-        self.elementwise = tiling.sweep(shape, count, kind=tiling.ELEMENTWISE)
+        self.elementwise = tiling.sweep(shape, count, kinds=tiling.ELEMENTWISE)
         self.limit = {"MAX": torch.finfo(layer.compute).max}
 
     @property
@@ -162,9 +162,9 @@ class Backward:
         self.has_residual = {"HAS_RESIDUAL": gate is not None}
         shape, count = layer.shape, processors(layer.device)
         self.tile = None if split else tiling.whole(shape, count, limit=tiling.BACKWARD_TILE)
-        self.sums = tiling.sweep(shape, count, kind=tiling.REDUCE)
+        self.sums = tiling.sweep(shape, count, kinds=tiling.REDUCE)
         self.numbers = tiling.numbers(shape, self.sums.pieces)
-        self.elementwise = tiling.sweep(shape, count, kind=tiling.ELEMENTWISE)
+        self.elementwise = tiling.sweep(shape, count, kinds=tiling.ELEMENTWISE)
 
     @property
     def parts(self) -> int:

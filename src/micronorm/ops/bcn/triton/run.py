@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from micronorm.ops.activation import Activation
+from micronorm.ops.activation import IDENTITY, Activation
 from micronorm.ops.bcn.triton.launch import INTERPRETED
 from micronorm.ops.bcn.triton.layout import Strides, laid_out, numbers_size, output_like, strides_of
 from micronorm.ops.bcn.triton.plans import Backward, Layer, backward_plan, forward_plan, gather_plan
@@ -74,12 +74,16 @@ def _pointers(norm: Norm, filler: Tensor) -> list[Tensor]:
     return [filler if t is None else t for t in norm.tensors]
 
 
+def _bare(activation: Activation) -> Norm:
+    """For launches that do none of the N×C arithmetic."""
+    return Norm("none", None, None, None, None, None, None, None, 1, 0.0, activation)
+
+
 def moments(x: Tensor) -> Tensor:
     """Pivot, residue and variance of every (n, c), a 3×N×C tensor in the dtype of the computation."""
     with _on(x):
         x, strides = laid_out(x)
-        none = Norm("none", None, None, None, None, None, None, None, x.shape[1], 0.0, Activation())
-        plan = forward_plan(_layer(x, strides, none), None, strides)
+        plan = forward_plan(_layer(x, strides, _bare(IDENTITY)), None, strides)
         parts = x.new_empty(plan.parts, dtype=plan.layer.compute)
         numbers = x.new_empty((3, *x.shape[:2]), dtype=plan.layer.compute)
         plan.reduce(x, parts)
@@ -111,13 +115,14 @@ def forward(x: Tensor, residual: Tensor | None, norm: Norm, given: Tensor | None
         return y, numbers
 
 
-def recompute(x: Tensor, residual: Tensor | None, numbers: Tensor, norm: Norm) -> Tensor:
+def recompute(x: Tensor, residual: Tensor | None, numbers: Tensor, activation: Activation) -> Tensor:
     """The y that `forward` gave, to the bit, from the numbers it left."""
     with _on(x):
         y = output_like(x)
         x, strides = laid_out(x)
         added, other = (x, None) if residual is None else laid_out(residual, like=x)
-        forward_plan(_layer(x, strides, norm), other, strides_of(y)).apply(x, added, y, numbers)
+        layer = _layer(x, strides, _bare(activation))
+        forward_plan(layer, other, strides_of(y)).apply(x, added, y, numbers)
         return y
 
 
