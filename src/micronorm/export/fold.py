@@ -26,7 +26,7 @@ from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.nn.group import InstanceNorm
 from micronorm.nn.norm_act import BatchChannelNormAct, ChannelsLast, NormAct
 from micronorm.nn.weight import counterpart_kind
-from micronorm.surgery import adopt_hooks, names_of, refuse_wrappers, replace
+from micronorm.surgery import adopt_hooks, names_of, refuse_wrappers, replace, restore_forwards
 
 _BCN = (BatchChannelNorm, BatchChannelNormAct)
 _RUNNING = (GhostBatchNorm, BatchRenorm)
@@ -78,6 +78,7 @@ def fold(model: nn.Module, *, example_inputs: Any = None) -> nn.Module:
     refuse_wrappers(model, _WRAPPERS)
     _refuse_unknown(model)
     work = bare_copy(model).eval()
+    restore_forwards(work)  # fused ones call our norms
     # torch.fx does not take the outermost module as a call, so a layer by itself is put into something.
     whole = nn.Sequential(work) if is_ours(work) else work
     flow = trace_flow(whole, _is_one_call, example_inputs=example_inputs, pairs=lambda *_: False)
