@@ -15,9 +15,10 @@ import torch.fx
 import torch.nn.functional as F
 from torch import nn
 
+from micronorm.convert.lookups import NotTraceable
 from micronorm.convert.rewrite import Conditions, add_fused, copy_traced, norm_add, write_forward
 from micronorm.convert.rules import CONVOLUTIONS
-from micronorm.convert.tracing import IN_PLACE, NotTraceable, Traced, trace_alone
+from micronorm.convert.tracing import IN_PLACE, Traced, trace_alone
 from micronorm.nn.norm_act import fusible_activation, has_hooks
 from micronorm.ops.activation import Activation
 
@@ -142,22 +143,22 @@ class _Fuser:
         """Fuse what can be, and write the forward."""
         conditions = Conditions()
         conditions.assume(self.traced.assumptions)
-        fused = 0
+        tails: list[tuple[nn.Module, _Tail]] = []
         # The last first: of two norms that are added, the later one is called where it was.
         for node in reversed(list(self.graph.nodes)):
             norm = self._module(node)
             if norm is None or norm not in self.norms:
                 continue
             tail = self._tail(node, norm)
-            if tail.why_not:
-                self.found.unfused.setdefault(norm, []).append(tail.why_not)
-                continue
-            self._rewrite(node, tail)
-            activation = (tail.module, tail.activation) if tail.module and tail.activation else None
-            add_fused(conditions, str(node.target), tail.identities, activation)
-            self.found.fused.setdefault(norm, []).append(tail.text)
-            fused += 1
-        if fused:
+            tails.append((norm, tail))
+            if not tail.why_not:
+                self._rewrite(node, tail)
+                activation = (tail.module, tail.activation) if tail.module and tail.activation else None
+                add_fused(conditions, str(node.target), tail.identities, activation)
+        for norm, tail in reversed(tails):
+            table = self.found.unfused if tail.why_not else self.found.fused
+            table.setdefault(norm, []).append(tail.why_not or tail.text)
+        if any(not tail.why_not for _, tail in tails):
             self.graph.lint()
             self.found.forwards[self.caller] = write_forward(self.caller, self.traced, conditions)
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from micronorm.convert.tracing import Assumptions, Place, Traced
+from micronorm.convert.lookups import Assumptions, Place
+from micronorm.convert.tracing import Traced
 from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.nn.norm_act import fusible_activation, has_hooks
 from micronorm.ops.activation import Activation

@@ -4,75 +4,28 @@ A graph freezes what the forward looked up while it was traced. So every look-up
 compared when the graph runs, and a forward that does what no graph can hold is refused with the reason.
 """
 
-import dis
-import functools
 import inspect
 import operator
 import random
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from enum import Enum
-from types import CodeType, FunctionType, MethodType
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
 
 import torch
 import torch.fx
 from torch import nn
 
+from micronorm.convert.lookups import OURS, Assumptions, NotTraceable, Recorder, codes_of
 from micronorm.surgery import foreign_forward
 
-# What a graph cannot follow: questions about types, which other layers answer differently, and about the state of the
-# process, and output to the outside.
-_UNSEEN_WORDS = """
-    isinstance issubclass type print vars globals locals is_tensor is_grad_enabled is_inference_mode_enabled
-    is_compiling is_dynamo_compiling is_exporting is_tracing is_autocast_enabled is_autocast_cpu_enabled
-    is_in_onnx_export
-"""
-_UNSEEN = frozenset(_UNSEEN_WORDS.split())
-_WITH = frozenset({"BEFORE_WITH", "BEFORE_ASYNC_WITH", "SETUP_WITH", "LOAD_SPECIAL"})
-_STORES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR"})
 # Frames of torch that may stand between a forward and the calls it makes; others (checkpointing, decorators that change
 # the mode) do something that a graph would leave out.
 _TRANSPARENT = ("torch.fx", "torch.nn.modules", "torch.nn.functional", "torch.functional", "torch._tensor")
 _TRANSPARENT_EXACT = frozenset({"torch", "torch.overrides", "torch._jit_internal"})
 # Who may ask a symbolic value for its type.
 _MAY_ASK = ("torch.fx", "torch.overrides", "torch.nn.parameter", "torch.utils._pytree")
-_PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.memory_format, torch.layout)
-_CONTAINERS = (list, dict, set, frozenset, tuple)
-
-
-class NotTraceable(Exception):
-    """The forward cannot be a graph; the message says why, in words that fit after a module's name."""
-
-
-class Place(NamedTuple):
-    """An attribute: the path of its module below the one that is traced, "" for that one itself, and its name."""
-
-    path: str
-    name: str
-
-    @property
-    def dotted(self) -> str:
-        """path.name."""
-        return f"{self.path}.{self.name}" if self.path else self.name
-
-
-@dataclass
-class Assumptions:
-    """What a forward looked up while it was traced.
-
-    `values` are plain values and functions, `methods` were found on the class, `tensors` are parameters and buffers,
-    `keys` are the names of the children of modules that were iterated over, `children` the modules that were looked up,
-    by dotted name (stand-ins, to be compared with each other only).
-    """
-
-    values: dict[Place, Any] = field(default_factory=dict)
-    methods: dict[Place, None] = field(default_factory=dict)
-    tensors: dict[Place, None] = field(default_factory=dict)
-    keys: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    children: dict[str, nn.Module] = field(default_factory=dict)
 
 
 @dataclass
@@ -140,182 +93,12 @@ def _spelled(graph: torch.fx.Graph) -> list[Any]:
     ]
 
 
-# --- the look-ups ----------------------------------------------------------------------------------------------------
-
-
-class _Recorder:
-    """Sees every attribute that is read from or written to the modules of one twin."""
-
-    def __init__(self, twin: nn.Module) -> None:
-        self.paths = {id(module): name for name, module in twin.named_modules()}
-        self.found = Assumptions()
-        self.codes: set[CodeType] = set()
-        self.copies: list[tuple[str, Any, Any]] = []
-        self.refusal: NotTraceable | None = None
-
-    def refuse(self, why: str) -> NotTraceable:
-        """The exception to raise. It is kept, for the forward may catch it."""
-        self.refusal = self.refusal or NotTraceable(why)
-        return self.refusal
-
-    def close(self) -> Assumptions:
-        """After the trace: what was found, or the reason to give up."""
-        for name, lent, kept in self.copies:
-            if lent != kept:
-                self.refuse(f"changes self.{name}")
-        for code in self.codes:
-            why = _unfit(code)
-            if why:
-                self.refuse(why)
-        if self.refusal is not None:
-            raise self.refusal
-        return self.found
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """While this lasts, modules report what is read and written. Like torch.fx, it patches nn.Module itself."""
-        write, delete = nn.Module.__setattr__, nn.Module.__delattr__
-        if "__getattribute__" in vars(nn.Module):
-            raise NotTraceable("is being watched by another tool")
-
-        def on_read(module: nn.Module, name: str) -> Any:
-            path = self.paths.get(id(module))
-            reader = "" if path is None else sys._getframe(1).f_globals.get("__name__", "")
-            try:
-                value = object.__getattribute__(module, name)
-            except AttributeError:
-                if path is not None and not _is_machinery(reader):
-                    self._registered(Place(path, name), object.__getattribute__(module, "__dict__"))
-                raise
-            return value if path is None or _is_machinery(reader) else self._read(module, Place(path, name), value)
-
-        def on_write(module: nn.Module, name: str, *value: Any) -> None:
-            if id(module) in self.paths and not _is_machinery(sys._getframe(1).f_globals.get("__name__", "")):
-                raise self.refuse(f"writes to self.{name}")
-            (write if value else delete)(module, name, *value)
-
-        patched = {"__getattribute__": on_read, "__setattr__": on_write, "__delattr__": on_write}
-        for name, function in patched.items():
-            setattr(nn.Module, name, function)
-        try:
-            yield
-        finally:
-            del nn.Module.__getattribute__  # type: ignore[misc]
-            nn.Module.__setattr__, nn.Module.__delattr__ = write, delete  # type: ignore[method-assign]
-
-    def _registered(self, place: Place, attributes: dict[str, Any]) -> None:
-        """A parameter, buffer or child: a tensor becomes part of the graph, the absence of one is a value."""
-        for table in ("_modules", "_parameters", "_buffers"):
-            if place.name in attributes.get(table, ()):
-                value = attributes[table][place.name]
-                if value is None:
-                    self.found.values[place] = None
-                elif isinstance(value, nn.Module):
-                    self.found.children[place.dotted] = value
-                else:
-                    self.found.tensors[place] = None
-                return
-        raise self.refuse(f"asks for self.{place.dotted}, which it does not have")
-
-    def _read(self, module: nn.Module, place: Place, value: Any) -> Any:
-        name = place.name
-        if name == "training":  # both modes are traced
-            return value
-        if name == "_modules":
-            self._keys(place.path, value)
-            return value
-        if isinstance(value, MethodType) and value.__self__ is module:
-            self._method(place, value.__func__, module)
-            return value
-        on_class = inspect.getattr_static(type(module), name, None)
-        if isinstance(on_class, property):  # what it reads is seen by itself
-            self.codes.add(on_class.fget.__code__)  # type: ignore[union-attr]
-            return value
-        if isinstance(on_class, staticmethod) and name not in object.__getattribute__(module, "__dict__"):
-            self._method(place, on_class.__func__, module)
-            return value
-        return self._value(place, value)
-
-    def _keys(self, path: str, children: dict[str, nn.Module | None]) -> None:
-        self.found.keys[path] = tuple(children)
-        for name, child in children.items():
-            if child is not None:
-                self.found.children[Place(path, name).dotted] = child
-
-    def _method(self, place: Place, function: Any, module: nn.Module) -> None:
-        owner = getattr(function, "__module__", "")
-        if owner == "torch.nn.modules.module":
-            if place.name not in ("children", "named_children"):
-                raise self.refuse(f"calls self.{place.dotted}")
-            self._keys(place.path, object.__getattribute__(module, "_modules"))
-        elif owner != "torch.nn.modules.container":
-            self.found.methods[place] = None
-            self.codes.update(_codes_of(function))
-
-    def _value(self, place: Place, value: Any) -> Any:
-        if _is_plain(value):
-            kept = lent = value
-            if isinstance(value, list | dict | set):
-                kept, lent = type(value)(value), type(value)(value)
-                self.copies.append((place.dotted, lent, kept))
-            self.found.values[place] = kept
-            return lent
-        if isinstance(value, nn.Module) or not callable(value) or place.name.startswith("__"):
-            raise self.refuse(f"reads self.{place.dotted}, a {type(value).__name__}")
-        self.found.values[place] = value
-        if isinstance(value, FunctionType):
-            self.codes.update(_codes_of(value))
-        return value
-
-
-def _is_machinery(reader: str) -> bool:
-    """Whether an attribute is read by torch's or our own tracing, or by nn.Module itself, and not by the forward."""
-    if reader.startswith("torch.nn.modules."):
-        return reader == "torch.nn.modules.module"
-    return reader == __name__ or reader.startswith("torch.")
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value can be kept and compared."""
-    if value is None or isinstance(value, _PLAIN):
-        return True
-    if type(value) is dict:
-        return all(_is_plain(v) for item in value.items() for v in item)
-    return (type(value) in _CONTAINERS or isinstance(value, torch.Size)) and all(map(_is_plain, value))
-
-
-# --- the code --------------------------------------------------------------------------------------------------------
-
-
-def _codes_of(function: Any) -> Iterator[CodeType]:
-    """The code of a function and of what it wraps."""
-    while function is not None:
-        if isinstance(getattr(function, "__code__", None), CodeType):
-            yield function.__code__
-        function = getattr(function, "__wrapped__", None)
-
-
-@functools.lru_cache(maxsize=1024)
-def _unfit(code: CodeType) -> str:
-    """Why a graph would not do what the code does; empty where it would."""
-    words = sorted(_UNSEEN.intersection(code.co_names))
-    if words:
-        return f"uses {words[0]}"
-    names = {instruction.opname for instruction in dis.get_instructions(code)}
-    if names & _WITH:
-        return "has a with statement"
-    if names & _STORES:
-        return "writes to attributes or globals"
-    inner = (_unfit(constant) for constant in code.co_consts if isinstance(constant, CodeType))
-    return next(filter(None, inner), "")
-
-
 # --- torch.fx --------------------------------------------------------------------------------------------------------
 
 
 def _trace(twin: nn.Module, arguments: tuple[str, ...]) -> Traced:
-    recorder = _Recorder(twin)
-    recorder.codes.update(code for code in _codes_of(type(twin).forward) if not _of_torch(type(twin).forward))
+    recorder = Recorder(twin)
+    recorder.codes.update(code for code in codes_of(type(twin).forward) if not _of_torch(type(twin).forward))
     tracer = _Tracer(recorder, arguments)
     try:
         with recorder.watching():
@@ -349,7 +132,7 @@ class _Value(torch.fx.Proxy):
     @property
     def __class__(self) -> Any:  # type: ignore[override]
         reader = sys._getframe(1).f_globals.get("__name__", "")
-        if reader == __name__ or reader.startswith(_MAY_ASK):
+        if reader in OURS or reader.startswith(_MAY_ASK):
             return torch.fx.Proxy
         tracer: Any = object.__getattribute__(self, "tracer")
         raise tracer.recorder.refuse("looks at the type of its input")
@@ -384,7 +167,7 @@ class _Tracer(torch.fx.Tracer):
 
     proxy_buffer_attributes = True
 
-    def __init__(self, recorder: _Recorder, arguments: tuple[str, ...]) -> None:
+    def __init__(self, recorder: Recorder, arguments: tuple[str, ...]) -> None:
         super().__init__()
         self.recorder = recorder
         self._arguments = arguments
@@ -418,5 +201,5 @@ class _Tracer(torch.fx.Tracer):
         if room == "torch" or room.startswith("torch."):
             if room not in _TRANSPARENT_EXACT and not room.startswith(_TRANSPARENT):
                 raise self.recorder.refuse(f"runs layers inside {room}")
-        elif room != __name__:
+        elif room not in OURS:
             self.recorder.codes.add(code)

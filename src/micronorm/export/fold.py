@@ -205,7 +205,7 @@ class _Folder:
 
     def _fold_bcn(self, norm: BatchChannelNorm) -> nn.Module:
         merged = self._merge(norm)
-        tail: dict[str, Any] = {"act": nn.ReLU() if norm.activation == "relu" else None}
+        tail: dict[str, Any] = {"act": _activation(norm)}
         if isinstance(norm, BatchChannelNormAct):
             tail = {"drop": norm.drop, "act": norm.act}
         return in_a_row(
@@ -254,6 +254,14 @@ class _Folder:
         """The rank of what the layer is called on, where all calls agree."""
         found = {self.ranks.get(source) for call in self.flow.calls.get(norm, []) for source in call.inputs}
         return found.pop() if len(found) == 1 else None
+
+
+def _activation(norm: BatchChannelNorm) -> nn.Module | None:
+    """The layer's own activation as a layer."""
+    if norm.activation == "leaky_relu":
+        return nn.LeakyReLU(norm.negative_slope)
+    kinds: dict[str | None, type[nn.Module]] = {"relu": nn.ReLU, "silu": nn.SiLU}
+    return kinds[norm.activation]() if norm.activation else None
 
 
 def _watched(module: nn.Module) -> bool:
