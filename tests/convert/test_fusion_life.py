@@ -72,6 +72,7 @@ def drop_child(model: Any) -> None:
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "a flag": set_to("flag", True),
     "a number": set_to("scale", 3.0),
+    "a tensor in a number's place": set_to("scale", torch.tensor([2.0] * 5 + [3.0])),
     "a function": set_to("act", torch.sigmoid),
     "a list in place": lambda model: model.names.append("b"),
     "a method on the instance": set_to("tail", lambda x: x),
@@ -124,6 +125,33 @@ def test_a_removed_hook_lets_the_norm_fuse_again():
         assert calls(model, IMAGE) == [{}, {}]
     finally:
         handle.remove()
+
+
+def test_what_only_one_mode_looks_up_is_obeyed_too():
+    class Modal(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.relu(self.bn1(self.conv1(x)))
+            return y * 2 if not self.training and self.flag else y
+
+    model, said = converted(Modal)
+    assert said["bn1"] == "with the ReLU after it"
+    before = model.eval()(IMAGE)
+    model.flag = True
+    assert torch.equal(model(IMAGE), 2 * before)
+
+
+def test_of_two_equal_blocks_each_has_its_own_say():
+    first, second = Residual(), Residual()
+    second.forward = lambda x: x + 1  # type: ignore[method-assign]
+    third = Residual()
+    third.relu = nn.GELU()  # type: ignore[assignment]
+    model, said = converted(lambda: nn.ModuleList([first, second, third]), example_inputs=None)
+    assert said["0.bn1"] == "with the ReLU after it"
+    assert said["1.bn1"] == "Residual has a forward of its own on the instance"
+    assert said["2.bn1"] == "it is followed by GELU"
+    for block in model:
+        assert torch.equal(block(IMAGE), (block if block is model[1] else unfused(block))(IMAGE))
+    assert torch.equal(model[1](IMAGE), IMAGE + 1)
 
 
 def test_layers_added_to_a_row_are_called():

@@ -18,9 +18,10 @@ from torch import nn
 from micronorm.convert.lookups import NotTraceable
 from micronorm.convert.rewrite import Conditions, add_fused, copy_traced, norm_add, write_forward
 from micronorm.convert.rules import CONVOLUTIONS
-from micronorm.convert.tracing import IN_PLACE, Traced, trace_alone
+from micronorm.convert.tracing import IN_PLACE, Traced, short, trace_alone
 from micronorm.nn.norm_act import fusible_activation, has_hooks
 from micronorm.ops.activation import Activation
+from micronorm.surgery import foreign_forward
 
 _FUNCTIONS: dict[Any, str] = {
     F.relu: "relu",
@@ -48,10 +49,6 @@ class Fusions:
     forwards: dict[nn.Module, Callable[..., Any]] = field(default_factory=dict)
     fused: dict[nn.Module, list[str]] = field(default_factory=dict)
     unfused: dict[nn.Module, list[str]] = field(default_factory=dict)
-
-    def count(self) -> int:
-        """How many norms are fused in at least one place."""
-        return len(self.fused)
 
 
 def find_fusions(model: nn.Module, norms: Iterable[nn.Module]) -> Fusions:
@@ -101,10 +98,17 @@ def _is_list(module: nn.Module) -> bool:
 
 def _traced_like_one_before(module: nn.Module, known: list[tuple[Traced, Conditions]]) -> Traced:
     """The trace of a module; networks repeat their blocks, and where all that a trace looked up is equal, so is it."""
+    if foreign_forward(module):
+        raise NotTraceable("has a forward of its own on the instance")
     for traced, conditions in known:
         if conditions.hold(module):
             return copy_traced(traced)
-    traced, conditions = trace_alone(module), Conditions()
+    try:
+        traced, conditions = trace_alone(module), Conditions()
+    except NotTraceable:
+        raise
+    except Exception as fault:  # whatever other people's classes do to those who copy them
+        raise NotTraceable(f"cannot be traced ({short(fault)})") from fault
     conditions.assume(traced.assumptions)
     known.append((traced, conditions))
     return copy_traced(traced)

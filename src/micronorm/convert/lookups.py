@@ -62,6 +62,11 @@ class Assumptions:
     keys: dict[str, tuple[str, ...]] = field(default_factory=dict)
     children: dict[str, nn.Module] = field(default_factory=dict)
 
+    def update(self, other: "Assumptions") -> None:
+        """Take up what another trace of the same twin looked up."""
+        for name in ("values", "methods", "tensors", "keys", "children"):
+            getattr(self, name).update(getattr(other, name))
+
 
 class Recorder:
     """Sees every attribute that is read from or written to the modules of one twin."""

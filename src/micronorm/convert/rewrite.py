@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import keyword
 import linecache
 import math
 from collections.abc import Callable, Iterable
@@ -110,11 +111,16 @@ class Conditions:
         for place in found.tensors:
             self.add(f"{self._attribute(place)} is not None")
         for place, value in found.values.items():
-            by_value = not (value is None or isinstance(value, bool) or callable(value))
-            self.add(f"{self._attribute(place)} {'==' if by_value else 'is'} {self._literal(value)}")
+            now, then = self._attribute(place), self._literal(value)
+            if value is None or isinstance(value, bool) or callable(value):
+                self.add(f"{now} is {then}")
+            else:  # the type first: a tensor in a number's place would compare element by element
+                self.add(f"type({now}) is {self.constant(type(value))}", f"{now} == {then}")
 
     def _attribute(self, place: Place) -> str:
-        return f"{self.module(place.path)}.{place.name}"
+        module = self.module(place.path)
+        plain = place.name.isidentifier() and not keyword.iskeyword(place.name)
+        return f"{module}.{place.name}" if plain else f"getattr({module}, {place.name!r})"
 
     def _literal(self, value: Any) -> str:
         if value is None or type(value) in (bool, int, str):
@@ -125,7 +131,7 @@ class Conditions:
         """Whether they are true of a module now."""
         try:
             return bool(eval(str(self), dict(self.constants), {"self": module}))
-        except AttributeError:
+        except Exception:  # properties of other people's classes may raise anything
             return False
 
 

@@ -18,7 +18,6 @@ import torch.fx
 from torch import nn
 
 from micronorm.convert.lookups import OURS, Assumptions, NotTraceable, Recorder, codes_of
-from micronorm.surgery import foreign_forward
 
 # Frames of torch that may stand between a forward and the calls it makes; others (checkpointing, decorators that change
 # the mode) do something that a graph would leave out.
@@ -43,8 +42,6 @@ def trace_alone(module: nn.Module) -> Traced:
     Raises:
         NotTraceable: where no graph does what the forward does in training and in eval mode.
     """
-    if foreign_forward(module):
-        raise NotTraceable("has a forward of its own on the instance")
     arguments = _required_arguments(type(module).forward)
     streams = torch.get_rng_state(), random.getstate()
     twin = _twin(module, {})
@@ -60,6 +57,7 @@ def trace_alone(module: nn.Module) -> Traced:
         raise NotTraceable("draws random numbers outside its layers")
     if _spelled(traced[0].graph) != _spelled(traced[1].graph):
         raise NotTraceable("does one thing in training and another in eval mode")
+    traced[0].assumptions.update(traced[1].assumptions)
     return traced[0]
 
 
@@ -106,7 +104,7 @@ def _trace(twin: nn.Module, arguments: tuple[str, ...]) -> Traced:
     except NotTraceable:
         raise
     except Exception as fault:
-        raise recorder.refusal or NotTraceable(f"cannot be traced ({_short(fault)})") from fault
+        raise recorder.refusal or NotTraceable(f"cannot be traced ({short(fault)})") from fault
     found = recorder.close()
     for node in graph.nodes:
         target = str(node.target)
@@ -121,7 +119,8 @@ def _of_torch(function: Any) -> bool:
     return function.__module__.startswith("torch.")
 
 
-def _short(fault: BaseException) -> str:
+def short(fault: BaseException) -> str:
+    """An exception in few words."""
     text = str(fault).strip().splitlines()
     return f"{type(fault).__name__}: {text[0][:60]}" if text else type(fault).__name__
 
