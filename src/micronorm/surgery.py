@@ -1,6 +1,7 @@
 """Find and replace modules in a model; a module registered under several names stays one module."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -68,3 +69,59 @@ def adopt_hooks(new: nn.Module, old: nn.Module) -> None:
     for name in _HOOKS:
         if name in old.__dict__:
             new.__dict__[name] = old.__dict__[name]
+
+
+# --- forwards of single modules --------------------------------------------------------------------------------------
+
+_MARK = "_micronorm_original"
+
+
+def set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Give this one module another forward; `forward(self, …)` must compute what the class's own does.
+
+    A copy of the module has it too, bound to the copy. A pickle, and a replica of nn.DataParallel, computes with the
+    class's own: a function made at run time cannot be pickled, and a replica would find it bound to the original.
+    """
+    setattr(forward, _MARK, type(module).forward)
+    module.__dict__["forward"] = MethodType(forward, module)
+    module.__dict__["_replicate_for_data_parallel"] = MethodType(_replicate_for_data_parallel, module)
+
+
+def restore_forwards(model: nn.Module) -> int:
+    """Take the forwards that `set_forward` gave from all modules of the model; returns how many there were.
+
+    Example:
+        >>> model = nn.Sequential(nn.ReLU())
+        >>> set_forward(model, lambda self, x: self[0](x))
+        >>> restore_forwards(model), "forward" in vars(model)
+        (1, False)
+    """
+    count = 0
+    for module in model.modules():
+        if "forward" in vars(module) and not foreign_forward(module):
+            count += hasattr(vars(module)["forward"], _MARK)
+            _forget(module)
+    return count
+
+
+def foreign_forward(module: nn.Module) -> bool:
+    """Whether somebody else has put a forward on this one module.
+
+    A pickled `set_forward` comes back as the class's own forward, bound to the module: that is nobody's.
+    """
+    forward = vars(module).get("forward")
+    if forward is None:
+        return False
+    own = isinstance(forward, MethodType) and forward.__self__ is module and forward.__func__ is type(module).forward
+    return not (own or hasattr(forward, _MARK))
+
+
+def _forget(module: nn.Module) -> None:
+    module.__dict__.pop("forward", None)
+    module.__dict__.pop("_replicate_for_data_parallel", None)
+
+
+def _replicate_for_data_parallel(self: Any) -> nn.Module:
+    replica = type(self)._replicate_for_data_parallel(self)
+    _forget(replica)
+    return replica

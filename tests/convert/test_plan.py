@@ -60,6 +60,7 @@ def test_a_plan_prints_every_decision_and_turns_into_json():
         "norms left": 0,
         "convolutions converted": 1,
         "convolutions left": 2,
+        "norms fused": 1,
     }
     assert record["pairing"] == "fx"
     assert [d["name"] for d in record["decisions"]] == ["0", "1", "3", "5"]

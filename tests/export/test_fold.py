@@ -158,9 +158,11 @@ def test_norms_with_activation_become_a_row_of_layers(drop, act):
         assert kinds(folded, act.__name__) == [1]
 
 
-def test_a_fused_rectifier_becomes_a_layer():
-    model = nn.Sequential(mn.nn.WSConv2d(4, 12, 3), mn.nn.BatchChannelNorm(12, 3, activation="relu"))
-    assert kinds(assert_folds(randomized(model), image()), "ReLU", "GroupNorm") == [1, 1]
+@pytest.mark.parametrize("activation, layer", [("relu", "ReLU"), ("leaky_relu", "LeakyReLU"), ("silu", "SiLU")])
+def test_a_fused_activation_becomes_a_layer(activation, layer):
+    norm = mn.nn.BatchChannelNorm(12, 3, activation=activation, negative_slope=0.3)
+    model = nn.Sequential(mn.nn.WSConv2d(4, 12, 3), norm)
+    assert kinds(assert_folds(randomized(model), image()), layer, "GroupNorm") == [1, 1]
 
 
 @pytest.mark.parametrize("spec", [mn.GN(), mn.IN(), mn.BRN(), mn.BN(micro_batch=2)], ids=repr)

@@ -26,6 +26,7 @@ def plan(
     absorb: bool | None = None,
     warm_steps: int = 0,
     layer_norm: bool = False,
+    fuse: bool = True,
 ) -> Plan:
     """Decide what becomes of every normalization and convolution of `model`; nothing is changed until `apply()`.
 
@@ -43,20 +44,24 @@ def plan(
         absorb: keep each convolution's old mean and scale, so that it starts as it was (WS only).
         warm_steps: start as the pretrained network and become BCN over so many optimizer steps; implies `absorb`.
         layer_norm: convert layer norms too.
+        fuse: let each norm compute the activation and the addition that follow it, where the forward of the module that
+            calls it shows what follows. Outputs and gradients are the same.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1))
         >>> print(plan(model))
         name  type         becomes                 reason
         0     Conv2d       WSConv2d                its output meets BatchNorm2d '1'
-        1     BatchNorm2d  BatchChannelNorm(16/4)  statistics and affine carried over
+        1     BatchNorm2d  BatchChannelNorm(16/4)  statistics and affine carried over; with the ReLU after it
         3     Conv2d       stays                   its output meets no converted norm: it is the model's output
-        1 norms converted, 0 norms left, 1 convolutions converted, 1 convolutions left
+        1 norms converted, 0 norms left, 1 convolutions converted, 1 convolutions left, 1 norms fused
         paired by fx
     """
     refuse_wrappers(model, WRAPPERS)
     absorb = _check_options(norm, weight, absorb=absorb, warm_steps=warm_steps)
-    planner = Planner(model, norm, weight, filter, absorb=absorb, warm_steps=warm_steps, layer_norm=layer_norm)
+    planner = Planner(
+        model, norm, weight, filter, absorb=absorb, warm_steps=warm_steps, layer_norm=layer_norm, fuse=fuse
+    )
     return planner.plan(example_inputs)
 
 
@@ -70,6 +75,7 @@ def convert(
     absorb: bool | None = None,
     warm_steps: int = 0,
     layer_norm: bool = False,
+    fuse: bool = True,
 ) -> Model:
     """`plan` and `apply` in one: convert `model` in place and return it. The arguments are those of `mn.plan`.
 
@@ -89,6 +95,7 @@ def convert(
         absorb=absorb,
         warm_steps=warm_steps,
         layer_norm=layer_norm,
+        fuse=fuse,
     )
     return cast(Model, made.apply())  # the model itself, unless it is nothing but a norm
 

@@ -1,18 +1,25 @@
 """A plan: what becomes of every convolution and normalization of a model, and why."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import nn
 
 from micronorm.flow import Flow
-from micronorm.surgery import replace
+from micronorm.surgery import replace, set_forward
+
+Forward = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of one layer. `becomes` is None where it stays; `names` are all it is registered under."""
+    """What becomes of one layer. `becomes` is None where it stays; `names` are all it is registered under.
+
+    For norms of ours `fused` says with what the layer is computed together, one entry per call, and `unfused` why it is
+    not.
+    """
 
     names: tuple[str, ...]
     role: Literal["norm", "convolution"]
@@ -21,6 +28,8 @@ class Decision:
     reason: str
     module: nn.Module = field(repr=False)
     make: Callable[[], nn.Module] | None = field(repr=False, default=None)
+    fused: tuple[str, ...] = ()
+    unfused: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -29,7 +38,8 @@ class Decision:
 
     def to_dict(self) -> dict[str, Any]:
         """The decision as plain values."""
-        return {name: getattr(self, name) for name in ("name", "names", "role", "type", "becomes", "reason")}
+        fields = ("name", "names", "role", "type", "becomes", "reason", "fused", "unfused")
+        return {name: getattr(self, name) for name in fields}
 
 
 class Plan:
@@ -41,21 +51,25 @@ class Plan:
             guess); `pairing_detail` says on what it ran, or why nothing better was possible.
     """
 
-    def __init__(self, model: nn.Module, decisions: list[Decision], flow: Flow) -> None:
+    def __init__(
+        self, model: nn.Module, decisions: list[Decision], flow: Flow, forwards: Mapping[nn.Module, Forward]
+    ) -> None:
         self.decisions = decisions
+        self._forwards = dict(forwards)
         self.pairing, self.pairing_detail = flow.method, flow.detail
         self._model: nn.Module | None = model
 
     @property
     def totals(self) -> dict[str, int]:
-        """How many norms and convolutions are converted and left."""
-        return {
+        """How many norms and convolutions are converted and left, and how many norms fused with what follows them."""
+        counts = {
             f"{role}s {what}": sum(
                 d.role == role and (d.becomes is not None) == (what == "converted") for d in self.decisions
             )
             for role in ("norm", "convolution")
             for what in ("converted", "left")
         }
+        return counts | {"norms fused": sum(bool(d.fused) for d in self.decisions)}
 
     def apply(self) -> nn.Module:
         """Make the conversion, in place, and return the model. All or nothing: a failure leaves the model as it was."""
@@ -65,11 +79,16 @@ class Plan:
         present = set(model.modules())
         changes = [(d, d.make) for d in self.decisions if d.make is not None]
         gone = [d.name for d, _ in changes if d.module not in present]
+        gone += [type(module).__name__ for module in self._forwards if module not in present]
         if gone:
             raise RuntimeError(f"the model has changed since the plan was made, at {gone[:3]}; make a new one")
         replacements = {decision.module: make() for decision, make in changes}
+        forwards, self._forwards = self._forwards, {}
         self._model = None  # applied, and not kept alive by the plan
-        return replace(model, replacements)
+        model = replace(model, replacements)
+        for module, forward in forwards.items():
+            set_forward(module, forward)
+        return model
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain values, for JSON."""
@@ -93,7 +112,11 @@ class Plan:
     __repr__ = __str__
 
     def summary(self) -> str:
-        """The totals and the pairing, in two lines."""
+        """The totals and the pairing, and why norms are not fused, in two or three lines."""
         detail = f" ({self.pairing_detail})" if self.pairing_detail else ""
         totals = ", ".join(f"{count} {what}" for what, count in self.totals.items())
-        return f"{totals}\npaired by {self.pairing}{detail}"
+        lines = [totals, f"paired by {self.pairing}{detail}"]
+        reasons = Counter(d.unfused[0] for d in self.decisions if d.unfused and not d.fused)
+        if reasons:
+            lines.append("not fused: " + "; ".join(f"{count} ({why})" for why, count in reasons.most_common()))
+        return "\n".join(lines)

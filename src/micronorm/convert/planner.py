@@ -1,6 +1,7 @@
 """The decision for every convolution and normalization of one model, from its data flow."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -8,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from micronorm.convert.carry import build, fit, zero_initialized
+from micronorm.convert.fusion import Fusions, find_fusions
 from micronorm.convert.plan import Decision, Plan
+from micronorm.convert.rewrite import FUSIBLE
 from micronorm.convert.rules import CONVOLUTIONS, Norm, looks_like_a_norm, read_norm, refuse_reparameterized
 from micronorm.flow import Flow, Node, trace_flow
 from micronorm.flow.kinds import one_element_per_channel, passes_scale
@@ -34,9 +37,11 @@ class Planner:
         absorb: bool,
         warm_steps: int,
         layer_norm: bool,
+        fuse: bool,
     ) -> None:
         self.model, self.norm, self.weight = model, norm, weight
         self.absorb, self.warm_steps, self.layer_norm = absorb, warm_steps, layer_norm
+        self.fuse = fuse
         self.names = {module: tuple(names) for module, names in names_of(model).items()}
         self.allowed = {
             module: filter is None or bool(filter(module, names[0])) for module, names in self.names.items()
@@ -58,7 +63,21 @@ class Planner:
         ]
         self._refuse_no_change(decisions)
         refuse_reparameterized((d.name, d.module) for d in decisions if d.make is not None)
-        return Plan(self.model, decisions, flow)
+        fusions = find_fusions(self.model, self._fusible(decisions)) if self.fuse else Fusions()
+        return Plan(self.model, [_fused(d, fusions) for d in decisions], flow, fusions.forwards)
+
+    def _fusible(self, decisions: list[Decision]) -> list[nn.Module]:
+        """The norms that will be able to compute what follows them."""
+        made = {d.module for d in decisions if d.make is not None and d.role == "norm"}
+        return [
+            module
+            for module in self.names
+            if (module in made and self._becomes_fusible(self.norms[module])) or type(module) in FUSIBLE
+        ]
+
+    def _becomes_fusible(self, facts: Norm) -> bool:
+        assert self.norm is not None
+        return type(self.norm(facts.channels)) in FUSIBLE and not facts.tail and not facts.channels_last
 
     # --- norms -------------------------------------------------------------------------------------------------------
 
@@ -232,6 +251,14 @@ class Planner:
         seen = "; ".join(f"{d.name or '(the model)'} ({d.type}): {d.reason}" for d in decisions[:4])
         more = f"; and {len(decisions) - 4} more" if len(decisions) > 4 else ""
         raise ValueError(f"nothing to convert. Looked at {seen}{more}")
+
+
+def _fused(decision: Decision, fusions: Fusions) -> Decision:
+    fused, unfused = (tuple(table.get(decision.module, ())) for table in (fusions.fused, fusions.unfused))
+    remarks = list(dict.fromkeys(fused))
+    if fused and unfused:
+        remarks.append(f"{len(unfused)} of {len(fused) + len(unfused)} calls alone")
+    return replace(decision, reason="; ".join([decision.reason, *remarks]), fused=fused, unfused=unfused)
 
 
 def _fan_in(module: Any) -> int:

@@ -26,7 +26,7 @@ from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.nn.group import InstanceNorm
 from micronorm.nn.norm_act import BatchChannelNormAct, ChannelsLast, NormAct
 from micronorm.nn.weight import counterpart_kind
-from micronorm.surgery import adopt_hooks, names_of, refuse_wrappers, replace
+from micronorm.surgery import adopt_hooks, names_of, refuse_wrappers, replace, restore_forwards
 
 _BCN = (BatchChannelNorm, BatchChannelNormAct)
 _RUNNING = (GhostBatchNorm, BatchRenorm)
@@ -78,6 +78,7 @@ def fold(model: nn.Module, *, example_inputs: Any = None) -> nn.Module:
     refuse_wrappers(model, _WRAPPERS)
     _refuse_unknown(model)
     work = bare_copy(model).eval()
+    restore_forwards(work)  # fused ones call our norms
     # torch.fx does not take the outermost module as a call, so a layer by itself is put into something.
     whole = nn.Sequential(work) if is_ours(work) else work
     flow = trace_flow(whole, _is_one_call, example_inputs=example_inputs, pairs=lambda *_: False)
@@ -204,7 +205,7 @@ class _Folder:
 
     def _fold_bcn(self, norm: BatchChannelNorm) -> nn.Module:
         merged = self._merge(norm)
-        tail: dict[str, Any] = {"act": nn.ReLU() if norm.activation == "relu" else None}
+        tail: dict[str, Any] = {"act": _activation(norm)}
         if isinstance(norm, BatchChannelNormAct):
             tail = {"drop": norm.drop, "act": norm.act}
         return in_a_row(
@@ -253,6 +254,14 @@ class _Folder:
         """The rank of what the layer is called on, where all calls agree."""
         found = {self.ranks.get(source) for call in self.flow.calls.get(norm, []) for source in call.inputs}
         return found.pop() if len(found) == 1 else None
+
+
+def _activation(norm: BatchChannelNorm) -> nn.Module | None:
+    """The layer's own activation as a layer."""
+    if norm.activation == "leaky_relu":
+        return nn.LeakyReLU(norm.negative_slope)
+    kinds: dict[str | None, type[nn.Module]] = {"relu": nn.ReLU, "silu": nn.SiLU}
+    return kinds[norm.activation]() if norm.activation else None
 
 
 def _watched(module: nn.Module) -> bool:
