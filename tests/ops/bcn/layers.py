@@ -78,7 +78,9 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         """Short enough for the name of a test."""
-        other = [str(v) for v, default in zip(self[3:], [*self._field_defaults.values()][1:], strict=True) if v != default]
+        other = [
+            str(v) for v, default in zip(self[3:], [*self._field_defaults.values()][1:], strict=True) if v != default
+        ]
         return "-".join(["x".join(map(str, self.shape)), f"G{self.groups}", self.statistics, *other])
 
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from tests.devices import KERNEL_DEVICES, require_kernels
 from tests.ops.bcn.layers import Case, assert_agree, data, expected_of, layer_of, outcome, poison, set_scheme
 
 # Every value of every column at least once, pairs of them where kernels branch on both: all modes with all activations,
@@ -36,11 +35,6 @@ SPLIT = [
 MANY_SAMPLES = Case((40, 4, 3), 2, "step")
 CUTS = [(case, "whole") for case in (*PIECES, *SPLIT, MANY_SAMPLES)]
 CUTS += [(case, "pieces") for case in PIECES] + [(case, "split") for case in SPLIT]
-
-
-@pytest.fixture(params=KERNEL_DEVICES)
-def device(request):
-    return require_kernels(request.param)
 
 
 @pytest.fixture(autouse=True)
