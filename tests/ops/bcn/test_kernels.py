@@ -1,7 +1,6 @@
 """The kernels of BCN against the plain equations in float64, with every way to cut the work and poisoned memory."""
 
 import pytest
-import torch
 
 from tests.ops.bcn.layers import Case, assert_agree, data, expected_of, layer_of, outcome, poison, set_scheme
 

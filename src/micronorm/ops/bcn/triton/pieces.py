@@ -6,8 +6,8 @@ and channels_last tensors. A program takes one sample and WIDTH channels, that i
 those channels, _cs tiles over channels × space.
 
 `numbers` holds what is small: five blocks of N×C (pivot, residue, var, scale, offset), then the estimates that were
-used (two blocks of C; where every sample has its own, those of the first), then N×G counts of channels whose moments were
-not finite. Its dtype is the one everything is computed in: float32, or float64 for float64 inputs.
+used (two blocks of C; where every sample has its own, those of the first), then N×G counts of channels whose moments
+were not finite. Its dtype is the one everything is computed in: float32, or float64 for float64 inputs.
 """
 
 import triton
