@@ -85,7 +85,7 @@ class Forward:
     def __init__(self, layer: Layer, residual: Strides | None, output: Strides) -> None:
         self.layer, self.residual, self.output = layer, residual, output
         shape, count = layer.shape, processors(layer.device)
-        self.tile = tiling.whole(shape, count, limit=tiling.FORWARD_TILE)
+        self.tile = tiling.whole(shape, count, limit=tiling.FORWARD_TILE, per_thread=128)
         self.moments = tiling.sweep(shape, count, kinds=tiling.REDUCE)
         self.numbers = tiling.numbers(shape, self.moments.pieces)
         self.elementwise = tiling.sweep(shape, count, kinds=tiling.ELEMENTWISE)
@@ -161,7 +161,7 @@ class Backward:
         self.result = result
         self.has_residual = {"HAS_RESIDUAL": gate is not None}
         shape, count = layer.shape, processors(layer.device)
-        self.tile = None if split else tiling.whole(shape, count, limit=tiling.BACKWARD_TILE)
+        self.tile = None if split else tiling.whole(shape, count, limit=tiling.BACKWARD_TILE, per_thread=64)
         self.sums = tiling.sweep(shape, count, kinds=tiling.REDUCE)
         self.numbers = tiling.numbers(shape, self.sums.pieces)
         self.elementwise = tiling.sweep(shape, count, kinds=tiling.ELEMENTWISE)
