@@ -228,13 +228,9 @@ class Backward:
 
 
 @lru_cache(maxsize=1024)
-def gather_plan(samples: int, channels: int, space: int, groups: int, dtypes: tuple[torch.dtype, ...]) -> Launch:
-    """The numbers → the layer's window; `dtypes` are those of the tensors it is called with."""
+def gather_plan(samples: int, channels: int, space: int, groups: int, *kinds: torch.device | torch.dtype) -> Launch:
+    """The numbers → the layer's window; `kinds` are the device and the dtypes of the tensors it is called with."""
     width = min(tiling.next_power(channels), 32)
     constants = {"SAMPLES": min(tiling.next_power(samples), 32), "CHANNELS": width}
     constants |= {"FLAGS": min(tiling.next_power(samples * groups), 1024)}
     return Launch(gather_window, (-(-channels // width),), (samples, channels, space, groups), constants, 4)
-
-
-forward_plan = lru_cache(maxsize=4096)(Forward)
-backward_plan = lru_cache(maxsize=4096)(Backward)

@@ -98,9 +98,9 @@ class PassKind(NamedTuple):
     unroll: int = 1
 
 
-# By `Shape.layout`. Measured on one H200, bf16, over the shapes of `micronorm bench`: a reduction along channels wants one
-# wave of programs that keep several tiles on the way, one along space programs of one warp, and an elementwise pass many
-# short programs.
+# By `Shape.layout`. Measured on one H200, bf16, over the shapes of `micronorm bench`: a reduction along channels wants
+# one wave of programs that keep several tiles on the way, one along space programs of one warp, and an elementwise pass
+# many short programs.
 REDUCE = {
     "channels last": PassKind(tile=2048, run=128, programs=5, warps=4, stages=4),
     "channels first": PassKind(tile=512, run=1024, programs=32, warps=1, stages=3),
