@@ -54,6 +54,7 @@ PUBLIC = {
         "EvoNorm",
         "FilterResponseNorm",
         "GhostBatchNorm",
+        "GroupNorm",
         "NormAct",
         "NormSpec",
         "SPECS",

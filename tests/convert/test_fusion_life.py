@@ -365,7 +365,7 @@ def test_a_plan_says_what_is_fused_and_why_the_rest_is_not():
 
 
 def test_without_fuse_and_for_other_norms_no_forward_is_touched():
-    for options in ({"fuse": False}, {"norm": mn.GN()}, {"norm": None}):
+    for options in ({"fuse": False}, {"norm": mn.SN()}, {"norm": None}):
         plan = mn.plan(small(), **options)
         assert plan.totals["norms fused"] == 0
         assert "fused:" not in str(plan)

@@ -11,7 +11,7 @@ F64 = torch.float64
 @pytest.mark.parametrize("channels, groups", [(64, 32), (48, 12), (16, 4), (3, 1)])
 def test_group_norm_is_torchs_with_the_groups_of_the_one_rule(channels, groups):
     norm = GN(eps=1e-3)(channels)
-    assert type(norm) is nn.GroupNorm
+    assert isinstance(norm, nn.GroupNorm)
     assert (norm.num_groups, norm.num_channels, norm.eps) == (groups, channels, 1e-3)
     assert GN(min_channels_per_group=4)(64).num_groups == 16
 

@@ -94,6 +94,8 @@ def explain_layers(device: torch.device) -> list[dict[str, str]]:
         layer = spec()(16 if issubclass(spec, NormSpec) else nn.Conv2d(16, 16, 3))  # type: ignore[call-arg]
         if hasattr(layer, "backend"):
             backend, reason = explain_backend(device)
+            if isinstance(layer, nn.GroupNorm) and backend != "triton":
+                backend, reason = "torch", "torch's own group_norm"
         elif type(layer).__module__.startswith("torch."):
             backend, reason = "torch", "torch's own layer"
         else:

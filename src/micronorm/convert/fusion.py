@@ -56,7 +56,7 @@ def find_fusions(model: nn.Module, norms: Iterable[nn.Module]) -> Fusions:
 
     Args:
         model: the model.
-        norms: layers that are, or will be when the forwards are put in place, of a type in `rewrite.FUSIBLE`.
+        norms: layers that are, or will be when the forwards are put in place, of a type in `nn.norm_act.FUSIBLE`.
     """
     wanted = set(norms)
     found = Fusions()

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from micronorm.convert.carry import build, fit, zero_initialized
 from micronorm.convert.fusion import Fusions, find_fusions
 from micronorm.convert.plan import Decision, Plan
-from micronorm.convert.rewrite import FUSIBLE
 from micronorm.convert.rules import CONVOLUTIONS, Norm, looks_like_a_norm, read_norm, refuse_reparameterized
 from micronorm.flow import Flow, Node, trace_flow
 from micronorm.flow.kinds import one_element_per_channel, passes_scale
 from micronorm.flow.trace import by_order
 from micronorm.nn.bcn import BCN, BatchChannelNorm
+from micronorm.nn.group import GroupNorm
+from micronorm.nn.norm_act import FUSIBLE
 from micronorm.nn.spec import GroupedSpec, NormSpec, WeightSpec
 from micronorm.nn.weight import CWN, WS, counterpart_kind, is_standardized_by_timm
 from micronorm.surgery import names_of
@@ -107,7 +108,9 @@ class Planner:
         facts = self.norms[module]
         wanted = self.norm(facts.channels, dims=2 if facts.dims is None else facts.dims)
         groups = [getattr(m, "num_groups", None) for m in (wanted, module)]
-        return type(wanted) is type(module) and groups[0] == groups[1]
+        # torch's computes what ours does.
+        kinds = [nn.GroupNorm if type(m) is GroupNorm else type(m) for m in (wanted, module)]
+        return kinds[0] is kinds[1] and groups[0] == groups[1]
 
     def _decide_norm(self, module: nn.Module, flow: Flow) -> Decision:
         leave = partial(Decision, self.names[module], "norm", type(module).__name__, None, module=module)

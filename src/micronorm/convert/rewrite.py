@@ -14,19 +14,10 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from micronorm.convert.lookups import Assumptions, Place
 from micronorm.convert.tracing import Traced
-from micronorm.nn.bcn import BatchChannelNorm
-from micronorm.nn.norm_act import fusible_activation, has_hooks
+from micronorm.nn.norm_act import fusible_activation, has_hooks, takes_over
 from micronorm.ops.activation import Activation
 
-FUSIBLE: tuple[type[nn.Module], ...] = (BatchChannelNorm,)
-"""Norms whose forward takes `residual=` and `activation=`; exactly these, a subclass may have a forward of its own."""
-
 _numbers = itertools.count()
-
-
-def takes_over(norm: Any) -> bool:
-    """Whether a norm may compute what follows it: it does nothing of the kind yet, and nobody looks at its output."""
-    return type(norm) in FUSIBLE and norm.activation is None and not has_hooks(norm) and "forward" not in norm.__dict__
 
 
 def passes(module: Any) -> bool:

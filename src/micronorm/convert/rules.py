@@ -8,17 +8,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from micronorm.nn.group import GroupNorm
+
 Family = Literal["batch", "frozen", "group", "instance", "layer"]
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
-# (base class of torch, family, spatial dimensions where the class fixes them)
+# (base class of torch or, for its own forward, of ours; family; spatial dimensions where the class fixes them)
 _OF_TORCH: tuple[tuple[type[nn.Module], Family, int | None], ...] = (
     (nn.BatchNorm1d, "batch", None),
     (nn.BatchNorm2d, "batch", 2),
     (nn.BatchNorm3d, "batch", 3),
     (nn.SyncBatchNorm, "batch", None),
     (nn.GroupNorm, "group", None),
+    (GroupNorm, "group", None),
     (nn.InstanceNorm1d, "instance", 1),
     (nn.InstanceNorm2d, "instance", 2),
     (nn.InstanceNorm3d, "instance", 3),

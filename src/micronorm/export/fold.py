@@ -23,14 +23,15 @@ from micronorm.flow.trace import as_call
 from micronorm.nn.batch import GhostBatchNorm
 from micronorm.nn.batch_renorm import BatchRenorm
 from micronorm.nn.bcn import BatchChannelNorm
-from micronorm.nn.group import InstanceNorm
+from micronorm.nn.group import GroupNorm, InstanceNorm
 from micronorm.nn.norm_act import BatchChannelNormAct, ChannelsLast, NormAct
 from micronorm.nn.weight import counterpart_kind
 from micronorm.surgery import adopt_hooks, names_of, refuse_wrappers, replace, restore_forwards
 
 _BCN = (BatchChannelNorm, BatchChannelNormAct)
 _RUNNING = (GhostBatchNorm, BatchRenorm)
-_KNOWN = REPARAMETERIZED | {*_BCN, *_RUNNING, InstanceNorm, NormAct}
+_GROUP = (GroupNorm, InstanceNorm)
+_KNOWN = REPARAMETERIZED | {*_BCN, *_RUNNING, *_GROUP, NormAct}
 _FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _WRAPPERS = {
     "DistributedDataParallel": "fold model.module",
@@ -52,7 +53,8 @@ def fold(model: nn.Module, *, example_inputs: Any = None) -> nn.Module:
       recorded) an eval-mode BatchNorm stays before the GroupNorm: BatchNorm1d, 2d or 3d by the rank of the input,
       nn.SyncBatchNorm, which in eval mode is BatchNorm for any rank, where the rank is not known.
     - A layer that has not begun to warm up (`blend` = 0) becomes BatchNorm alone. One in between is refused.
-    - GhostBatchNorm and BatchRenorm become BatchNorm, InstanceNorm GroupNorm; norms with activation nn.Sequential.
+    - GhostBatchNorm and BatchRenorm become BatchNorm, our GroupNorm and InstanceNorm torch's GroupNorm; norms with
+      activation nn.Sequential.
     - Other layers, torch's BatchNorm among them, stay as they are.
 
     nn.GroupNorm refuses one value per group: one sample of one position with one channel per group, where our layers
@@ -184,7 +186,7 @@ class _Folder:
                 self._put(module, self._fold_bcn(module))
             elif isinstance(module, _RUNNING):
                 self._put(module, batch_norm(module, self._rank(module)))
-            elif type(module) is InstanceNorm:
+            elif type(module) in _GROUP:
                 self._put(module, _as_group_norm(module))
         for module in self.names:
             if type(module) in REPARAMETERIZED and module not in self.made:
@@ -268,7 +270,7 @@ def _watched(module: nn.Module) -> bool:
     return any(getattr(module, table) for table in _FORWARD_HOOKS)
 
 
-def _as_group_norm(norm: InstanceNorm) -> nn.GroupNorm:
+def _as_group_norm(norm: Any) -> nn.GroupNorm:
     made = object.__new__(nn.GroupNorm)
-    made.__dict__.update(norm.__dict__)
+    made.__dict__.update({name: value for name, value in norm.__dict__.items() if name != "backend"})
     return made

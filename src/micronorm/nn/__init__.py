@@ -5,7 +5,7 @@ from micronorm.nn.batch_renorm import BRN, BatchRenorm
 from micronorm.nn.bcn import BCN, BatchChannelNorm
 from micronorm.nn.evonorm import EvoNorm, EvoNormS0
 from micronorm.nn.frn import FRN, FilterResponseNorm
-from micronorm.nn.group import GN, IN, LN
+from micronorm.nn.group import GN, IN, LN, GroupNorm
 from micronorm.nn.norm_act import BatchChannelNormAct, ChannelsLast, NormAct, norm_act_layer
 from micronorm.nn.spec import NormSpec, WeightSpec
 from micronorm.nn.switchable import SN, SwitchableNorm
@@ -65,6 +65,7 @@ __all__ = [
     "EvoNorm",
     "FilterResponseNorm",
     "GhostBatchNorm",
+    "GroupNorm",
     "NormAct",
     "NormSpec",
     "SwitchableNorm",

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 BACKENDS = ("auto", "reference", "one-pass", "triton")
 """What `backend=` of a normalization may be."""
@@ -40,7 +41,7 @@ def resolve_backend(backend: str, x: Tensor) -> str:
         return backend
     if backend == "auto" and not x.is_cuda:
         return "one-pass"
-    problem = kernel_problem(x.device.type, x.device.index)
+    problem = kernel_problem(x.device.type, x.device.index) or _transform_problem(x)
     if problem is None and x.numel() // x.shape[0] >= _LARGEST_SAMPLE:
         problem = f"a sample of {x.numel() // x.shape[0]} elements is more than kernels count in 32 bits"
     if problem is None:
@@ -80,6 +81,17 @@ def _look_for_problem(kind: str, index: int | None) -> str | None:
         return "kernels were not tried on AMD devices"
     if torch.cuda.get_device_capability(index) < _LEAST_CAPABILITY:
         return f"kernels need a device of compute capability {_LEAST_CAPABILITY[0]}.{_LEAST_CAPABILITY[1]} or newer"
+    return None
+
+
+def _transform_problem(x: Tensor) -> str | None:
+    """Why the kernels cannot be launched on this tensor; code that is being compiled gets them as operators."""
+    if torch.compiler.is_compiling():
+        return None
+    if type(x) not in (Tensor, torch.nn.Parameter):
+        return f"kernels take plain tensors, not {type(x).__name__}"
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return "kernels know no transforms of torch.func and no forward-mode differentiation"
     return None
 
 

@@ -1,17 +1,143 @@
-"""Specs of the norms that look at one sample: group, layer and instance normalization."""
+"""The norms that look at one sample, group, layer and instance normalization, and their specs."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from micronorm.nn.backends import BACKENDS, resolve_backend
 from micronorm.nn.inputs import check_eps, check_input
+from micronorm.nn.rematerialize.collector import active as rematerializing
+from micronorm.nn.rematerialize.collector import remember
 from micronorm.nn.spec import GroupedSpec, NormSpec
+from micronorm.ops.activation import IDENTITY, Activation, check_activation
+from micronorm.ops.bcn import elementwise_fused, group_norm_fused
+
+
+class GroupNorm(nn.GroupNorm):
+    """nn.GroupNorm that takes what follows it into its own passes: act(GN(x) + residual).
+
+    With the arguments, keys and text of torch's layer. On CUDA devices it is computed by the kernels of Batch-Channel
+    Normalization, of which it is the case of constant estimates; elsewhere by torch's own function. Unlike torch's it
+    is defined also where a group of one sample has one value: there y = bias.
+
+    Args:
+        num_groups: G, which must divide C.
+        num_channels: C, the size of axis 1 of the input.
+        eps: added to the variance, inside the root.
+        affine: whether there are weight and bias (C).
+        device: as in torch.nn.
+        dtype: as in torch.nn.
+        backend: `"triton"`, fused kernels for CUDA devices; `"one-pass"` and `"reference"`, torch's own function;
+            `"auto"`, kernels where they run, else torch's.
+
+    Shape: N×C, N×C×L, N×C×H×W or N×C×D×H×W; the output has the input's shape, dtype and memory format.
+
+    Example:
+        >>> norm = GroupNorm(4, 16)
+        >>> x = torch.randn(2, 16, 8, 8)
+        >>> norm(x, residual=x, activation="relu").shape
+        torch.Size([2, 16, 8, 8])
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        num_channels: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(num_groups, num_channels, eps, affine, device, dtype)
+        if backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
+        self.backend = backend
+
+    @property
+    def activation(self) -> None:
+        """None: the layer has no activation of its own, a call may bring one."""
+        return None
+
+    def forward(
+        self,
+        input: Tensor,
+        *,
+        residual: Tensor | None = None,
+        activation: str | None = None,
+        negative_slope: float = 0.01,
+    ) -> Tensor:
+        """act(GN(input) + residual); see the class.
+
+        Args:
+            input: N×C×….
+            residual: added before the activation, of the input's shape.
+            activation: `"relu"`, `"leaky_relu"` or `"silu"`.
+            negative_slope: of `"leaky_relu"`.
+        """
+        act = check_activation(activation, negative_slope)
+        check_input(input, self.num_channels, type(self).__name__)
+        if residual is not None and residual.shape != input.shape:
+            raise ValueError(
+                f"residual must have the shape of the input, {tuple(input.shape)}, got {tuple(residual.shape)}"
+            )
+        if input.numel() != 0 and resolve_backend(self.backend, input) == "triton":
+            return self._by_kernel(input, act, residual)
+        # Not F.group_norm: it refuses one value per group, for which torch.group_norm is defined.
+        y = torch.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+        return act(y if residual is None else y + residual)
+
+    def _by_kernel(self, x: Tensor, activation: Activation, residual: Tensor | None) -> Tensor:
+        if residual is not None and not activation.knows_its_sign:
+            return activation(self._by_kernel(x, IDENTITY, None) + residual)
+        numbers: list[Tensor] | None = [] if rematerializing() is not None else None
+        y = group_norm_fused(
+            x,
+            self.weight,
+            self.bias,
+            groups=self.num_groups,
+            eps=self.eps,
+            activation=activation,
+            residual=residual,
+            numbers=numbers,
+        )
+        if numbers:
+            sources = (x,) if residual is None else (x, residual)
+            remember(y, partial(elementwise_fused, activation=activation), sources, tuple(numbers))
+        return y
+
+    def extra_repr(self) -> str:
+        """As torch's layer, and the backend where one was asked for."""
+        text = super().extra_repr()
+        return text if self.backend == "auto" else f"{text}, backend={self.backend!r}"
+
+
+class InstanceNorm(GroupNorm):
+    """Group normalization with one channel per group, defined also for one sample of one position (where y = bias).
+
+    Example:
+        >>> InstanceNorm(2)(torch.ones(1, 2, 1, 1)).flatten().tolist()
+        [0.0, 0.0]
+    """
+
+    def __init__(
+        self,
+        num_channels: int,
+        *,
+        eps: float = 1e-5,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_channels, num_channels, eps=eps, device=device, dtype=dtype, backend=backend)
 
 
 @dataclass(frozen=True)
 class GN(GroupedSpec):
-    """Group normalization: nn.GroupNorm, y = γ_c (x − M_ng)/sqrt(S²_ng + eps) + β_c over C/G channels and space.
+    """Group normalization: `mn.nn.GroupNorm`, y = γ_c (x − M_ng)/sqrt(S²_ng + eps) + β_c over C/G channels and space.
 
     Example:
         >>> GN(groups=32)(48).num_groups
@@ -24,9 +150,9 @@ class GN(GroupedSpec):
         super().__post_init__()
         check_eps(self.eps)
 
-    def __call__(self, num_channels: int, *, dims: int = 2) -> nn.GroupNorm:
-        """nn.GroupNorm, whatever the number of spatial dimensions."""
-        return nn.GroupNorm(self.groups_for(num_channels), num_channels, eps=self.eps)
+    def __call__(self, num_channels: int, *, dims: int = 2) -> GroupNorm:
+        """The layer, whatever the number of spatial dimensions."""
+        return GroupNorm(self.groups_for(num_channels), num_channels, eps=self.eps)
 
 
 @dataclass(frozen=True)
@@ -44,34 +170,9 @@ class LN(NormSpec):
         super().__post_init__()
         check_eps(self.eps)
 
-    def __call__(self, num_channels: int, *, dims: int = 2) -> nn.GroupNorm:
-        """nn.GroupNorm of one group, whatever the number of spatial dimensions."""
-        return nn.GroupNorm(1, num_channels, eps=self.eps)
-
-
-class InstanceNorm(nn.GroupNorm):
-    """Group normalization with one channel per group, defined also for one sample of one position (where y = bias).
-
-    Example:
-        >>> InstanceNorm(2)(torch.ones(1, 2, 1, 1)).flatten().tolist()
-        [0.0, 0.0]
-    """
-
-    def __init__(
-        self,
-        num_channels: int,
-        *,
-        eps: float = 1e-5,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(num_channels, num_channels, eps=eps, device=device, dtype=dtype)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalize each channel of each sample."""
-        check_input(input, self.num_channels, "InstanceNorm")
-        # not F.group_norm: it refuses one value per group, for which torch.group_norm is defined
-        return torch.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+    def __call__(self, num_channels: int, *, dims: int = 2) -> GroupNorm:
+        """`mn.nn.GroupNorm` of one group, whatever the number of spatial dimensions."""
+        return GroupNorm(1, num_channels, eps=self.eps)
 
 
 @dataclass(frozen=True)
@@ -90,5 +191,5 @@ class IN(NormSpec):
         check_eps(self.eps)
 
     def __call__(self, num_channels: int, *, dims: int = 2) -> InstanceNorm:
-        """An nn.GroupNorm with a group per channel, whatever the number of spatial dimensions."""
+        """A group per channel, whatever the number of spatial dimensions."""
         return InstanceNorm(num_channels, eps=self.eps)

@@ -7,10 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from micronorm.nn.bcn import BatchChannelNorm, Statistics
+from micronorm.nn.group import GroupNorm, InstanceNorm
 from micronorm.nn.spec import NormSpec
 from micronorm.ops.activation import Activation
 
 Act = type[nn.Module] | Callable[..., nn.Module]
+
+FUSIBLE: tuple[type[nn.Module], ...] = (BatchChannelNorm, GroupNorm, InstanceNorm)
+"""Norms whose forward takes `residual=` and `activation=`; exactly these, a subclass may have a forward of its own."""
 
 
 class BatchChannelNormAct(BatchChannelNorm):
@@ -78,6 +82,8 @@ class BatchChannelNormAct(BatchChannelNorm):
 class NormAct(nn.Module):
     """Any norm, then dropout, then an activation: y = act(drop(norm(x))).
 
+    A plain nn.ReLU, nn.LeakyReLU or nn.SiLU without dropout is handed to a norm that can take it.
+
     Example:
         >>> layer = NormAct(nn.GroupNorm(4, 16), act=nn.SiLU())
         >>> layer(torch.randn(1, 16, 8, 8)).shape
@@ -102,6 +108,10 @@ class NormAct(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """act(drop(norm(x)))."""
+        if takes_over(self.norm) and type(self.drop) is nn.Identity and not has_hooks(self.drop):
+            fused = fusible_activation(self.act)
+            if fused is not None:
+                return self.norm(x, activation=fused.kind, negative_slope=fused.slope)
         return self.act(self.drop(self.norm(x)))
 
 
@@ -179,6 +189,16 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
+
+
+def takes_over(norm: Any) -> bool:
+    """Whether a norm may compute what follows it: it does nothing of the kind yet, and nobody looks at its output.
+
+    Example:
+        >>> takes_over(GroupNorm(4, 16)), takes_over(nn.GroupNorm(4, 16))
+        (True, False)
+    """
+    return type(norm) in FUSIBLE and norm.activation is None and not has_hooks(norm) and "forward" not in norm.__dict__
 
 
 def fusible_activation(module: nn.Module) -> Activation | None:

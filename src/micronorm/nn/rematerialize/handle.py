@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from micronorm.nn.backends import explain_backend, kernel_problem
 from micronorm.nn.bcn import BatchChannelNorm
+from micronorm.nn.group import GroupNorm
 from micronorm.nn.rematerialize import collector
 from micronorm.nn.rematerialize.collector import Collector, Spared
 from micronorm.nn.rematerialize.formula import unpack
@@ -29,7 +31,8 @@ def recompute(model: nn.Module) -> "Recomputation":
     and under other hooks for saved tensors, where those apply first.
 
     Args:
-        model: any module with `mn.nn.BatchChannelNorm` in it. From now on its forwards in grad mode are so treated.
+        model: any module with `mn.nn.BatchChannelNorm` in it, or with `mn.nn.GroupNorm` on a device where that is
+            computed by kernels. From now on its forwards in grad mode are so treated.
 
     Returns:
         A handle with `report()` and `remove()`, also usable in a `with` statement.
@@ -47,12 +50,22 @@ def recompute(model: nn.Module) -> "Recomputation":
         >>> loss.backward()
         >>> handle.remove()
     """
-    if not any(isinstance(module, BatchChannelNorm) for module in model.modules()):
+    if not any(map(_is_recomputed, model.modules())):
         raise ValueError(
-            f"{type(model).__name__} has no BatchChannelNorm, whose outputs are what can be computed again; convert "
-            "the model first: mn.convert(model)"
+            f"{type(model).__name__} has no BatchChannelNorm, whose outputs are what can be computed again, and no "
+            "mn.nn.GroupNorm on a device with kernels; convert the model first, mn.convert(model), or move it there"
         )
     return Recomputation(model)
+
+
+def _is_recomputed(module: nn.Module) -> bool:
+    if not isinstance(module, GroupNorm):
+        return isinstance(module, BatchChannelNorm)
+    if module.backend not in ("auto", "triton") or module.weight is None:
+        return False  # without a parameter nothing says where it will compute
+    device = module.weight.device
+    taken = explain_backend(device).backend == "triton"
+    return taken or (module.backend == "triton" and kernel_problem(device.type, device.index) is None)
 
 
 class Recomputation:

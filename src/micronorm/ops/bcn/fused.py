@@ -184,7 +184,7 @@ def _twice_differentiable(ctx: Any, grad: Tensor, saved: tuple[Any, ...]) -> tup
     parameters = [p for p in saved[5:9] if p is not None]
     with torch.enable_grad():
         if weight is None:
-            y = torch.group_norm(x, options.groups, group_weight, group_bias, options.eps)
+            y = _group_norm(x, group_weight, group_bias, options.groups, options.eps)
         else:
             affine = (weight, bias, group_weight, group_bias)
             y = batch_channel_norm(
@@ -200,6 +200,13 @@ def _twice_differentiable(ctx: Any, grad: Tensor, saved: tuple[Any, ...]) -> tup
     dx = next(grads)
     each = [None if p is None else next(grads) for p in saved[5:9]]
     return dx, grad if ctx.has_residual else None, None, None, None, *each, *(None,) * 6
+
+
+def _group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float) -> Tensor:
+    """torch's, in the dtype that the kernels compute in: on CUDA torch's takes no affine wider than x."""
+    wide = compute_dtype(x.dtype)
+    affine = (None if p is None else p.to(wide) for p in (weight, bias))
+    return torch.group_norm(x.to(wide), groups, *affine, eps=eps).to(x.dtype)
 
 
 class _Normalize(torch.autograd.Function):
@@ -317,11 +324,22 @@ def group_norm_fused(
     eps: float = 1e-5,
     activation: Activation = IDENTITY,
     residual: Tensor | None = None,
+    numbers: list[Tensor] | None = None,
 ) -> Tensor:
-    """act(GN(x) + residual) by the kernels; weight and bias hold C numbers each."""
+    """act(GN(x) + residual) by the kernels; weight and bias hold C numbers each.
+
+    A list given as `numbers` receives those with which `elementwise_fused` computes y again; not where the activation's
+    derivative needs its input and a residual was added, for then y is no output of the kernels.
+    """
     if residual is not None and not activation.knows_its_sign:
         return activation(group_norm_fused(x, weight, bias, groups=groups, eps=eps) + residual)
-    return _call(x, residual, None, None, (None, None, weight, bias), None, groups, eps, activation, False)[0]
+    if (weight is None) != (bias is None):  # kernels know both or none
+        weight = torch.ones_like(bias) if weight is None else weight  # type: ignore[arg-type]
+        bias = torch.zeros_like(weight) if bias is None else bias
+    y, left = _call(x, residual, None, None, (None, None, weight, bias), None, groups, eps, activation, False)
+    if numbers is not None:
+        numbers.append(left)
+    return y
 
 
 def _call(
