@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime.interpreter import InterpretedFunction
 
@@ -14,13 +15,16 @@ from micronorm.ops.bcn.triton.forward import forward_whole
 INTERPRETED = isinstance(forward_whole, InterpretedFunction)
 """Whether triton runs its kernels in Python, on the CPU (TRITON_INTERPRET=1 when it was imported)."""
 
+# What triton itself asks torch for.
+current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _ALIGNMENT = 15  # kernels are compiled for addresses divisible by 16
 
 
 class Launch:
     """A kernel with its grid and every argument but the tensors.
 
-    The compiled kernel is kept: for triton to find it among the compiled ones costs more than a small layer takes.
+    The compiled kernel is kept and called by its addresses: for triton to find it among the compiled ones and to ask
+    the driver about every tensor costs more than a small layer takes.
     """
 
     def __init__(
@@ -28,20 +32,31 @@ class Launch:
     ) -> None:
         self.kernel, self.grid, self.warps = kernel, (*grid, 1, 1)[:3], warps
         self.scalars, self.constants = tuple(scalars), dict(constants)
-        self.runner: Any = None
+        self.compiled: Any = None
+        self.head: tuple[Any, ...] = ()
         self.tail: tuple[Any, ...] = ()
 
     def __call__(self, *tensors: Tensor) -> None:
         """Launch on the current stream."""
-        aligned = not any(tensor.data_ptr() & _ALIGNMENT for tensor in tensors)
-        if aligned and self.runner is not None:
-            self.runner(*tensors, *self.tail)
-            return
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        bits = 0
+        for address in addresses:
+            bits |= address
+        if self.compiled is None or bits & _ALIGNMENT or knobs.runtime.launch_enter_hook is not None:
+            self._find(tensors, aligned=not bits & _ALIGNMENT)
+        else:
+            stream = current_stream(tensors[0].device.index)
+            self.compiled.run(*self.grid, stream, *self.head, *addresses, *self.tail)
+
+    def _find(self, tensors: tuple[Tensor, ...], *, aligned: bool) -> None:
+        """Launch by triton's own way, and keep what it compiled."""
         compiled = self.kernel[self.grid](*tensors, *self.scalars, **self.constants, num_warps=self.warps)
         if aligned and isinstance(compiled, CompiledKernel):
             names = self.kernel.arg_names[len(tensors) + len(self.scalars) :]
             self.tail = (*self.scalars, *(self.constants[name] for name in names))
-            self.runner = compiled[self.grid]
+            # The function, its metadata, and no metadata and hooks of the launch, which profilers would set.
+            self.head = (compiled.function, compiled.packed_metadata, None, None, None)
+            self.compiled = compiled
 
 
 @lru_cache
