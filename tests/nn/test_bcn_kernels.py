@@ -59,14 +59,11 @@ def step(model, x, cut):
     return model.state_dict()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_a_step_does_not_depend_on_its_cut(device, dtype):
-    model, x = network(device, dtype), images(device, dtype=dtype)
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        whole, *others = (step(copy.deepcopy(model), x, cut) for cut in ([6], [1] * 6, [2, 4]))
-        reference = step(twin_of(model), x, [6])
-    for state in (*others, reference):
-        assert_same_state(state, whole, tol=tolerance("one_step", dtype))
+def test_a_step_does_not_depend_on_its_cut(device):
+    model, x = network(device), images(device)
+    whole, *others = (step(copy.deepcopy(model), x, cut) for cut in ([6], [1] * 6, [2, 4]))
+    for state in (*others, step(twin_of(model), x, [6])):
+        assert_same_state(state, whole, tol=TOL)
 
 
 def test_a_sequential_step_is_the_same_in_pieces_of_whole_micro_batches(device):
@@ -77,13 +74,12 @@ def test_a_sequential_step_is_the_same_in_pieces_of_whole_micro_batches(device):
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # numpy, in the interpreter
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("at", [(0, 0, 0, 0), (1, 3, 2, 1)])
-def test_a_forward_that_is_not_finite_is_left_out_and_counted(device, bad, at):
+def test_a_forward_that_is_not_finite_is_left_out_and_counted(device, bad):
     layer = norm().to(device, torch.float64)
     twin = twin_of(layer)
     x = torch.randn(2, 4, 3, 3, dtype=torch.float64, device=device)
     spoilt = x.clone()
-    spoilt[at] = bad
+    spoilt[1, 3, 2, 1] = bad
     for model in (layer, twin):
         model(x)
     y, expected = layer(spoilt), twin(spoilt)
