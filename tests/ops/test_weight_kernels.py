@@ -7,6 +7,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from micronorm.functional import weight_standardize, weight_standardize_many
 from micronorm.ops.weight import choose_backend, launch, standardize, tables
 from tests.devices import KERNEL_DEVICES, require_kernels
+from tests.poison import Poisoned
 from tests.tolerances import assert_close_to_max, tolerance
 
 # Tiles of several rows and one, fan-ins that are multiples of 16 and not, rows that fill no tile, one beyond all tiles.
@@ -22,22 +23,6 @@ switches = pytest.mark.parametrize("center, scale", SWITCHES)
 @pytest.fixture(params=KERNEL_DEVICES)
 def device(request):
     return require_kernels(request.param)
-
-
-class Poisoned:
-    """torch, but that memory which nobody has written holds NaN.
-
-    It stands for torch in one module only: torch itself remembers its constructors, and would remember others for good.
-    """
-
-    def __getattr__(self, name):
-        return getattr(torch, name)
-
-    def empty(self, *args, **kwargs):
-        return torch.empty(*args, **kwargs).fill_(torch.nan)
-
-    def empty_like(self, *args, **kwargs):
-        return torch.empty_like(*args, **kwargs).fill_(torch.nan)
 
 
 @pytest.fixture(autouse=True)

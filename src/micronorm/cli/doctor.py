@@ -19,9 +19,10 @@ from micronorm.cli.selftest import Result, run_tests, self_tests
 from micronorm.cli.targets import MISUSE
 from micronorm.data.search import find_data, search_folders
 from micronorm.engine.environment import environment
-from micronorm.nn import SPECS
+from micronorm.nn import SPECS, BatchChannelNorm
 from micronorm.nn.backends import explain_backend
 from micronorm.nn.spec import NormSpec
+from micronorm.ops.weight import choose_backend
 
 FAILED = 1
 
@@ -87,19 +88,25 @@ def doctor(
         raise typer.Exit(FAILED)
 
 
+_OPERATIONS = ("operations", "plain PyTorch operations")
+
+
 def explain_layers(device: torch.device) -> list[dict[str, str]]:
     """Of every spec's layer: what computes it on a device, and why."""
     rows = []
     for name, spec in SPECS.items():
         layer = spec()(16 if issubclass(spec, NormSpec) else nn.Conv2d(16, 16, 3))  # type: ignore[call-arg]
-        if hasattr(layer, "backend"):
+        if isinstance(layer, BatchChannelNorm | nn.GroupNorm):
             backend, reason = explain_backend(device)
             if isinstance(layer, nn.GroupNorm) and backend != "triton":
                 backend, reason = "torch", "torch's own group_norm"
+        elif hasattr(layer, "backend"):  # a standardized weight
+            by_kernel = choose_backend(layer.weight.to(device)) == "triton"
+            backend, reason = ("triton", "one Triton kernel for all weights") if by_kernel else _OPERATIONS
         elif type(layer).__module__.startswith("torch."):
             backend, reason = "torch", "torch's own layer"
         else:
-            backend, reason = "operations", "plain PyTorch operations; it has no other form"
+            backend, reason = _OPERATIONS
         rows.append(
             {
                 "spec": name,

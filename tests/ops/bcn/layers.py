@@ -9,15 +9,13 @@ import torch
 from torch import Tensor
 
 from micronorm.nn import BatchChannelNorm
-from micronorm.ops.bcn.triton import layout, plans, run, tiling
+from micronorm.ops.bcn.triton import layout, run, tiling
 from tests.poison import poison_memory
 from tests.tolerances import assert_close_to_max, tolerance
 
-# Space in up to three pieces of several tiles, the last of them shorter; by whether channels are adjacent.
-_SMALL_TILES = {
-    True: tiling.PassKind(tile=64, bytes_wide=256, programs=1024, most_pieces=3, warps=4),
-    False: tiling.PassKind(tile=16, bytes_wide=256, programs=1024, most_pieces=3, warps=4),
-}
+# Tiles of 8 float64 numbers side by side and 128 in all.
+_SMALL_TILES = dict.fromkeys(tiling.REDUCE, tiling.PassKind(tile=128, run=64, programs=1024, warps=4))
+_FEW_PIECES = 3  # of several tiles each, the last of them shorter
 
 
 def set_scheme(monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
@@ -30,8 +28,9 @@ def set_scheme(monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
     if scheme == "pieces":
         for name in ("REDUCE", "ELEMENTWISE"):
             monkeypatch.setattr(tiling, name, _SMALL_TILES)
-    for cache in ("forward_plan", "backward_plan"):  # new ones: the old ones stay as they were for other tests
-        monkeypatch.setattr(run, cache, getattr(plans, cache).__wrapped__)
+        monkeypatch.setattr(tiling, "MOST_PIECES", _FEW_PIECES)
+    for kept in ("_forwards", "_backwards"):  # what was chosen before stays for the tests after this one
+        monkeypatch.setattr(run, kept, {})
 
 
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:

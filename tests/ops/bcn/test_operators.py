@@ -35,8 +35,7 @@ def arguments(device, *, residual=True, activation="relu", from_batch=False, row
     "options",
     [
         {},
-        {"residual": False, "activation": "silu", "dtype": torch.bfloat16},
-        {"residual": False, "activation": "", "from_batch": True},
+        {"residual": False, "activation": "silu", "dtype": torch.bfloat16, "from_batch": True},
         {"residual": True, "activation": "", "rows": (2,)},
     ],
     ids=str,
@@ -57,7 +56,6 @@ def test_the_other_operators_pass_opcheck(device):
     y, numbers = OPERATORS.normalize(*args)
     g = torch.randn_like(y)
     torch.library.opcheck(OPERATORS.normalize_backward.default, (g, x, y, numbers, *rest))
-    torch.library.opcheck(OPERATORS.normalize_backward.default, (g, x, None, numbers, *rest))
     torch.library.opcheck(OPERATORS.channel_moments.default, (x,))
     norm = layer_of(Case((2, 6, 3, 3), 2), device)
     window = norm._window
@@ -80,7 +78,7 @@ def test_compiled_layers_give_what_eager_ones_give_without_a_break(device, case)
             assert_close_to_max(found[name], value, tol=tol, scale=scale)
 
 
-@pytest.mark.parametrize("statistics", ["step", "sequential", "batch"])
+@pytest.mark.parametrize("statistics", ["step", "batch"])
 def test_compiled_layers_are_not_recompiled_by_steps_pauses_or_commits(device, statistics):
     graphs = 0
 
@@ -106,10 +104,9 @@ def test_compiled_layers_are_not_recompiled_by_steps_pauses_or_commits(device, s
 
 
 @pytest.mark.skipif(torch.__version__ < "2.7", reason="torch 2.6 exports no gradient across a change of grad mode")
-@pytest.mark.parametrize("training", [True, False])
-def test_an_exported_graph_has_the_layers_outputs_and_gradients(device, training):
+def test_an_exported_graph_has_the_layers_outputs_and_gradients(device):
     case = Case((2, 6, 3, 5), 2, "step", "relu")
-    norm = layer_of(case, device).train(training)
+    norm = layer_of(case, device)
     twin = copy.deepcopy(norm)  # kept: an exported graph gathers for its layer as long as that lives
     x, _, g = data(case, device)
     exported = torch.export.export(twin, (x.detach(),)).module()
