@@ -140,11 +140,21 @@ class Captured:
 
     def __init__(self, one_pass: Callable[[], object], passes: int = 1) -> None:
         self.passes = passes
-        self.graph = torch.cuda.CUDAGraph()
+        try:
+            self.graph = self._capture(one_pass, passes)
+        except RuntimeError:
+            # The first capture of a process may meet libraries that are still setting themselves up.
+            torch.cuda.synchronize()
+            self.graph = self._capture(one_pass, passes)
+
+    @staticmethod
+    def _capture(one_pass: Callable[[], object], passes: int) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
         # Thread-local: NCCL's watchdog asks for events from a thread of its own meanwhile.
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             for _ in range(passes):
                 one_pass()
+        return graph
 
     def __call__(self) -> None:
         """Replay."""

@@ -20,6 +20,12 @@ current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _ALIGNMENT = 15  # kernels are compiled for addresses divisible by 16
 
 
+def _watched() -> bool:
+    """Whether a profiler has asked triton to be told of launches."""
+    hook: Any = knobs.runtime.launch_enter_hook
+    return hook is not None and bool(getattr(hook, "calls", True))
+
+
 class Launch:
     """A kernel with its grid and every argument but the tensors.
 
@@ -42,7 +48,7 @@ class Launch:
         bits = 0
         for address in addresses:
             bits |= address
-        if self.compiled is None or bits & _ALIGNMENT or knobs.runtime.launch_enter_hook is not None:
+        if self.compiled is None or bits & _ALIGNMENT or _watched():
             self._find(tensors, aligned=not bits & _ALIGNMENT)
         else:
             stream = current_stream(tensors[0].device.index)
