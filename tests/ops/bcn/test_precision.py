@@ -130,6 +130,21 @@ def test_a_mean_far_above_the_spread_costs_no_more_than_in_torch(
         assert mine <= max(other, FLOOR[dtype])
 
 
+@pytest.mark.parametrize("scheme", ["whole", "pieces"])
+def test_a_mean_that_float32_cannot_hold_costs_no_digits(device, scheme, monkeypatch):
+    """Estimates near the mean, as after training: x − c is exact, and what rounding took from c is carried along."""
+    set_scheme(monkeypatch, scheme)
+    norm = neutral(device).eval()
+    norm.running_mean.fill_(1e4)
+    norm.running_var.fill_(1e-4)
+    exact = copy.deepcopy(norm).to("cpu", torch.float64)
+    exact.backend = "reference"
+    x = (10000 + 0.01 * torch.randn(SHAPE, dtype=torch.float64)).to(device, torch.float32)
+    y_error, dx_error = error(norm, exact, x, torch.randn(SHAPE).to(device))
+    assert y_error <= tolerance("output", torch.float32)
+    assert dx_error <= tolerance("gradient", torch.float32)
+
+
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # numpy, in the interpreter
 @pytest.mark.parametrize(
     "statistics, scheme", [("step", "whole"), ("step", "split"), ("sequential", "whole"), ("batch", "whole")]
