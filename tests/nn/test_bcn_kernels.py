@@ -38,7 +38,7 @@ def network(device, dtype=torch.float64, **options):
     return model.to(device, dtype)
 
 
-def images(device, count=6, dtype=torch.float64):
+def images(device, count=4, dtype=torch.float64):
     return (torch.randn(count, 2, 4, 4, dtype=torch.float64) + 0.5).to(device, dtype)
 
 
@@ -53,7 +53,7 @@ def twin_of(model, backend="reference"):
 def step(model, x, cut):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for part in pieces(cut):
-        loss = F.cross_entropy(model(x[part]), torch.arange(6, device=x.device)[part] % 3, reduction="sum") / 6
+        loss = F.cross_entropy(model(x[part]), torch.arange(4, device=x.device)[part] % 3, reduction="sum") / 4
         loss.backward()
     optimizer.step()
     return model.state_dict()
@@ -61,14 +61,14 @@ def step(model, x, cut):
 
 def test_a_step_does_not_depend_on_its_cut(device):
     model, x = network(device), images(device)
-    whole, *others = (step(copy.deepcopy(model), x, cut) for cut in ([6], [1] * 6, [2, 4]))
-    for state in (*others, step(twin_of(model), x, [6])):
+    whole, *others = (step(copy.deepcopy(model), x, cut) for cut in ([4], [1] * 4, [1, 3]))
+    for state in (*others, step(twin_of(model), x, [4])):
         assert_same_state(state, whole, tol=TOL)
 
 
 def test_a_sequential_step_is_the_same_in_pieces_of_whole_micro_batches(device):
     model, x = network(device, statistics="sequential", micro_batch=2), images(device)
-    whole, halves = (step(copy.deepcopy(model), x, cut) for cut in ([6], [2, 4]))
+    whole, halves = (step(copy.deepcopy(model), x, cut) for cut in ([4], [2, 2]))
     assert_same_state(halves, whole, tol=TOL)
 
 

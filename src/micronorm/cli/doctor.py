@@ -101,7 +101,7 @@ def explain_layers(device: torch.device) -> list[dict[str, str]]:
             if isinstance(layer, nn.GroupNorm) and backend != "triton":
                 backend, reason = "torch", "torch's own group_norm"
         elif hasattr(layer, "backend"):  # a standardized weight
-            by_kernel = choose_backend(layer.weight.to(device)) == "triton"
+            by_kernel = choose_backend(layer.weight.to(device)) == "triton"  # type: ignore[arg-type]
             backend, reason = ("triton", "one Triton kernel for all weights") if by_kernel else _OPERATIONS
         elif type(layer).__module__.startswith("torch."):
             backend, reason = "torch", "torch's own layer"

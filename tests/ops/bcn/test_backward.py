@@ -130,9 +130,8 @@ def test_first_and_second_derivatives_agree_with_finite_differences(device, case
     "case",
     [
         CASE,
-        Case((2, 6, 4, 5), 3, "sequential", "leaky_relu", "channels_last", blend=0.3),
-        Case((2, 6, 4, 5), 3, "batch", None, "contiguous"),
-        Case((2, 6, 4, 5), 3, "batch", "silu", "contiguous"),
+        Case((2, 2, 4, 5), 1, "sequential", "leaky_relu", "channels_last", blend=0.3),
+        Case((2, 2, 4, 5), 1, "batch", None, "contiguous"),
     ],
     ids=str,
 )
@@ -154,9 +153,9 @@ def test_gradients_do_not_depend_on_create_graph(device, case):
 @pytest.mark.parametrize(
     "shape, groups, scheme, activation, affine, added",
     [
-        ((2, 12, 3, 5), 4, "whole", None, True, False),
+        ((1, 12, 3, 5), 4, "whole", None, True, False),
         ((2, 12, 3, 5), 2, "pieces", "relu", True, True),
-        ((3, 6, 7), 6, "split", "silu", False, True),
+        ((1, 3, 7), 3, "split", "silu", False, True),
         ((2, 8), 1, "whole", "leaky_relu", True, True),
     ],
 )
