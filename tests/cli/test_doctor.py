@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import micronorm
 from micronorm.cli import app, doctor, selftest
 from micronorm.engine import checkpoint
-from micronorm.nn import SPECS, BatchChannelNorm, bcn
+from micronorm.nn import SPECS, backends, bcn
 from tests.data.miniature import write_binary
 
 CPU = torch.device("cpu")
@@ -25,6 +25,8 @@ CPU = torch.device("cpu")
 def one_device(monkeypatch, tmp_path):
     """The CPU alone, so that the tests see the same everywhere; and a folder without data."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    # As for those who do not ask for triton's interpreter, which these tests run under.
+    monkeypatch.setattr(backends, "_problems", {("cpu", None): "kernels need a CUDA device"})
     monkeypatch.setattr(doctor, "search_folders", lambda data: [data or tmp_path / "data"])
     monkeypatch.chdir(tmp_path)
 
@@ -122,9 +124,11 @@ def test_numbers_that_are_none_are_a_failure(monkeypatch):
         selftest.check_form("auto", CPU)
 
 
-def test_kernels_are_absent_until_there_is_one_and_then_compared(monkeypatch):
-    with pytest.raises(selftest.Absent, match="none built"):
+def test_kernels_are_absent_where_a_device_does_not_run_them_and_compared_where_it_does(monkeypatch):
+    monkeypatch.setattr(selftest, "kernel_problem", lambda kind, index: f"no kernels on {kind}")
+    with pytest.raises(selftest.Absent, match="no kernels on cpu"):
         selftest.check_kernels(CPU)
+    monkeypatch.setattr(selftest, "kernel_problem", lambda kind, index: None)
     monkeypatch.setattr(selftest, "KERNELS", ("auto",))
     assert "auto: outputs and gradients within" in selftest.check_kernels(CPU)
     break_form(monkeypatch)
@@ -165,17 +169,7 @@ def test_every_layer_is_listed_with_what_computes_it():
     assert (layers["GN"]["layer"], layers["GN"]["backend"]) == ("GroupNorm", "torch")
     assert layers["WS"]["backend"] == "operations"
     assert layers["BCN"]["backend"] == "one-pass"
-    assert "no Triton kernel is built" in layers["BCN"]["reason"]
-
-
-@pytest.mark.parametrize("backend", ["auto", "reference"])
-def test_the_layer_computes_in_the_form_that_is_told(monkeypatch, backend):
-    called = []
-    for form, name in (("one-pass", "batch_channel_norm"), ("reference", "batch_channel_norm_reference")):
-        right = getattr(bcn, name)
-        monkeypatch.setattr(bcn, name, lambda *a, form=form, right=right, **o: called.append(form) or right(*a, **o))
-    BatchChannelNorm(8, 4, backend=backend)(torch.randn(2, 8, 3, 3))
-    assert called == [bcn.resolve_backend(backend)]
+    assert "kernels need a CUDA device" in layers["BCN"]["reason"]
 
 
 @pytest.mark.usefixtures("untested")

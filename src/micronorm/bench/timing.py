@@ -152,14 +152,21 @@ class Captured:
 
 
 def copy_bandwidth(device: torch.device, *, size: int = 2**30, rounds: int = 20) -> float:
-    """Bytes per second of a copy on a device: those read and those written. The median of some rounds."""
-    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    """Bytes per second of a copy on a device: those read and those written. The median of some rounds.
+
+    The better of torch's own copy and of a kernel that writes what it reads: on an H200 the driver's copy reaches two
+    thirds of what kernels do, and a floor made of it would flatter them.
+    """
+    source = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
     target = torch.empty_like(source)
     clock = device_ms if device.type == "cuda" else host_ms
-    for _ in range(3):
-        target.copy_(source)
-    taken = statistics.median(clock(lambda: target.copy_(source)) for _ in range(rounds))
-    return 2 * size / (1e-3 * taken)
+    best = 0.0
+    for copy in (lambda: target.copy_(source), lambda: torch.neg(source, out=target)):
+        for _ in range(3):
+            copy()
+        taken = statistics.median(clock(copy) for _ in range(rounds))
+        best = max(best, 2 * size / (1e-3 * taken))
+    return best
 
 
 def busy_seconds() -> float | None:

@@ -23,7 +23,7 @@ from micronorm.engine.loop import train
 from micronorm.engine.optimization import SGD, Cosine
 from micronorm.engine.settings import Execution, Settings
 from micronorm.nn import BatchChannelNorm
-from micronorm.nn.backends import KERNELS
+from micronorm.nn.backends import KERNELS, kernel_problem
 from micronorm.recipes import find
 from micronorm.tasks.classification import Classification
 
@@ -143,9 +143,10 @@ def check_form(backend: str, device: torch.device) -> str:
 
 
 def check_kernels(device: torch.device) -> str:
-    """As `check_form`, for every kernel of our own."""
-    if not KERNELS:
-        raise Absent("none built")
+    """As `check_form`, for every kernel of our own; absent where a device cannot run them."""
+    problem = kernel_problem(device.type, device.index)
+    if problem is not None:
+        raise Absent(problem)
     return "; ".join(f"{name}: {check_form(name, device)}" for name in KERNELS)
 
 

@@ -45,12 +45,30 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     held = _held_by(optimizer)
     if held:
-        for window, group in held:
-            refresh_rate(
-                window, window.rate if isinstance(window.rate, float) else group_rate(window, group, optimizer)
-            )
+        _refresh_rates(held, optimizer)
         # A fused optimizer under GradScaler runs its hook even where it skips the step.
         commit([window for window, _ in held], skip=getattr(optimizer, "found_inf", None))
+
+
+def _refresh_rates(held: list[tuple[Window, dict[str, Any]]], optimizer: Optimizer) -> None:
+    """Write every layer's rate to the device; the learning rate of a group is read once for all its layers."""
+    learning: dict[int, float | Tensor] = {}
+    on_device: list[tuple[Window, Tensor]] = []
+    for window, group in held:
+        rate = window.rate
+        if not isinstance(rate, float):
+            rate = learning.get(id(group))
+            if rate is None:
+                rate = learning[id(group)] = group_rate(window, group, optimizer)
+        if isinstance(rate, Tensor) and rate.device == window.device:
+            on_device.append((window, rate))
+        else:
+            refresh_rate(window, rate)
+    if on_device:
+        # In one go: a launch per layer is half a network's worth of launches.
+        torch._foreach_copy_([window.device_rate for window, _ in on_device], [rate for _, rate in on_device])
+        for window, _ in on_device:
+            window.host_rate = None
 
 
 def _held_by(optimizer: Optimizer) -> list[tuple[Window, dict[str, Any]]]:

@@ -319,7 +319,15 @@ class BatchChannelNorm(WideBuffers):
         if training and self.statistics == "step":
             window = self._window
             sizes = (x.shape[0], self.num_channels, elements, self.num_groups)
-            run(gather_numbers, numbers.detach(), self.running_mean, *sizes, window.sums, window.lost, window.ticket)
+            run(
+                gather_numbers,
+                numbers.detach() if numbers.requires_grad else numbers,
+                self.running_mean,
+                *sizes,
+                window.sums,
+                window.lost,
+                window.ticket,
+            )
         return y
 
     @torch.no_grad()

@@ -183,7 +183,8 @@ _live: weakref.WeakValueDictionary[int, Window] = weakref.WeakValueDictionary()
 
 def _open(ticket: Tensor, *, group_elements: int) -> Window | None:
     """The window a ticket stands for, or None if this forward must leave no trace."""
-    window = _live.get(int(ticket[1]))
+    # By numpy, here and below: a tensor's element costs microseconds, and small layers are made of those.
+    window = _live.get(int(ticket.numpy()[1]))
     if window is None:  # an exported graph whose layer is gone: there is nobody to gather for
         return None
     if group_elements < _FEW_ELEMENTS and not window.warned:
@@ -198,16 +199,17 @@ def _open(ticket: Tensor, *, group_elements: int) -> Window | None:
 
 
 def _count_forward(window: Window, ticket: Tensor) -> None:
-    if int(ticket[0]) >= window.control.max_forwards:
+    counts = ticket.numpy()
+    if counts[0] >= window.control.max_forwards:
         raise RuntimeError(
-            f"{window.describe()} has gathered {int(ticket[0])} training forwards without a commit: its estimates do "
+            f"{window.describe()} has gathered {counts[0]} training forwards without a commit: its estimates do "
             "not move. A torch.optim optimizer that holds the layer's weight commits when it steps; for any other loop "
             "keep handle = mn.attach(model, rate=...) and call handle.commit() after each update. Forwards that do not "
             "train belong after model.eval(), or into `with handle.paused():` where they need train mode. A layer that "
             "no optimizer holds is frozen by layer.requires_grad_(False). If a step really takes more forwards, raise "
             "the limit: mn.attach(model, max_forwards=...)."
         )
-    ticket[0] += 1
+    counts[0] += 1
 
 
 def gather(

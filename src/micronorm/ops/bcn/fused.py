@@ -125,7 +125,7 @@ def normalize_backward(
 
     tensors = (mean, var, weight, bias, group_weight, group_bias, blend)
     inputs = _Inputs(x, None, None, *tensors, groups, eps, activation, slope, from_batch)
-    grads = backward(grad, x, output, numbers, inputs.norm(), from_batch=from_batch)
+    grads = backward(x, grad, output, numbers, inputs.norm(), from_batch=from_batch)
     residual = x.new_empty(0) if grads.residual is None else grads.residual
     return grads.x, residual, grads.parameters
 
@@ -167,15 +167,8 @@ def _gradients(ctx: Any, grad: Tensor, backward: Callable) -> tuple[Any, ...]:
     dx, residual, parameters = backward(grad, *saved, *ctx.options)
     if ctx.has_residual and saved[1] is None:  # added and left as it is
         residual = grad
-    grads: list[Tensor | None] = []
-    start = 0
-    for parameter in saved[5:9]:
-        if parameter is None:
-            grads.append(None)
-            continue
-        part = parameters.narrow(0, start, parameter.shape[0])
-        grads.append(part if part.dtype == parameter.dtype else part.to(parameter.dtype))
-        start += parameter.shape[0]
+    parts = iter(parameters.split([p.shape[0] for p in saved[5:9] if p is not None]))
+    grads = [None if p is None else next(parts).to(p.dtype) for p in saved[5:9]]
     return dx, residual if ctx.has_residual else None, None, None, None, *grads, *(None,) * 6
 
 

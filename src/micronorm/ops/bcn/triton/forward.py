@@ -153,7 +153,10 @@ def moments_part(
         square_cs = tl.fma(t_cs, t_cs, square_cs)
     sum_c = tl.sum(sum_cs, 1)
     rest_c = sum_c / (end - start)
-    square_c = tl.maximum(tl.sum(square_cs, 1) - sum_c * rest_c, 0.0, tl.PropagateNan.ALL)
+    square_c = tl.sum(square_cs, 1)
+    # A sum that overflowed stays infinite, which `bounded` knows what to do with: inf − inf would be NaN.
+    rest_square_c = tl.where(square_c == float("inf"), 0.0, sum_c * rest_c)
+    square_c = tl.maximum(square_c - rest_square_c, 0.0, tl.PropagateNan.ALL)
     at = (n * pieces + p) * channels + c
     tl.store(parts_ptr + at, (pivot_c - first_c) + rest_c, valid_c)
     tl.store(parts_ptr + samples * pieces * channels + at, square_c, valid_c)

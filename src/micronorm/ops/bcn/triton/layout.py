@@ -20,21 +20,20 @@ def strides_of(x: Tensor) -> Strides | None:
     return x.stride(0), x.stride(1), space_stride
 
 
-def laid_out(x: Tensor, like: Tensor | None = None) -> tuple[Tensor, Strides]:
-    """x, or a dense copy of it (in the memory format of `like`) where it cannot be read as N×C×S; and its strides."""
-    strides = strides_of(x)
-    if strides is None:
-        copy = torch.empty_like(x if like is None else like, dtype=x.dtype)
-        x = copy.copy_(x) if strides_of(copy) is not None else x.contiguous()
-        strides = strides_of(x)
-        assert strides is not None
-    return x, strides
+def laid_out(x: Tensor, like: Tensor | None = None) -> Tensor:
+    """x, or a dense copy of it (in the memory format of `like`) where it cannot be read as N×C×S."""
+    if x.is_contiguous() or strides_of(x) is not None:
+        return x
+    copy = torch.empty_like(x if like is None else like, dtype=x.dtype)
+    return copy.copy_(x) if strides_of(copy) is not None else x.contiguous()
 
 
 def output_like(x: Tensor) -> Tensor:
     """An empty tensor for the result: dense, in the memory format of x where kernels can write that."""
     y = torch.empty_like(x)
-    return y if strides_of(y) is not None else torch.empty_like(x, memory_format=torch.contiguous_format)
+    if y.is_contiguous() or strides_of(y) is not None:
+        return y
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def numbers_size(samples: int, channels: int, groups: int) -> int:

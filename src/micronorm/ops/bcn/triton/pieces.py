@@ -6,8 +6,8 @@ and channels_last tensors. A program takes one sample and WIDTH channels, that i
 those channels, _cs tiles over channels × space.
 
 `numbers` holds what is small: five blocks of N×C (pivot, residue, var, scale, offset), then the estimates that were
-used (two blocks of C, written where they are one set for all samples), then N×G counts of channels whose moments were
-not finite. Its dtype is the one everything is computed in: float32, or float64 for float64 inputs.
+used (two blocks of C; where every sample has its own, those of the first), then N×G counts of channels whose moments
+were not finite. Its dtype is the one everything is computed in: float32, or float64 for float64 inputs.
 """
 
 import triton
@@ -220,10 +220,11 @@ def write_numbers(
     tl.store(numbers_ptr + 2 * block + at, var_c, valid_c)
     tl.store(numbers_ptr + 3 * block + at, scale_c, valid_c)
     tl.store(numbers_ptr + 4 * block + at, offset_c, valid_c)
-    if ESTIMATES == SHARED:  # a copy: a commit may rewrite the layer's buffers before the backward reads them
-        first_c = valid_c & (n == 0)
-        tl.store(numbers_ptr + 5 * block + c, stat_mean_c, first_c)
-        tl.store(numbers_ptr + 5 * block + channels + c, stat_var_c, first_c)
+    # A copy: a commit may rewrite the layer's buffers before the backward reads them. Written even where nobody reads
+    # it: no number that an operator returns may be left to chance.
+    first_c = valid_c & (n == 0)
+    tl.store(numbers_ptr + 5 * block + c, stat_mean_c, first_c)
+    tl.store(numbers_ptr + 5 * block + channels + c, stat_var_c, first_c)
     finite_c = (pivot_c * 0 + residue_c * 0 + raw_var_c * 0) == 0
     broken_c = group_sum(tl.where(finite_c | (valid_c == 0), 0.0, 1.0), GROUPS, SIZE, CHANNELS)
     flag_ptr = numbers_ptr + 5 * block + 2 * channels + n * (channels // SIZE) + c // SIZE

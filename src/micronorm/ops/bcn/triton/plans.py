@@ -85,7 +85,7 @@ class Forward:
     def __init__(self, layer: Layer, residual: Strides | None, output: Strides) -> None:
         self.layer, self.residual, self.output = layer, residual, output
         shape, count = layer.shape, processors(layer.device)
-        self.tile = tiling.whole(shape, count, limit=tiling.FORWARD_TILE)
+        self.tile = tiling.whole(shape, count, limit=tiling.FORWARD_TILE, per_thread=128)
         self.moments = tiling.sweep(shape, count, kinds=tiling.REDUCE)
         self.numbers = tiling.numbers(shape, self.moments.pieces)
         self.elementwise = tiling.sweep(shape, count, kinds=tiling.ELEMENTWISE)
@@ -161,7 +161,7 @@ class Backward:
         self.result = result
         self.has_residual = {"HAS_RESIDUAL": gate is not None}
         shape, count = layer.shape, processors(layer.device)
-        self.tile = None if split else tiling.whole(shape, count, limit=tiling.BACKWARD_TILE)
+        self.tile = None if split else tiling.whole(shape, count, limit=tiling.BACKWARD_TILE, per_thread=64)
         self.sums = tiling.sweep(shape, count, kinds=tiling.REDUCE)
         self.numbers = tiling.numbers(shape, self.sums.pieces)
         self.elementwise = tiling.sweep(shape, count, kinds=tiling.ELEMENTWISE)
@@ -228,13 +228,9 @@ class Backward:
 
 
 @lru_cache(maxsize=1024)
-def gather_plan(samples: int, channels: int, space: int, groups: int, dtypes: tuple[torch.dtype, ...]) -> Launch:
-    """The numbers → the layer's window; `dtypes` are those of the tensors it is called with."""
+def gather_plan(samples: int, channels: int, space: int, groups: int, *kinds: torch.device | torch.dtype) -> Launch:
+    """The numbers → the layer's window; `kinds` are the device and the dtypes of the tensors it is called with."""
     width = min(tiling.next_power(channels), 32)
     constants = {"SAMPLES": min(tiling.next_power(samples), 32), "CHANNELS": width}
     constants |= {"FLAGS": min(tiling.next_power(samples * groups), 1024)}
     return Launch(gather_window, (-(-channels // width),), (samples, channels, space, groups), constants, 4)
-
-
-forward_plan = lru_cache(maxsize=4096)(Forward)
-backward_plan = lru_cache(maxsize=4096)(Backward)

@@ -1,7 +1,11 @@
-"""Forward and backward by the kernels: tensors in, tensors out. Importing this imports triton."""
+"""Forward and backward by the kernels: tensors in, tensors out. Importing this imports triton.
 
-import contextlib
-from typing import Literal, NamedTuple
+A small layer takes less time on the device than Python takes to describe it. So every call is described once, by a key
+of plain attributes, and what was worked out for it (strides, tiles, compiled kernels) is kept under that key.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,11 +13,13 @@ from torch import Tensor
 from micronorm.ops.activation import IDENTITY, Activation
 from micronorm.ops.bcn.triton.launch import INTERPRETED
 from micronorm.ops.bcn.triton.layout import Strides, laid_out, numbers_size, output_like, strides_of
-from micronorm.ops.bcn.triton.plans import Backward, Layer, backward_plan, forward_plan, gather_plan
+from micronorm.ops.bcn.triton.plans import Backward, Forward, Layer, gather_plan
 
 __all__ = ["INTERPRETED", "Gradients", "Norm", "backward", "forward", "gather", "moments", "recompute"]
 
 Estimates = Literal["none", "shared", "per sample", "kept"]
+
+_MOST_KEPT = 4096  # descriptions; sizes that never come again must not fill the memory
 
 
 class Norm(NamedTuple):
@@ -41,37 +47,11 @@ class Norm(NamedTuple):
         """All that kernels may read of it."""
         return self[1:8]
 
-
-def _layer(x: Tensor, strides: Strides, norm: Norm) -> Layer:
-    samples, channels = x.shape[:2]
-    after = "none" if norm.group_weight is None else "per channel"
-    affine = after if norm.estimates == "none" else "per group"
-    return Layer(
-        samples,
-        channels,
-        x.numel() // (samples * channels),
-        strides,
-        x.dtype,
-        x.device,
-        norm.groups,
-        norm.eps,
-        norm.activation,
-        norm.estimates,
-        affine,
-        tuple([None if t is None else t.dtype for t in norm.tensors]),
-    )
-
-
-def _on(x: Tensor) -> contextlib.AbstractContextManager:
-    """Triton launches on the current device, whatever the tensors say."""
-    if x.is_cuda and x.device.index != torch.cuda.current_device():
-        return torch.cuda.device(x.device)
-    return contextlib.nullcontext()
-
-
-def _pointers(norm: Norm, filler: Tensor) -> list[Tensor]:
-    """What kernels are given of a normalization; the filler stands for what it has not and they do not read."""
-    return [filler if t is None else t for t in norm.tensors]
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What launches depend on."""
+        dtypes = tuple([None if t is None else t.dtype for t in self[1:8]])
+        return self.estimates, self.groups, self.eps, self.activation, dtypes
 
 
 def _bare(activation: Activation) -> Norm:
@@ -79,51 +59,132 @@ def _bare(activation: Activation) -> Norm:
     return Norm("none", None, None, None, None, None, None, None, 1, 0.0, activation)
 
 
+def _layer(x: Tensor, strides: Strides, norm: Norm) -> Layer:
+    samples, channels = x.shape[:2]
+    estimates, groups, eps, activation, dtypes = norm.key
+    after = "none" if norm.group_weight is None else "per channel"
+    return Layer(
+        samples,
+        channels,
+        x.numel() // (samples * channels),
+        strides,
+        x.dtype,
+        x.device,
+        groups,
+        eps,
+        activation,
+        estimates,
+        after if estimates == "none" else "per group",
+        dtypes,
+    )
+
+
+def _pointers(norm: Norm, filler: Tensor) -> list[Tensor]:
+    """What kernels are given of a normalization; the filler stands for what it has not and they do not read."""
+    return [filler if t is None else t for t in norm[1:8]]
+
+
+# --- descriptions that are kept --------------------------------------------------------------------------------------
+
+_forwards: dict[Any, Forward] = {}
+_backwards: dict[Any, Backward] = {}
+
+
+def _kept(plans: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+    plan = plans.get(key)
+    if plan is None:
+        if len(plans) >= _MOST_KEPT:
+            plans.clear()
+        plan = plans[key] = make()
+    return plan
+
+
+def _key(x: Tensor) -> tuple[Any, ...]:
+    return x.shape, x.stride(), x.dtype, x.device
+
+
+def _forward_plan(x: Tensor, residual: Tensor | None, norm: Norm) -> Forward:
+    def make() -> Forward:
+        strides, output = strides_of(x), strides_of(output_like(x))
+        other = None if residual is None else strides_of(residual)
+        assert strides is not None
+        assert output is not None
+        return Forward(_layer(x, strides, norm), other, output)
+
+    return _kept(_forwards, (_key(x), None if residual is None else _key(residual), norm.key), make)
+
+
+def _backward_plan(x: Tensor, grad: Tensor, y: Tensor | None, norm: Norm, *, split: bool) -> Backward:
+    def make() -> Backward:
+        strides, slope, output = strides_of(x), strides_of(grad), strides_of(output_like(x))
+        gate = None if y is None else strides_of(y)
+        assert strides is not None
+        assert slope is not None
+        assert output is not None
+        return Backward(_layer(x, strides, norm), slope, gate, output, split=split)
+
+    return _kept(_backwards, (_key(x), _key(grad), None if y is None else _key(y), norm.key, split), make)
+
+
+def _on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Triton launches on the current device, whatever the tensors say."""
+
+    def called(x: Tensor, *args: Any, **options: Any) -> Any:
+        if x.is_cuda and x.device.index != torch.cuda.current_device():
+            with torch.cuda.device(x.device):
+                return function(x, *args, **options)
+        return function(x, *args, **options)
+
+    return called
+
+
+# --- what the room is for --------------------------------------------------------------------------------------------
+
+
+@_on_its_device
 def moments(x: Tensor) -> Tensor:
     """Pivot, residue and variance of every (n, c), a 3×N×C tensor in the dtype of the computation."""
-    with _on(x):
-        x, strides = laid_out(x)
-        plan = forward_plan(_layer(x, strides, _bare(IDENTITY)), None, strides)
-        parts = x.new_empty(plan.parts, dtype=plan.layer.compute)
-        numbers = x.new_empty((3, *x.shape[:2]), dtype=plan.layer.compute)
-        plan.reduce(x, parts)
-        plan.merge(x, parts, numbers)
-        return numbers
+    x = laid_out(x)
+    plan = _forward_plan(x, None, _bare(IDENTITY))
+    parts = x.new_empty(plan.parts, dtype=plan.layer.compute)
+    numbers = x.new_empty((3, *x.shape[:2]), dtype=plan.layer.compute)
+    plan.reduce(x, parts)
+    plan.merge(x, parts, numbers)
+    return numbers
 
 
+@_on_its_device
 def forward(x: Tensor, residual: Tensor | None, norm: Norm, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """y, and the numbers that `backward` and `gather` need; `given` are the `moments` of x, where they are known."""
-    with _on(x):
-        y = output_like(x)
-        x, strides = laid_out(x)
-        added, other = (x, None) if residual is None else laid_out(residual, like=x)
-        plan = forward_plan(_layer(x, strides, norm), other, strides_of(y))
-        compute = plan.layer.compute
-        numbers = x.new_empty(numbers_size(x.shape[0], x.shape[1], norm.groups), dtype=compute)
-        tensors = _pointers(norm, numbers)
-        if given is None and plan.tile is not None:
-            plan.whole(x, added, y, numbers, *tensors)
-            return y, numbers
-        if given is None:
-            parts = x.new_empty(plan.parts, dtype=compute)
-            plan.reduce(x, parts)
-            plan.terms(x, parts, numbers, *tensors)
-        else:
-            numbers[: given.numel()].copy_(given.flatten())
-            plan.terms_of_given(x, numbers, numbers, *tensors)
-        plan.apply(x, added, y, numbers)
+    y = output_like(x)
+    x = laid_out(x)
+    added = x if residual is None else laid_out(residual, like=x)
+    plan = _forward_plan(x, None if residual is None else added, norm)
+    compute = plan.layer.compute
+    numbers = x.new_empty(numbers_size(x.shape[0], x.shape[1], norm.groups), dtype=compute)
+    tensors = _pointers(norm, numbers)
+    if given is None and plan.tile is not None:
+        plan.whole(x, added, y, numbers, *tensors)
         return y, numbers
+    if given is None:
+        parts = x.new_empty(plan.parts, dtype=compute)
+        plan.reduce(x, parts)
+        plan.terms(x, parts, numbers, *tensors)
+    else:
+        numbers[: given.numel()].copy_(given.flatten())
+        plan.terms_of_given(x, numbers, numbers, *tensors)
+    plan.apply(x, added, y, numbers)
+    return y, numbers
 
 
+@_on_its_device
 def recompute(x: Tensor, residual: Tensor | None, numbers: Tensor, activation: Activation) -> Tensor:
     """The y that `forward` gave, to the bit, from the numbers it left."""
-    with _on(x):
-        y = output_like(x)
-        x, strides = laid_out(x)
-        added, other = (x, None) if residual is None else laid_out(residual, like=x)
-        layer = _layer(x, strides, _bare(activation))
-        forward_plan(layer, other, strides_of(y)).apply(x, added, y, numbers)
-        return y
+    y = output_like(x)
+    x = laid_out(x)
+    added = x if residual is None else laid_out(residual, like=x)
+    _forward_plan(x, None if residual is None else added, _bare(activation)).apply(x, added, y, numbers)
+    return y
 
 
 class Gradients(NamedTuple):
@@ -134,37 +195,35 @@ class Gradients(NamedTuple):
     parameters: Tensor
 
 
-def backward(grad: Tensor, x: Tensor, y: Tensor | None, numbers: Tensor, norm: Norm, *, from_batch: bool) -> Gradients:
+@_on_its_device
+def backward(x: Tensor, grad: Tensor, y: Tensor | None, numbers: Tensor, norm: Norm, *, from_batch: bool) -> Gradients:
     """The gradients; `y` is the output where a residual was added and then rectified, else None."""
-    with _on(x):
-        dx = output_like(x)
-        x, strides = laid_out(x)
-        grad, grad_strides = laid_out(grad, like=x)
-        dr = gate = None
-        if y is not None:
-            y, gate = laid_out(y)
-            dr = torch.empty_like(dx)
-        layer = _layer(x, strides, norm)
-        plan = backward_plan(layer, grad_strides, gate, strides_of(dx), split=from_batch)
-        shares = x.new_empty((layer.samples, plan.columns), dtype=layer.compute)
-        total = shares[0] if layer.samples == 1 else torch.empty_like(shares[0])
-        big = (x, grad, x if y is None else y)
-        results = (dx, dx if dr is None else dr)
-        small = _pointers(norm, numbers)
-        del small[5]  # β^c changes no gradient
-        if plan.tile is not None:
-            plan.whole(*big, *results, numbers, shares, *small)
-            _sum_samples(plan, shares, total)
-            return Gradients(dx, dr, total)
-        parts = x.new_empty(plan.parts, dtype=layer.compute)
-        slopes = x.new_empty((3, layer.samples, layer.channels), dtype=layer.compute)
-        plan.reduce(*big, numbers, parts)
-        plan.terms(parts, numbers, slopes, shares, *small)
+    dx = output_like(x)
+    x = laid_out(x)
+    grad = laid_out(grad, like=x)
+    y = None if y is None else laid_out(y)
+    dr = None if y is None else torch.empty_like(dx)
+    plan = _backward_plan(x, grad, y, norm, split=from_batch)
+    layer = plan.layer
+    shares = x.new_empty(layer.samples * plan.columns, dtype=layer.compute)
+    total = shares if layer.samples == 1 else x.new_empty(plan.columns, dtype=layer.compute)
+    big = (x, grad, x if y is None else y)
+    results = (dx, dx if dr is None else dr)
+    small = _pointers(norm, numbers)
+    del small[5]  # β^c changes no gradient
+    if plan.tile is not None:
+        plan.whole(*big, *results, numbers, shares, *small)
         _sum_samples(plan, shares, total)
-        if from_batch:
-            plan.through_batch(numbers, slopes, total, *small[:3])
-        plan.apply(*big, *results, numbers, slopes)
         return Gradients(dx, dr, total)
+    parts = x.new_empty(plan.parts, dtype=layer.compute)
+    slopes = x.new_empty((3, layer.samples, layer.channels), dtype=layer.compute)
+    plan.reduce(*big, numbers, parts)
+    plan.terms(parts, numbers, slopes, shares, *small)
+    _sum_samples(plan, shares, total)
+    if from_batch:
+        plan.through_batch(numbers, slopes, total, *small[:3])
+    plan.apply(*big, *results, numbers, slopes)
+    return Gradients(dx, dr, total)
 
 
 def _sum_samples(plan: Backward, shares: Tensor, total: Tensor) -> None:
@@ -172,9 +231,10 @@ def _sum_samples(plan: Backward, shares: Tensor, total: Tensor) -> None:
         plan.total(shares, total)
 
 
+@_on_its_device
 def gather(
     numbers: Tensor, around: Tensor, sums: Tensor, lost: Tensor, sizes: tuple[int, int, int], groups: int
 ) -> None:
     """Add a forward of N×C×S elements to its layer's window: see `micronorm.nn.window`."""
-    with _on(numbers):
-        gather_plan(*sizes, groups, (numbers.dtype, around.dtype, sums.dtype))(numbers, around, sums, lost)
+    key = (*sizes, groups, numbers.device, numbers.dtype, around.dtype, sums.dtype)
+    gather_plan(*key)(numbers, around, sums, lost)

@@ -27,6 +27,13 @@ class Shape(NamedTuple):
         return self.channels // self.groups
 
     @property
+    def layout(self) -> str:
+        """What lies side by side in memory: channels, or long or short rows of space."""
+        if self.channels_last:
+            return "channels last"
+        return "channels first" if self.space > 1024 else "short rows"
+
+    @property
     def bytes(self) -> int:
         """Of the whole tensor."""
         return self.samples * self.channels * self.space * self.itemsize
@@ -77,26 +84,34 @@ class Pass(NamedTuple):
 
 
 class PassKind(NamedTuple):
-    """How a kind of pass likes its tiles: elements, channels side by side, programs per processor."""
+    """How a kind of pass likes its work.
+
+    `tile`: elements of a tile; `run`: bytes of it that lie side by side in memory; `programs`: per processor, at most
+    where space is cut for their sake; `warps`, `stages` and `unroll`: of a program and of its loop.
+    """
 
     tile: int
-    bytes_wide: int
+    run: int
     programs: int
-    most_pieces: int
     warps: int
     stages: int = 1
     unroll: int = 1
 
 
-# By whether channels are adjacent in memory. Measured on one H200, bf16, over the shapes of `micronorm bench`.
+# By `Shape.layout`. Measured on one H200, bf16, over the shapes of `micronorm bench`: a reduction along channels wants
+# one wave of programs that keep several tiles on the way, one along space programs of one warp, and an elementwise pass
+# many short programs.
 REDUCE = {
-    True: PassKind(tile=2048, bytes_wide=128, programs=4, most_pieces=512, warps=4, stages=4),
-    False: PassKind(tile=1024, bytes_wide=128, programs=8, most_pieces=512, warps=4),
+    "channels last": PassKind(tile=2048, run=128, programs=5, warps=4, stages=4),
+    "channels first": PassKind(tile=512, run=1024, programs=32, warps=1, stages=3),
+    "short rows": PassKind(tile=1024, run=256, programs=32, warps=4, stages=3),
 }
 ELEMENTWISE = {
-    True: PassKind(tile=8192, bytes_wide=256, programs=32, most_pieces=1 << 16, warps=8),
-    False: PassKind(tile=4096, bytes_wide=256, programs=32, most_pieces=1 << 16, warps=8),
+    "channels last": PassKind(tile=8192, run=256, programs=32, warps=8),
+    "channels first": PassKind(tile=4096, run=8192, programs=32, warps=8),
+    "short rows": PassKind(tile=4096, run=8192, programs=32, warps=8),
 }
+MOST_PIECES = 512
 
 # Elements of a tile that fit on chip beside what else a program holds; the backward has two tensors there.
 FORWARD_TILE = 16384
@@ -117,8 +132,12 @@ def is_power(n: int) -> bool:
     return n & (n - 1) == 0
 
 
-def whole(shape: Shape, processors: int, *, limit: int) -> Whole | None:
-    """The tile of the whole scheme, or None where the split one is better or a group does not fit into `limit`."""
+def whole(shape: Shape, processors: int, *, limit: int, per_thread: int) -> Whole | None:
+    """The tile of the whole scheme, or None where the split one is better or a group does not fit into `limit`.
+
+    `per_thread` elements, half as many where processors would be idle: the fewer warps share a sum, the less they wait
+    for each other.
+    """
     space, size = next_power(shape.space), shape.size
     if shape.bytes > SMALL_BYTES or next_power(size) * space > limit:
         return None
@@ -137,7 +156,9 @@ def whole(shape: Shape, processors: int, *, limit: int) -> Whole | None:
         return None
     tile = next_power(width) * space
     programs = shape.samples * -(-shape.groups // groups)
-    return Whole(groups, next_power(width), space, programs, max(4, min(16, next_power(tile // 2048))))
+    share = per_thread if programs >= processors else per_thread // 2
+    warps = max(1, min(16, next_power(tile // (32 * share))))
+    return Whole(groups, next_power(width), space, programs, warps)
 
 
 def numbers(shape: Shape, pieces: int) -> Numbers:
@@ -149,22 +170,20 @@ def numbers(shape: Shape, pieces: int) -> Numbers:
     return Numbers(groups, next_power(groups * size), shape.samples * -(-shape.groups // groups))
 
 
-def sweep(shape: Shape, processors: int, *, kinds: Mapping[bool, PassKind]) -> Pass:
+def sweep(shape: Shape, processors: int, *, kinds: Mapping[str, PassKind]) -> Pass:
     """Tiles along the memory, and pieces so that every processor has some programs."""
-    kind = kinds[shape.channels_last]
+    kind = kinds[shape.layout]
     # Smaller tiles rather than idle processors.
     while kind.tile > 1024 and shape.samples * shape.channels * shape.space < kind.tile * processors:
         kind = kind._replace(tile=kind.tile // 2, warps=max(kind.warps // 2, 4))
-    if shape.channels_last:
-        channels = min(next_power(shape.channels), kind.bytes_wide // shape.itemsize)
-        space = min(next_power(shape.space), max(kind.tile // channels, 1))
-    else:
-        space = min(next_power(shape.space), kind.tile)
-        channels = min(next_power(shape.channels), max(kind.tile // space, 1))
+    along, across = (shape.channels, shape.space) if shape.channels_last else (shape.space, shape.channels)
+    along = min(next_power(along), kind.run // shape.itemsize)
+    across = min(next_power(across), max(kind.tile // along, 1))
+    channels, space = (along, across) if shape.channels_last else (across, along)
     blocks = -(-shape.channels // channels)
     tiles = -(-shape.space // space)
-    wanted = -(-processors * kind.programs // (shape.samples * blocks))
-    pieces = max(1, min(tiles, wanted, kind.most_pieces))
+    wanted = processors * kind.programs // (shape.samples * blocks)
+    pieces = max(1, min(tiles, wanted, MOST_PIECES))
     per_piece = -(-tiles // pieces)
     pieces = -(-tiles // per_piece)
     return Pass(

@@ -1,0 +1,142 @@
+"""What the kernels lose to rounding, against float64 and against torch's GroupNorm on the same input."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from micronorm.nn import BatchChannelNorm
+from micronorm.ops.bcn import group_norm_fused
+from tests.ops.bcn.layers import Case, data, expected_of, layer_of, outcome, poison, set_scheme
+from tests.tolerances import assert_close_to_max, tolerance
+
+
+def outlier(g):
+    """The first element of every map, which pivots start from, is far from all the others."""
+    x = g.clone()
+    x[..., 0, 0] = 1e4
+    return x
+
+
+INPUTS = {
+    "mean 100, std 0.01": lambda g: 100 + 0.01 * g,
+    "mean 10000, std 1": lambda g: 10000 + g,
+    "40000 … 40003": lambda g: 40000 + (g.abs() * 2).clamp(max=3).round(),
+    "first element an outlier": outlier,
+}
+SHAPE, GROUPS = (2, 4, 9, 7), 2
+WAYS = [
+    (form, dtype, layout, scheme)
+    for form, layout, scheme in [
+        ("BCN", "contiguous", "whole"),
+        ("BCN", "channels_last", "pieces"),
+        ("GN", "contiguous", "whole"),
+    ]
+    for dtype in (torch.float32, torch.bfloat16)
+    if dtype == torch.float32 or form == "GN"
+]
+# Half an eps each, where results have the dtype of the computation: x − c, 1/S (two), its product with γ and a (three),
+# the fused product and sum, and the mean that all of these start from. What is computed in float32 and stored in
+# bfloat16 is rounded once, and cut off by triton's interpreter, which is a whole eps.
+FLOOR = {torch.float32: 4 * torch.finfo(torch.float32).eps, torch.bfloat16: torch.finfo(torch.bfloat16).eps}
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    poison(monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "case, scheme",
+    [
+        (Case((2, 12, 5, 5), 4, "step", "relu", "contiguous"), "whole"),
+        (Case((2, 12, 5, 5), 2, "step", "silu", layout="channels_last", blend=0.5), "pieces"),
+        (Case((3, 6, 9), 2, "sequential", "leaky_relu", "contiguous"), "whole"),
+        (Case((2, 8, 5, 5), 4, "batch", layout="channels_last"), "split"),
+        (Case((2, 6, 7), 3, "step", form="eval"), "whole"),
+    ],
+    ids=str,
+)
+def test_every_dtype_and_mode_errs_by_no_more_than_the_table_says(device, dtype, case, scheme, monkeypatch):
+    set_scheme(monkeypatch, scheme)
+    norm, inputs = layer_of(case, device, dtype), data(case, device, dtype)
+    expected = expected_of(norm, *inputs)
+    found = outcome(norm, *inputs)
+    for name, value in expected.items():
+        if name in ("sums", "mean", "var"):  # made in float64 from moments in float32
+            kind, rounded = "gradient", torch.float32
+        else:
+            kind, rounded = "output" if name == "y" else "gradient", dtype
+            assert found[name].dtype == dtype
+        scale = max(1.0, value.abs().max().item())
+        assert_close_to_max(found[name], value, tol=tolerance(kind, rounded), scale=scale)
+
+
+def neutral(device):
+    """BCN at its initial estimates, which are no statistics of the data: a group normalization but for the eps."""
+    norm = BatchChannelNorm(SHAPE[1], GROUPS, backend="triton", device=device)
+    with torch.no_grad():
+        norm.weight.copy_(torch.linspace(0.5, 1.5, SHAPE[1]))
+    return norm
+
+
+def by_torch(x):
+    weight = torch.linspace(0.5, 1.5, SHAPE[1], dtype=x.dtype, device=x.device)
+    return F.group_norm(x, GROUPS, weight)
+
+
+def by_group_kernel(x):
+    weight = torch.linspace(0.5, 1.5, SHAPE[1], device=x.device)
+    return group_norm_fused(x, weight, torch.zeros_like(weight), groups=GROUPS)
+
+
+def error(function, exact, x, g):
+    """The largest errors of y and dx, relative to the largest exact value."""
+    results = []
+    for f, source in ((function, x), (exact, x.double().cpu())):
+        source = source.detach().requires_grad_()
+        y = f(source)
+        results.append((y.detach(), *torch.autograd.grad(y, source, g.to(y))))
+    return [
+        ((found.double().cpu() - right).abs().max() / right.abs().max()).item()
+        for found, right in zip(*results, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("form, dtype, layout, scheme", WAYS, ids=str)
+@pytest.mark.parametrize("name", INPUTS)
+def test_a_mean_far_above_the_spread_costs_no_more_than_in_torch(
+    device, form, dtype, name, layout, scheme, monkeypatch
+):
+    set_scheme(monkeypatch, scheme)
+    x = INPUTS[name](torch.randn(SHAPE, dtype=torch.float64)).to(device, dtype)
+    g = torch.randn(SHAPE, dtype=torch.float64).to(device, dtype)
+    theirs = error(by_torch, by_torch, x, g)
+    x = x.contiguous(memory_format=torch.channels_last if layout == "channels_last" else torch.contiguous_format)
+    if form == "BCN":
+        norm = neutral(device).eval()
+        exact = copy.deepcopy(norm).to("cpu", torch.float64)
+        exact.backend = "reference"
+        ours = error(norm, exact, x, g)
+    else:
+        ours = error(by_group_kernel, by_torch, x, g)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine <= max(other, FLOOR[dtype])
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # numpy, in the interpreter
+@pytest.mark.parametrize(
+    "statistics, scheme", [("step", "whole"), ("step", "split"), ("sequential", "whole"), ("batch", "whole")]
+)
+def test_values_near_1e30_give_finite_outputs_and_leave_the_estimates(device, statistics, scheme, monkeypatch):
+    set_scheme(monkeypatch, scheme)
+    norm = BatchChannelNorm(4, 2, statistics=statistics, rate=0.5, backend="triton", device=device)
+    optimizer = torch.optim.SGD(norm.parameters(), lr=0.1)
+    y = norm((torch.randn(2, 4, 5, 5) * 1e30).to(device))
+    assert torch.isfinite(y).all()
+    optimizer.step()
+    assert torch.equal(norm.running_mean.cpu(), torch.zeros(4))
+    assert torch.equal(norm.running_var.cpu(), torch.ones(4))
+    assert norm._window.lost.tolist() == [1, 0]

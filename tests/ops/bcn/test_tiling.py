@@ -1,0 +1,142 @@
+"""Which part of the work a program gets, and how tensors lie in memory: plain integers."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from micronorm.ops.bcn.triton import layout, tiling
+from tests.ops.bcn.layers import LAYOUTS, Case, layer_of, set_scheme
+
+PROCESSORS = st.sampled_from([2, 16, 132])
+
+
+@st.composite
+def shapes(draw):
+    groups, size = draw(st.integers(1, 64)), draw(st.one_of(st.integers(1, 20), st.sampled_from([32, 48, 512])))
+    space = draw(st.one_of(st.integers(1, 70), st.sampled_from([196, 3136, 12544, 50176, 1 << 20])))
+    itemsize = draw(st.sampled_from([2, 4, 8]))
+    return tiling.Shape(draw(st.integers(1, 300)), groups * size, space, groups, itemsize, draw(st.booleans()))
+
+
+def is_power(n):
+    return n > 0 and bin(n).count("1") == 1
+
+
+@given(shapes(), PROCESSORS, st.sampled_from([tiling.REDUCE, tiling.ELEMENTWISE]))
+def test_the_pieces_of_a_pass_cover_space_and_channels_once(shape, processors, kinds):
+    tile = tiling.sweep(shape, processors, kinds=kinds)
+    kind = kinds[shape.channels_last]
+    assert is_power(tile.channels)
+    assert is_power(tile.space)
+    assert tile.channels * tile.space <= max(kind.tile, kind.bytes_wide // shape.itemsize)
+    assert tile.piece % tile.space == 0
+    # every piece has something, and together they reach the end: exactly once
+    assert (tile.pieces - 1) * tile.piece < shape.space <= tile.pieces * tile.piece
+    assert (tile.blocks - 1) * tile.channels < shape.channels <= tile.blocks * tile.channels
+    assert 1 <= tile.pieces <= kind.most_pieces
+    assert tile.programs == shape.samples * tile.pieces * tile.blocks
+    assert tile.cut == (tile.pieces, tile.piece, tile.blocks)
+
+
+@given(shapes(), PROCESSORS, st.sampled_from([tiling.FORWARD_TILE, tiling.BACKWARD_TILE, 256]))
+def test_a_whole_tile_holds_whole_groups_and_all_of_their_space(shape, processors, limit):
+    tile = tiling.whole(shape, processors, limit=limit)
+    if tile is None:
+        return
+    assert shape.bytes <= tiling.SMALL_BYTES
+    assert is_power(tile.channels)
+    assert is_power(tile.space)
+    assert tile.channels * tile.space <= limit
+    assert shape.space <= tile.space < 2 * shape.space
+    assert tile.groups * shape.size <= tile.channels < 2 * tile.groups * shape.size
+    # several groups lie side by side only where a reshape can tell them apart
+    assert tile.groups == 1 or tile.channels == tile.groups * shape.size
+    blocks = -(-shape.groups // tile.groups)
+    assert tile.programs == shape.samples * blocks
+    assert (blocks - 1) * tile.groups < shape.groups
+    assert is_power(tile.warps)
+
+
+@given(shapes(), st.integers(1, 512))
+def test_the_arithmetic_of_n_by_c_covers_every_group_once_and_fits(shape, pieces):
+    tile = tiling.numbers(shape, pieces)
+    assert is_power(tile.channels)
+    assert tile.groups * shape.size <= tile.channels < 2 * tile.groups * shape.size
+    assert tile.groups == 1 or tile.channels == tile.groups * shape.size
+    assert tile.groups == 1 or tile.channels * tiling.next_power(pieces) <= tiling.NUMBERS_TILE
+    blocks = -(-shape.groups // tile.groups)
+    assert tile.programs == shape.samples * blocks
+    assert (blocks - 1) * tile.groups < shape.groups
+
+
+@given(st.integers(1, 1 << 40))
+def test_next_power_is_the_least_one(n):
+    power = tiling.next_power(n)
+    assert is_power(power)
+    assert power // 2 < n <= power
+    assert tiling.is_power(n) == is_power(n)
+
+
+@pytest.mark.parametrize("scheme, channels_last", [("split", True), ("pieces", True), ("pieces", False)])
+def test_the_schemes_of_the_tests_cut_as_they_say(scheme, channels_last, monkeypatch):
+    set_scheme(monkeypatch, scheme)
+    shape = tiling.Shape(1, 6, 103, 2, 8, channels_last)
+    assert tiling.whole(shape, 2, limit=tiling.FORWARD_TILE) is None
+    tile = tiling.sweep(shape, 132, kinds=tiling.REDUCE)
+    assert (tile.pieces > 1) == (scheme == "pieces")
+    if scheme == "pieces":
+        assert tile.pieces * tile.piece > shape.space  # the last one is shorter
+        assert tile.piece > tile.space  # and a piece has several tiles
+
+
+# --- layout ----------------------------------------------------------------------------------------------------------
+
+
+def view(x, strides):
+    """x as the kernels see it."""
+    return x.as_strided((*x.shape[:2], x[0, 0].numel()), strides)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "shape", [(2, 3), (2, 3, 5), (2, 3, 4, 5), (2, 3, 2, 4, 5), (2, 3, 1, 5), (1, 1, 1, 1)], ids=str
+)
+def test_what_the_kernels_read_is_what_lies_there(name, shape):
+    if (name.startswith("channels_last") and len(shape) != (5 if "3d" in name else 4)) or (
+        name == "turned" and len(shape) < 4
+    ):
+        return
+    x = LAYOUTS[name](torch.randn(shape))
+    read, strides = layout.laid_out(x)
+    assert torch.equal(view(read, strides), x.flatten(2) if x.ndim > 2 else x.unsqueeze(-1))
+    assert (layout.strides_of(x) is None) == (read.data_ptr() != x.data_ptr())
+    y = layout.output_like(x)
+    assert y.shape == x.shape
+    assert layout.strides_of(y) is not None
+    assert y.untyped_storage().nbytes() == y.numel() * y.itemsize  # dense
+
+
+def test_strides_that_cannot_be_one_axis_are_none_and_expanded_ones_are_read_in_place():
+    x = torch.randn(2, 3, 4, 5)
+    assert layout.strides_of(x) == (60, 20, 1)
+    assert layout.strides_of(x.contiguous(memory_format=torch.channels_last)) == (60, 1, 3)
+    assert layout.strides_of(x.transpose(2, 3)) is None
+    assert layout.strides_of(x[..., ::2]) is None
+    assert layout.strides_of(x[:, :, ::2, :1]) == (60, 20, 10)
+    assert layout.strides_of(torch.ones(()).expand(2, 3, 4, 5)) == (0, 0, 0)
+    assert layout.strides_of(torch.randn(2, 3)) == (3, 1, 1)
+
+
+def test_a_copy_lies_as_the_tensor_it_goes_with():
+    like = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    turned = LAYOUTS["turned"](torch.randn(2, 3, 4, 5))
+    copied, strides = layout.laid_out(turned, like=like)
+    assert torch.equal(copied, turned)
+    assert copied.stride() == like.stride()
+    assert strides == (60, 1, 3)
+
+
+def test_numbers_hold_five_blocks_two_estimates_and_a_flag_per_group():
+    norm = layer_of(Case((3, 6, 4), 2), "cpu")
+    assert layout.numbers_size(3, norm.num_channels, norm.num_groups) == 5 * 18 + 2 * 6 + 3 * 2
