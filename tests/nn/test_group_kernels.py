@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import micronorm as mn
+from micronorm.nn import BatchChannelNorm
 from micronorm.nn.group import GroupNorm, InstanceNorm
 from micronorm.ops.activation import Activation
 from micronorm.ops.bcn import group_norm_fused
@@ -181,11 +182,12 @@ def test_an_empty_batch_gives_what_torch_gives(device):
 
 def test_compiled_training_gives_the_same_in_one_graph(device):
     norm = layer(2, 6, device)
-    compiled = torch.compile(copy.deepcopy(norm), fullgraph=True, backend="aot_eager")
+    twin = copy.deepcopy(norm)
+    compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
     x = torch.randn(2, 6, 3, 5, dtype=F64, device=device, requires_grad=True)
     results = []
-    for one in (norm, compiled):
-        y = one(x, residual=x.square(), activation="relu")
+    for function, one in ((norm, norm), (compiled, twin)):
+        y = function(x, residual=x.square(), activation="relu")
         results.append([y, *gradients(y, x, *one.parameters())])
     for actual, wanted in zip(*results, strict=True):
         assert_close_to_max(actual, wanted, tol=tolerance("gradient", F64))
@@ -202,7 +204,7 @@ def test_auto_takes_the_kernels_on_cuda_and_torch_under_transforms(monkeypatch):
     x = torch.randn(2, 4, 3, 3, device="cuda")
     y = norm(x)
     assert taken == [True]
-    theirs, slope = torch.func.jvp(norm, (x,), (x,))
+    theirs, slope = torch.func.jvp(norm, (x,), (x,))  # type: ignore[misc]
     assert taken == [True]
     assert_close_to_max(theirs, y, tol=tolerance("output", torch.float32))
     assert slope.isfinite().all()
@@ -210,12 +212,13 @@ def test_auto_takes_the_kernels_on_cuda_and_torch_under_transforms(monkeypatch):
 
 @pytest.mark.parametrize("activation, residual", [("relu", False), ("relu", True), ("silu", True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_recompute_spares_the_output_and_changes_no_bit(device, activation, residual, dtype):
+@pytest.mark.parametrize("kind", [GroupNorm, BatchChannelNorm])
+def test_recompute_spares_the_output_and_changes_no_bit(device, kind, activation, residual, dtype):
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
             self.first, self.last = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1)
-            self.norm = GroupNorm(2, 4, backend="triton")
+            self.norm = kind(**{"num_channels": 4, "num_groups": 2, "backend": "triton"})
 
         def forward(self, x):
             h = self.first(x)
@@ -223,14 +226,15 @@ def test_recompute_spares_the_output_and_changes_no_bit(device, activation, resi
 
     model = Block().to(device, dtype)
     x = torch.randn(2, 3, 16, 16, device=device, dtype=dtype)
-    results = []
-    for recomputed in (False, True):
-        if recomputed:
-            handle = mn.recompute(model)
+
+    def results():
         y = model(x)
-        results.append([y, *torch.autograd.grad(y.square().sum(), list(model.parameters()))])
-    for kept, again in zip(*results, strict=True):
-        assert torch.equal(kept, again)
+        return [y, *torch.autograd.grad(y.square().sum(), list(model.parameters()))]
+
+    kept = results()
+    handle = mn.recompute(model)
+    for before, again in zip(kept, results(), strict=True):
+        assert torch.equal(before, again)
     assert handle.report().tensors >= 1
 
 
