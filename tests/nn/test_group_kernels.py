@@ -218,7 +218,7 @@ def test_recompute_spares_the_output_and_changes_no_bit(device, kind, activation
         def __init__(self):
             super().__init__()
             self.first, self.last = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1)
-            self.norm = kind(**{"num_channels": 4, "num_groups": 2, "backend": "triton"})
+            self.norm = kind(num_channels=4, num_groups=2, backend="triton")
 
         def forward(self, x):
             h = self.first(x)
