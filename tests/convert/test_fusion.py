@@ -291,3 +291,28 @@ def test_a_network_computes_the_same_bits(name):
     model, said = converted(build)
     assert (sum(text.startswith("with ") for text in said.values()), len(said)) == (fused, total)
     assert_same_bits(model, torch.randn(1, 3, 32, 32))
+
+
+# --- group, layer and instance normalization -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", [mn.GN(groups=2, min_channels_per_group=1), mn.LN(), mn.IN()], ids=repr)
+@pytest.mark.parametrize("build", [Residual, Functions, TwoNorms], ids=lambda kind: kind.__name__)
+def test_group_norms_take_what_follows_them_as_bcn_does(spec, build):
+    model, said = converted(build, norm=spec)
+    _, of_bcn = converted(build)
+    assert said == of_bcn
+    assert any(text.startswith("with") for text in said.values())
+    assert_same_bits(model, IMAGE)
+
+
+def test_a_fused_group_norm_is_called_with_the_activation_and_the_residual(monkeypatch):
+    model, _ = converted(Residual, norm=mn.GN())
+    seen = []
+    forward = mn.nn.GroupNorm.forward
+    monkeypatch.setattr(
+        mn.nn.GroupNorm, "forward", lambda self, x, **options: seen.append(options) or forward(self, x, **options)
+    )
+    model(IMAGE)
+    assert [options["activation"] for options in seen] == ["relu", "relu"]
+    assert torch.equal(seen[1]["residual"], IMAGE)

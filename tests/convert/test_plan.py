@@ -190,6 +190,16 @@ def test_what_was_asked_for_already_is_left_and_its_convolutions_are_standardize
         mn.plan(model, mn.GN(groups=4))
 
 
+@pytest.mark.parametrize("spec, same", [(mn.GN(groups=4), (4, 32)), (mn.LN(), (1, 32))])
+def test_our_group_norms_are_what_was_asked_for_and_convert_like_torchs(spec, same):
+    for made in (nn.GroupNorm(*same), mn.nn.GroupNorm(*same), spec(32)):
+        model = nn.Sequential(nn.Conv2d(3, 32, 3), made)
+        assert becomes(mn.plan(model, spec))["1"] is None
+        assert becomes(mn.plan(model, mn.GN(groups=2)))["1"] == "GroupNorm(32/2)"
+        assert becomes(mn.plan(model, mn.BCN()))["1"] == "BatchChannelNorm(32/8)"
+    assert becomes(mn.plan(nn.Sequential(nn.Conv2d(3, 32, 3), mn.IN()(32))))["1"] == "BatchChannelNorm(32/8)"
+
+
 def test_fan_in_one_stays_plain():
     model = nn.Sequential(nn.Conv2d(8, 8, 1, groups=8), nn.BatchNorm2d(8))
     plan = mn.plan(model)

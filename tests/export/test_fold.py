@@ -132,7 +132,10 @@ def test_norms_that_evaluate_as_batch_norm_become_it(spec, dims):
 
 
 def test_our_instance_norm_becomes_a_group_norm():
-    assert kinds(assert_folds(nn.Sequential(mn.nn.WSConv2d(4, 6, 3), mn.IN()(6)), image()), "GroupNorm") == [1]
+    for spec in (mn.IN(), mn.GN(), mn.LN()):
+        folded = assert_folds(randomized(nn.Sequential(mn.nn.WSConv2d(4, 6, 3), spec(6))), image())
+        assert type(folded[1]) is nn.GroupNorm
+        assert vars(folded[1]).keys() == vars(nn.GroupNorm(1, 6)).keys()
 
 
 @pytest.mark.parametrize("eps", [1e-3, 1e-5])

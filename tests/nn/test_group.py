@@ -2,7 +2,9 @@ import pytest
 import torch
 from torch import nn
 
-from micronorm.nn.group import GN, IN, LN, InstanceNorm
+from micronorm.nn.group import GN, IN, LN, GroupNorm, InstanceNorm
+from micronorm.nn.norm_act import NormAct
+from micronorm.ops.activation import Activation
 from tests.tolerances import assert_close_to_max, tolerance
 
 F64 = torch.float64
@@ -50,3 +52,61 @@ def test_instance_norm_of_one_position_is_the_bias(shape):
 def test_a_negative_eps_is_refused_where_it_is_written(spec):
     with pytest.raises(ValueError, match=r"eps must be finite and at least 0, got -1\.0; try 1e-5"):
         spec(eps=-1.0)
+
+
+@pytest.mark.parametrize("options", [{}, {"eps": 1e-3}, {"affine": False}, {"dtype": torch.bfloat16}], ids=str)
+def test_our_group_norm_has_torchs_arguments_keys_text_and_bits(options):
+    ours, theirs = GroupNorm(2, 6, **options), nn.GroupNorm(2, 6, **options)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    assert repr(ours) == repr(theirs)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 6, 5, 3, dtype=options.get("dtype"))
+    for backend in ("auto", "one-pass", "reference"):
+        ours.backend = backend
+        assert torch.equal(ours(x), theirs(x))
+
+
+@pytest.mark.parametrize("kind", [None, "relu", "leaky_relu", "silu"])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_what_follows_has_the_bits_of_the_operations_in_a_row(kind, with_residual):
+    norm, act = GroupNorm(2, 6), Activation(kind, 0.2)
+    x, r = torch.randn(2, 2, 6, 5, 3)
+    y = norm(x, residual=r if with_residual else None, activation=kind, negative_slope=0.2)
+    assert torch.equal(y, act(norm(x) + r if with_residual else norm(x)))
+
+
+def test_a_norm_with_activation_hands_it_to_the_norm_unless_somebody_looks_between():
+    seen = []
+
+    class Watched(nn.ReLU):
+        def forward(self, input):
+            seen.append(True)
+            return super().forward(input)
+
+    x = torch.randn(2, 6, 3, 3)
+    expected = torch.relu(GroupNorm(2, 6)(x))
+    for make in (nn.ReLU, Watched):
+        assert torch.equal(NormAct(GroupNorm(2, 6), act=make())(x), expected)
+    assert seen == [True]  # not nn.ReLU itself: it is called
+    norm = GroupNorm(2, 6)
+    norm.register_forward_hook(lambda module, args, y: seen.append(bool((y < 0).any())))
+    NormAct(norm, act=nn.ReLU())(x)
+    assert seen == [True, True]  # the hook saw what the ReLU had not touched
+
+
+def test_the_layer_has_no_activation_of_its_own():
+    norm = GroupNorm(2, 4)
+    assert norm.activation is None
+    with pytest.raises(AttributeError):
+        norm.activation = "relu"  # type: ignore[misc]
+
+
+def test_bad_arguments_are_refused():
+    with pytest.raises(ValueError, match=r"backend must be one of .* got 'cuda'"):
+        GroupNorm(2, 4, backend="cuda")
+    assert repr(GroupNorm(2, 4, backend="one-pass")).endswith("affine=True, backend='one-pass')")
+    x = torch.randn(2, 4, 3)
+    with pytest.raises(ValueError, match=r"residual must have the shape of the input, \(2, 4, 3\), got \(1, 4, 3\)"):
+        GroupNorm(2, 4)(x, residual=x[:1])
+    with pytest.raises(ValueError, match="activation must be None or one of"):
+        GroupNorm(2, 4)(x, activation="gelu")

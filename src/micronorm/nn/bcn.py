@@ -291,6 +291,9 @@ class BatchChannelNorm(WideBuffers):
         return activation(y if residual is None else y + residual)
 
     def _normalize_fused(self, x: Tensor, activation: Activation, residual: Tensor | None) -> Tensor:
+        if residual is not None and not activation.knows_its_sign:
+            # In operations of torch's, which `mn.recompute` follows; the kernel would round otherwise.
+            return activation(self._normalize_fused(x, Activation(), None) + residual)
         elements = x.numel() // (x.shape[0] * self.num_channels)
         training = self.training and (self.statistics == "batch" or self.weight.requires_grad)
         known = None
