@@ -310,8 +310,7 @@ class BatchChannelNorm(WideBuffers):
             self.group_bias,
             groups=self.num_groups,
             eps=self.eps,
-            # A copy, and only where it can change: a commit may move it before the backward reads it.
-            blend=self.blend.clone() if self.warm_steps else None,
+            blend=self.blend,
             activation=activation,
             residual=residual,
             moments=known,

@@ -21,11 +21,14 @@ _FEW_PIECES = 3  # of several tiles each, the last of them shorter
 def set_scheme(monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
     """Cut the work by this scheme until the test is over, on whatever device.
 
-    "whole": a program holds some groups; "split": two passes; "pieces": two passes over pieces of space.
+    "whole": a program holds some groups; "split": two passes; "pieces": two passes over pieces of space; "finish": the
+    same, the second of which does the arithmetic between them.
     """
-    if scheme != "whole":
+    if scheme == "finish":
+        monkeypatch.setattr(tiling, "whole", lambda *args, **options: None)
+    elif scheme != "whole":
         monkeypatch.setattr(tiling, "SMALL_BYTES", 0)
-    if scheme == "pieces":
+    if scheme in ("pieces", "finish"):
         for name in ("REDUCE", "ELEMENTWISE"):
             monkeypatch.setattr(tiling, name, _SMALL_TILES)
         monkeypatch.setattr(tiling, "MOST_PIECES", _FEW_PIECES)

@@ -33,6 +33,7 @@ SPLIT = [
 MANY_SAMPLES = Case((34, 2, 2), 1, "step")  # more than are added at once
 CUTS = [(case, "whole") for case in (*PIECES[::2], *SPLIT, MANY_SAMPLES)]
 CUTS += [(case, "pieces") for case in PIECES] + [(case, "split") for case in SPLIT]
+CUTS += [(PIECES[i], "finish") for i in (1, 3, 4)] + [(SPLIT[i], "finish") for i in (2, 3, 7)]
 
 
 @pytest.fixture(autouse=True)

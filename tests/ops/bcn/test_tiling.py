@@ -90,6 +90,27 @@ def test_the_schemes_of_the_tests_cut_as_they_say(scheme, channels_last, monkeyp
         assert tile.piece > tile.space  # and a piece has several tiles
 
 
+def test_the_pass_that_finishes_covers_every_element_by_whole_groups(monkeypatch):
+    set_scheme(monkeypatch, "finish")
+    for channels_last in (True, False):
+        for samples, channels, space, groups in ((1, 64, 3136, 32), (3, 24, 35, 3), (2, 4, 1, 4), (1, 12, 7, 6)):
+            shape = tiling.Shape(samples, channels, space, groups, 2, channels_last)
+            for pieces in (1, 3):
+                tile = tiling.finish(shape, 132, pieces)
+                assert tile is not None
+                assert tile.channels % shape.size == 0
+                assert (tile.blocks - 1) * tile.channels < channels <= tile.blocks * tile.channels
+                assert (tile.pieces - 1) * tile.piece < space <= tile.pieces * tile.piece
+                assert tile.piece % tile.space == 0
+                assert tile.programs == samples * tile.pieces * tile.blocks
+
+
+@pytest.mark.parametrize("groups, bytes", [(8, tiling.SMALL_BYTES + 1), (2, 1)], ids=["large", "groups of three"])
+def test_no_pass_finishes_where_repeating_the_arithmetic_is_no_gain_or_groups_do_not_fill_a_tile(groups, bytes):
+    shape = tiling.Shape(bytes, 6 if groups == 2 else 8, 1, groups, 1, channels_last=True)
+    assert tiling.finish(shape, 132, 1) is None
+
+
 # --- layout ----------------------------------------------------------------------------------------------------------
 
 
@@ -138,6 +159,6 @@ def test_a_copy_lies_as_the_tensor_it_goes_with():
     assert layout.strides_of(copied) == (60, 1, 3)
 
 
-def test_numbers_hold_five_blocks_two_estimates_and_a_flag_per_group():
+def test_numbers_hold_five_blocks_two_estimates_a_flag_per_group_and_the_blend():
     norm = layer_of(Case((3, 6, 4), 2), "cpu")
-    assert layout.numbers_size(3, norm.num_channels, norm.num_groups) == 5 * 18 + 2 * 6 + 3 * 2
+    assert layout.numbers_size(3, norm.num_channels, norm.num_groups) == 5 * 18 + 2 * 6 + 3 * 2 + 1

@@ -113,7 +113,6 @@ def normalize_backward(
     bias: Tensor | None,
     group_weight: Tensor | None,
     group_bias: Tensor | None,
-    blend: Tensor | None,
     groups: int,
     eps: float,
     activation: str,
@@ -123,8 +122,8 @@ def normalize_backward(
     """The gradients of x, of the residual (empty without one) and of the parameters, one after the other."""
     from micronorm.ops.bcn.triton.run import backward
 
-    tensors = (mean, var, weight, bias, group_weight, group_bias, blend)
-    inputs = _Inputs(x, None, None, *tensors, groups, eps, activation, slope, from_batch)
+    tensors = (mean, var, weight, bias, group_weight, group_bias)
+    inputs = _Inputs(x, None, None, *tensors, None, groups, eps, activation, slope, from_batch)
     grads = backward(x, grad, output, numbers, inputs.norm(), from_batch=from_batch)
     residual = x.new_empty(0) if grads.residual is None else grads.residual
     return grads.x, residual, grads.parameters
@@ -155,7 +154,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     given = _Inputs(*inputs)
     gated = given.residual is not None and given.activation
     estimates = (None, None) if given.keeps_estimates else (given.mean, given.var)
-    ctx.save_for_backward(given.x, output[0] if gated else None, output[1], *estimates, *given[5:10])
+    ctx.save_for_backward(given.x, output[0] if gated else None, output[1], *estimates, *given[5:9])
     ctx.options = given[10:]
     ctx.has_residual = given.residual is not None
 
@@ -174,8 +173,9 @@ def _gradients(ctx: Any, grad: Tensor, backward: Callable) -> tuple[Any, ...]:
 
 def _twice_differentiable(ctx: Any, grad: Tensor, saved: tuple[Any, ...]) -> tuple[Any, ...]:
     """create_graph: the gradients by the one-pass form, whose own backward autograd can follow."""
-    x, output, numbers, mean, var, weight, bias, group_weight, group_bias, blend = saved
-    options = _Inputs(x, None, None, mean, var, *saved[5:10], *ctx.options)
+    x, output, numbers, mean, var, weight, bias, group_weight, group_bias = saved
+    affine = (weight, bias, group_weight, group_bias)
+    options = _Inputs(x, None, None, mean, var, weight, bias, group_weight, group_bias, None, *ctx.options)
     channels = x.shape[1]
     if mean is None and weight is not None:
         start = 5 * x.shape[0] * channels
@@ -187,9 +187,7 @@ def _twice_differentiable(ctx: Any, grad: Tensor, saved: tuple[Any, ...]) -> tup
             y = _group_norm(x, group_weight, group_bias, options.groups, options.eps)
         else:
             affine = (weight, bias, group_weight, group_bias)
-            y = batch_channel_norm(
-                x, estimates, *affine, groups=options.groups, eps=options.eps, blend=1.0 if blend is None else blend
-            )
+            y = batch_channel_norm(x, estimates, *affine, groups=options.groups, eps=options.eps, blend=numbers[-1])
         if output is None:
             y = y if ctx.has_residual else options.act(y)
         elif options.activation == "relu":

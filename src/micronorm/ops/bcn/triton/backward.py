@@ -21,6 +21,7 @@ from micronorm.ops.bcn.triton.pieces import (
     PER_SAMPLE,
     gate,
     group_sum,
+    kept_blend,
     mixing,
     place,
     post,
@@ -39,22 +40,21 @@ def _gradients(
     weight_ptr,
     bias_ptr,
     group_weight_ptr,
-    blend_ptr,
     n,
     c,
     valid_c,
+    written_c,
     samples,
     channels,
     space,
     EPS: tl.constexpr,
     ESTIMATES: tl.constexpr,
     AFFINE: tl.constexpr,
-    HAS_BLEND: tl.constexpr,
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """slope, curve and shift of dx at every channel; stores this sample's shares of the parameters' gradients."""
+    """slope, curve and shift of dx; stores the sample's shares of the parameters' gradients where `written_c`."""
     dtype: tl.constexpr = numbers_ptr.dtype.element_ty
     block = samples * channels
     at = n * channels + c
@@ -81,7 +81,7 @@ def _gradients(
         SIZE,
         CHANNELS,
     )
-    alpha = mixing(blend_ptr, dtype, HAS_BLEND)
+    alpha = mixing(kept_blend(numbers_ptr, samples, channels, SIZE), dtype, ESTIMATES != NO_ESTIMATES)
     gamma_c = post(group_weight_ptr, c, valid_c, 1.0, dtype, AFFINE, SIZE, CHANNELS)
     d_scale_c = sum_gt_c - residue_c * sum_g_c  # Σ g·(x − m)
     mix_c = (1 - alpha) + alpha * inv_c
@@ -101,15 +101,15 @@ def _gradients(
         before = 2 * channels if ESTIMATES != NO_ESTIMATES else 0
         row_ptr = shares_ptr + n * (before + 2 * affines)
         if ESTIMATES != NO_ESTIMATES:
-            tl.store(row_ptr + c, d_a_c * rstd_c, valid_c)
-            tl.store(row_ptr + channels + c, d_z_c, valid_c)
+            tl.store(row_ptr + c, d_a_c * rstd_c, written_c)
+            tl.store(row_ptr + channels + c, d_z_c, written_c)
         row_ptr += before
         d_gamma_c = tl.fma(d_scale_c * a_c, mix_c, sum_g_c * ((1 - alpha) * z_c + alpha * (apart_c * inv_c)))
         if AFFINE == PER_CHANNEL:
-            tl.store(row_ptr + c, d_gamma_c, valid_c)
-            tl.store(row_ptr + affines + c, sum_g_c, valid_c)
+            tl.store(row_ptr + c, d_gamma_c, written_c)
+            tl.store(row_ptr + affines + c, sum_g_c, written_c)
         if AFFINE == PER_GROUP:
-            first_c = valid_c & (c % SIZE == 0)
+            first_c = written_c & (c % SIZE == 0)
             d_gamma_c = group_sum(tl.where(valid_c, d_gamma_c, 0.0), GROUPS, SIZE, CHANNELS)
             d_beta_c = group_sum(tl.where(valid_c, sum_g_c, 0.0), GROUPS, SIZE, CHANNELS)
             tl.store(row_ptr + c // SIZE, d_gamma_c, first_c)
@@ -134,7 +134,6 @@ def backward_whole(
     weight_ptr,
     bias_ptr,
     group_weight_ptr,
-    blend_ptr,
     samples,
     channels,
     space,
@@ -153,7 +152,6 @@ def backward_whole(
     EPS: tl.constexpr,
     ESTIMATES: tl.constexpr,
     AFFINE: tl.constexpr,
-    HAS_BLEND: tl.constexpr,
     ACTIVATION: tl.constexpr,
     SLOPE: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -198,9 +196,9 @@ def backward_whole(
         weight_ptr,
         bias_ptr,
         group_weight_ptr,
-        blend_ptr,
         n,
         c,
+        valid_c,
         valid_c,
         samples,
         channels,
@@ -208,7 +206,6 @@ def backward_whole(
         EPS,
         ESTIMATES,
         AFFINE,
-        HAS_BLEND,
         GROUPS,
         SIZE,
         CHANNELS,
@@ -289,6 +286,16 @@ def backward_part(
 
 
 @triton.jit
+def _added(parts_ptr, n, c, valid_c, samples, channels, pieces, PIECES: tl.constexpr):
+    """The sums of a sample from those of its pieces."""
+    p = tl.arange(0, PIECES)
+    valid_cp = valid_c[:, None] & (p < pieces)[None, :]
+    at_cp = (n * pieces + p)[None, :] * channels + c[:, None]
+    sum_g_c = tl.sum(tl.load(parts_ptr + at_cp, valid_cp, 0), 1)
+    return sum_g_c, tl.sum(tl.load(parts_ptr + samples * pieces * channels + at_cp, valid_cp, 0), 1)
+
+
+@triton.jit
 def backward_numbers(
     parts_ptr,
     numbers_ptr,
@@ -299,7 +306,6 @@ def backward_numbers(
     weight_ptr,
     bias_ptr,
     group_weight_ptr,
-    blend_ptr,
     samples,
     channels,
     space,
@@ -307,7 +313,6 @@ def backward_numbers(
     EPS: tl.constexpr,
     ESTIMATES: tl.constexpr,
     AFFINE: tl.constexpr,
-    HAS_BLEND: tl.constexpr,
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -320,11 +325,7 @@ def backward_numbers(
     local = tl.arange(0, CHANNELS)
     c = (tl.program_id(0) % blocks) * WIDTH + local
     valid_c = (local < WIDTH) & (c < channels)
-    p = tl.arange(0, PIECES)
-    valid_cp = valid_c[:, None] & (p < pieces)[None, :]
-    at_cp = (n * pieces + p)[None, :] * channels + c[:, None]
-    sum_g_c = tl.sum(tl.load(parts_ptr + at_cp, valid_cp, 0), 1)
-    sum_gt_c = tl.sum(tl.load(parts_ptr + samples * pieces * channels + at_cp, valid_cp, 0), 1)
+    sum_g_c, sum_gt_c = _added(parts_ptr, n, c, valid_c, samples, channels, pieces, PIECES)
     slope_c, curve_c, shift_c = _gradients(
         sum_g_c,
         sum_gt_c,
@@ -335,9 +336,9 @@ def backward_numbers(
         weight_ptr,
         bias_ptr,
         group_weight_ptr,
-        blend_ptr,
         n,
         c,
+        valid_c,
         valid_c,
         samples,
         channels,
@@ -345,7 +346,6 @@ def backward_numbers(
         EPS,
         ESTIMATES,
         AFFINE,
-        HAS_BLEND,
         GROUPS,
         SIZE,
         CHANNELS,
@@ -427,6 +427,112 @@ def backward_apply(
         dx_cs = tl.fma(
             g_cs, slope_c[:, None], tl.fma(t_cs, curve_c[:, None], tl.broadcast_to(shift_c[:, None], [CHANNELS, SPACE]))
         )
+        tl.store(dx_ptr + at_cs, dx_cs.to(dx_ptr.dtype.element_ty), valid_cs)
+
+
+@triton.jit
+def backward_finish(
+    x_ptr,
+    g_ptr,
+    y_ptr,
+    dx_ptr,
+    dr_ptr,
+    parts_ptr,
+    numbers_ptr,
+    shares_ptr,
+    mean_ptr,
+    var_ptr,
+    weight_ptr,
+    bias_ptr,
+    group_weight_ptr,
+    samples,
+    channels,
+    space,
+    x_n,
+    x_c,
+    x_s,
+    g_n,
+    g_c,
+    g_s,
+    y_n,
+    y_c,
+    y_s,
+    d_n,
+    d_c,
+    d_s,
+    part_pieces,
+    pieces,
+    piece,
+    blocks,
+    EPS: tl.constexpr,
+    ESTIMATES: tl.constexpr,
+    AFFINE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    SLOPE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PIECES: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    SPACE: tl.constexpr,
+    STAGES: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """`backward_numbers` and `backward_apply` in one: every program does the arithmetic of its own groups."""
+    dtype: tl.constexpr = numbers_ptr.dtype.element_ty
+    n, p, b = place(tl.num_programs(0) - 1 - tl.program_id(0), pieces, blocks, CHANNELS_LAST)
+    c = b * CHANNELS + tl.arange(0, CHANNELS)
+    valid_c = c < channels
+    sum_g_c, sum_gt_c = _added(parts_ptr, n, c, valid_c, samples, channels, part_pieces, PIECES)
+    slope_c, curve_c, shift_c = _gradients(
+        sum_g_c,
+        sum_gt_c,
+        numbers_ptr,
+        shares_ptr,
+        mean_ptr,
+        var_ptr,
+        weight_ptr,
+        bias_ptr,
+        group_weight_ptr,
+        n,
+        c,
+        valid_c,
+        valid_c & (p == 0),
+        samples,
+        channels,
+        space,
+        EPS,
+        ESTIMATES,
+        AFFINE,
+        GROUPS,
+        SIZE,
+        CHANNELS,
+    )
+    block = samples * channels
+    at = n * channels + c
+    pivot_c = tl.load(numbers_ptr + at, valid_c, 0)
+    scale_c = tl.load(numbers_ptr + 3 * block + at, valid_c, 0)
+    offset_c = tl.load(numbers_ptr + 4 * block + at, valid_c, 0)
+    far = n.to(tl.int64)
+    start = p * piece
+    end = tl.minimum(start + piece, space)
+    for first in tl.range(start, end, SPACE, num_stages=STAGES, loop_unroll_factor=UNROLL):
+        s = first + tl.arange(0, SPACE)
+        valid_cs = valid_c[:, None] & (s < space)[None, :]
+        x_cs = tl.load(x_ptr + far * x_n + c[:, None] * x_c + s[None, :] * x_s, valid_cs, 0).to(dtype)
+        g_cs = tl.load(g_ptr + far * g_n + c[:, None] * g_c + s[None, :] * g_s, valid_cs, 0).to(dtype)
+        t_cs = x_cs - pivot_c[:, None]
+        if HAS_RESIDUAL:
+            u_cs = tl.load(y_ptr + far * y_n + c[:, None] * y_c + s[None, :] * y_s, valid_cs, 0).to(dtype)
+        else:
+            u_cs = tl.fma(t_cs, scale_c[:, None], tl.broadcast_to(offset_c[:, None], [CHANNELS, SPACE]))
+        g_cs = gate(g_cs, u_cs, ACTIVATION, SLOPE)
+        at_cs = far * d_n + c[:, None] * d_c + s[None, :] * d_s
+        if HAS_RESIDUAL:
+            tl.store(dr_ptr + at_cs, g_cs.to(dr_ptr.dtype.element_ty), valid_cs)
+        shift_cs = tl.broadcast_to(shift_c[:, None], [CHANNELS, SPACE])
+        dx_cs = tl.fma(g_cs, slope_c[:, None], tl.fma(t_cs, curve_c[:, None], shift_cs))
         tl.store(dx_ptr + at_cs, dx_cs.to(dx_ptr.dtype.element_ty), valid_cs)
 
 

@@ -148,6 +148,12 @@ def mixing(blend_ptr, dtype: tl.constexpr, HAS_BLEND: tl.constexpr):
 
 
 @triton.jit
+def kept_blend(numbers_ptr, samples, channels, SIZE: tl.constexpr):
+    """Where the forward leaves the blend it used, at the end of `numbers`."""
+    return numbers_ptr + 5 * samples * channels + 2 * channels + samples * (channels // SIZE)
+
+
+@triton.jit
 def post(
     ptr, c, valid_c, default, dtype: tl.constexpr, AFFINE: tl.constexpr, SIZE: tl.constexpr, CHANNELS: tl.constexpr
 ):
@@ -176,6 +182,7 @@ def write_numbers(
     n,
     c,
     valid_c,
+    written_c,
     samples,
     channels,
     EPS: tl.constexpr,
@@ -187,7 +194,7 @@ def write_numbers(
     CHANNELS: tl.constexpr,
     MAX: tl.constexpr,
 ):
-    """Coefficients of y = scale·(x − pivot) + offset, which are also stored with all that the backward needs."""
+    """Coefficients of y = scale·(x − pivot) + offset, stored with all that the backward needs where `written_c`."""
     dtype = pivot_c.dtype
     var_c = bounded(raw_var_c, MAX)
     stat_mean_c, stat_var_c, _, _, a_c, z_c, apart_c, inv_c = terms(
@@ -215,18 +222,19 @@ def write_numbers(
     offset_c = tl.fma(at_mean_c, gamma_c, beta_c) - scale_c * residue_c
     block = samples * channels
     at = n * channels + c
-    tl.store(numbers_ptr + at, pivot_c, valid_c)
-    tl.store(numbers_ptr + block + at, residue_c, valid_c)
-    tl.store(numbers_ptr + 2 * block + at, var_c, valid_c)
-    tl.store(numbers_ptr + 3 * block + at, scale_c, valid_c)
-    tl.store(numbers_ptr + 4 * block + at, offset_c, valid_c)
+    tl.store(numbers_ptr + at, pivot_c, written_c)
+    tl.store(numbers_ptr + block + at, residue_c, written_c)
+    tl.store(numbers_ptr + 2 * block + at, var_c, written_c)
+    tl.store(numbers_ptr + 3 * block + at, scale_c, written_c)
+    tl.store(numbers_ptr + 4 * block + at, offset_c, written_c)
     # A copy: a commit may rewrite the layer's buffers before the backward reads them. Written even where nobody reads
     # it: no number that an operator returns may be left to chance.
-    first_c = valid_c & (n == 0)
+    first_c = written_c & (n == 0)
     tl.store(numbers_ptr + 5 * block + c, stat_mean_c, first_c)
     tl.store(numbers_ptr + 5 * block + channels + c, stat_var_c, first_c)
     finite_c = (pivot_c * 0 + residue_c * 0 + raw_var_c * 0) == 0
     broken_c = group_sum(tl.where(finite_c | (valid_c == 0), 0.0, 1.0), GROUPS, SIZE, CHANNELS)
     flag_ptr = numbers_ptr + 5 * block + 2 * channels + n * (channels // SIZE) + c // SIZE
-    tl.store(flag_ptr, broken_c.to(dtype), valid_c & (c % SIZE == 0))
+    tl.store(flag_ptr, broken_c.to(dtype), written_c & (c % SIZE == 0))
+    tl.store(kept_blend(numbers_ptr, samples, channels, SIZE) + c * 0, alpha + 0 * z_c, first_c & (c == 0))
     return scale_c, offset_c

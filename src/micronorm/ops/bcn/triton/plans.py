@@ -69,7 +69,6 @@ class Layer(NamedTuple):
             "EPS": self.eps,
             "ESTIMATES": _ESTIMATES[self.estimates],
             "AFFINE": _AFFINE[self.affine],
-            "HAS_BLEND": self.dtypes[-1] is not None,
             "SIZE": self.channels // self.groups,
         }
 
@@ -89,7 +88,8 @@ class Forward:
         self.moments = tiling.sweep(shape, count, kinds=tiling.REDUCE)
         self.numbers = tiling.numbers(shape, self.moments.pieces)
         self.elementwise = tiling.sweep(shape, count, kinds=tiling.ELEMENTWISE)
-        self.limit = {"MAX": torch.finfo(layer.compute).max}
+        self.finishing = tiling.finish(shape, count, self.moments.pieces)
+        self.limit = {"MAX": torch.finfo(layer.compute).max, "HAS_BLEND": layer.dtypes[-1] is not None}
 
     @property
     def parts(self) -> int:
@@ -142,6 +142,18 @@ class Forward:
         return self._terms(has_parts=False)
 
     @cached_property
+    def finish(self) -> Launch:
+        """x and the moments of the pieces → y and all numbers."""
+        tile, layer = self.finishing, self.layer
+        assert tile is not None
+        constants = layer.constants | layer.gate | self.limit | tile.constants
+        constants |= {"HAS_RESIDUAL": self.residual is not None, "PIECES": tiling.next_power(self.moments.pieces)}
+        constants |= {"GROUPS": tile.channels // (layer.channels // layer.groups)}
+        strides = (*layer.strides, *(self.residual or (0, 0, 0)), *self.output)
+        scalars = (*layer.counts, *strides, *self.moments.cut[:2], *tile.cut)
+        return Launch(fwd.forward_finish, (tile.programs,), scalars, constants, tile.warps)
+
+    @cached_property
     def apply(self) -> Launch:
         """x and the numbers → y."""
         tile, layer = self.elementwise, self.layer
@@ -165,6 +177,7 @@ class Backward:
         self.sums = tiling.sweep(shape, count, kinds=tiling.REDUCE)
         self.numbers = tiling.numbers(shape, self.sums.pieces)
         self.elementwise = tiling.sweep(shape, count, kinds=tiling.ELEMENTWISE)
+        self.finishing = None if split else tiling.finish(shape, count, self.sums.pieces)
 
     @property
     def parts(self) -> int:
@@ -209,6 +222,17 @@ class Backward:
         channels = min(tiling.next_power(layer.channels), 128)
         grid = (layer.samples, -(-layer.channels // channels))
         return Launch(bwd.backward_batch, grid, layer.counts, {"EPS": layer.eps, "CHANNELS": channels}, 4)
+
+    @cached_property
+    def finish(self) -> Launch:
+        """x, dy and the sums of the pieces → dx and the samples' shares."""
+        tile, layer = self.finishing, self.layer
+        assert tile is not None
+        constants = layer.constants | layer.gate | self.has_residual | tile.constants
+        constants |= {"PIECES": tiling.next_power(self.sums.pieces)}
+        constants |= {"GROUPS": tile.channels // (layer.channels // layer.groups)}
+        scalars = (*layer.counts, *self.strides, *self.result, self.sums.pieces, *tile.cut)
+        return Launch(bwd.backward_finish, (tile.programs,), scalars, constants, tile.warps)
 
     @cached_property
     def apply(self) -> Launch:

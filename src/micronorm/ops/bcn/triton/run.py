@@ -26,8 +26,8 @@ class Norm(NamedTuple):
     """A normalization without its input.
 
     The estimates hold C numbers each ("shared"), or N×C ("per sample"); "kept" ones lie in the forward's numbers, and
-    with "none" it is a group normalization. γ^b, β^b (C) and the blend belong to the estimates; γ^c, β^c hold G numbers
-    with them and C without.
+    with "none" it is a group normalization. γ^b, β^b (C) and the blend (one where it is None) belong to the
+    estimates; γ^c, β^c hold G numbers with them and C without.
     """
 
     estimates: Estimates
@@ -169,6 +169,9 @@ def forward(x: Tensor, residual: Tensor | None, norm: Norm, given: Tensor | None
     if given is None:
         parts = x.new_empty(plan.parts, dtype=compute)
         plan.reduce(x, parts)
+        if plan.finishing is not None:
+            plan.finish(x, added, y, parts, numbers, *tensors)
+            return y, numbers
         plan.terms(x, parts, numbers, *tensors)
     else:
         numbers[: given.numel()].copy_(given.flatten())
@@ -209,13 +212,17 @@ def backward(x: Tensor, grad: Tensor, y: Tensor | None, numbers: Tensor, norm: N
     total = shares if layer.samples == 1 else x.new_empty(plan.columns, dtype=layer.compute)
     big = (x, grad, x if y is None else y)
     results = (dx, dx if dr is None else dr)
-    small = _pointers(norm, numbers)
-    del small[5]  # β^c changes no gradient
+    small = _pointers(norm, numbers)[:5]  # β^c changes no gradient, and the blend lies in the numbers
     if plan.tile is not None:
         plan.whole(*big, *results, numbers, shares, *small)
         _sum_samples(plan, shares, total)
         return Gradients(dx, dr, total)
     parts = x.new_empty(plan.parts, dtype=layer.compute)
+    if plan.finishing is not None:
+        plan.reduce(*big, numbers, parts)
+        plan.finish(*big, *results, parts, numbers, shares, *small)
+        _sum_samples(plan, shares, total)
+        return Gradients(dx, dr, total)
     slopes = x.new_empty((3, layer.samples, layer.channels), dtype=layer.compute)
     plan.reduce(*big, numbers, parts)
     plan.terms(parts, numbers, slopes, shares, *small)

@@ -170,6 +170,28 @@ def numbers(shape: Shape, pieces: int) -> Numbers:
     return Numbers(groups, next_power(groups * size), shape.samples * -(-shape.groups // groups))
 
 
+def finish(shape: Shape, processors: int, pieces: int) -> Pass | None:
+    """The elementwise pass by tiles of whole groups, whose programs do the N×C arithmetic themselves; None where not.
+
+    It spares a launch, and every program repeats that arithmetic: for small tensors, with few pieces a channel.
+    """
+    if shape.bytes > SMALL_BYTES or not is_power(shape.size):
+        return None
+    kind = ELEMENTWISE[shape.layout]
+    width = shape.size if not shape.channels_last else max(shape.size, kind.run // shape.itemsize)
+    width = min(width, next_power(shape.channels))
+    if width * next_power(pieces) > NUMBERS_TILE:
+        return None
+    tile = max(1024, min(kind.tile, next_power(shape.samples * shape.channels * shape.space // (2 * processors))))
+    space = min(next_power(shape.space), max(tile // width, 1))
+    blocks, tiles = -(-shape.channels // width), -(-shape.space // space)
+    cut = max(1, min(tiles, 4 * processors // (shape.samples * blocks)))
+    per_piece = -(-tiles // cut)
+    cut = -(-tiles // per_piece)
+    programs = shape.samples * cut * blocks
+    return Pass(width, space, cut, per_piece * space, blocks, programs, 4, shape.channels_last, 1, 1)
+
+
 def sweep(shape: Shape, processors: int, *, kinds: Mapping[str, PassKind]) -> Pass:
     """Tiles along the memory, and pieces so that every processor has some programs."""
     kind = kinds[shape.layout]
