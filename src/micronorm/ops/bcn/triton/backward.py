@@ -19,12 +19,14 @@ from micronorm.ops.bcn.triton.pieces import (
     PER_CHANNEL,
     PER_GROUP,
     PER_SAMPLE,
+    extent,
     gate,
     group_sum,
     kept_blend,
     mixing,
     place,
     post,
+    spread,
     terms,
 )
 
@@ -159,9 +161,16 @@ def backward_whole(
     SIZE: tl.constexpr,
     CHANNELS: tl.constexpr,
     SPACE: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):
     """The whole backward where a sample's groups fit on chip: x and the gradient are read once."""
     dtype: tl.constexpr = numbers_ptr.dtype.element_ty
+    x_n, x_c, x_s = spread(x_n, x_c, x_s, CHANNELS_LAST, ALIGN)
+    g_n, g_c, g_s = spread(g_n, g_c, g_s, CHANNELS_LAST, ALIGN)
+    y_n, y_c, y_s = spread(y_n, y_c, y_s, CHANNELS_LAST, ALIGN)
+    d_n, d_c, d_s = spread(d_n, d_c, d_s, CHANNELS_LAST, ALIGN)
+    channels, space = extent(channels, space, CHANNELS_LAST, ALIGN)
     WIDTH: tl.constexpr = GROUPS * SIZE
     blocks = tl.cdiv(channels, WIDTH)
     program = tl.program_id(0)
@@ -245,6 +254,7 @@ def backward_part(
     SLOPE: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
+    ALIGN: tl.constexpr,
     CHANNELS: tl.constexpr,
     SPACE: tl.constexpr,
     STAGES: tl.constexpr,
@@ -252,6 +262,10 @@ def backward_part(
 ):
     """Σg and Σg·t over one piece of space."""
     dtype: tl.constexpr = numbers_ptr.dtype.element_ty
+    x_n, x_c, x_s = spread(x_n, x_c, x_s, CHANNELS_LAST, ALIGN)
+    g_n, g_c, g_s = spread(g_n, g_c, g_s, CHANNELS_LAST, ALIGN)
+    y_n, y_c, y_s = spread(y_n, y_c, y_s, CHANNELS_LAST, ALIGN)
+    channels, space = extent(channels, space, CHANNELS_LAST, ALIGN)
     n, p, b = place(tl.program_id(0), pieces, blocks, CHANNELS_LAST)
     c = b * CHANNELS + tl.arange(0, CHANNELS)
     valid_c = c < channels
@@ -388,6 +402,7 @@ def backward_apply(
     SLOPE: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
+    ALIGN: tl.constexpr,
     CHANNELS: tl.constexpr,
     SPACE: tl.constexpr,
     STAGES: tl.constexpr,
@@ -395,6 +410,11 @@ def backward_apply(
 ):
     """dx = slope·g + curve·(x − pivot) + shift, element by element, and the residual's gradient g."""
     dtype: tl.constexpr = numbers_ptr.dtype.element_ty
+    x_n, x_c, x_s = spread(x_n, x_c, x_s, CHANNELS_LAST, ALIGN)
+    g_n, g_c, g_s = spread(g_n, g_c, g_s, CHANNELS_LAST, ALIGN)
+    y_n, y_c, y_s = spread(y_n, y_c, y_s, CHANNELS_LAST, ALIGN)
+    d_n, d_c, d_s = spread(d_n, d_c, d_s, CHANNELS_LAST, ALIGN)
+    channels, space = extent(channels, space, CHANNELS_LAST, ALIGN)
     # From the end: what the pass before this one read last is still in the cache.
     n, p, b = place(tl.num_programs(0) - 1 - tl.program_id(0), pieces, blocks, CHANNELS_LAST)
     c = b * CHANNELS + tl.arange(0, CHANNELS)
@@ -474,6 +494,7 @@ def backward_finish(
     SIZE: tl.constexpr,
     PIECES: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
+    ALIGN: tl.constexpr,
     CHANNELS: tl.constexpr,
     SPACE: tl.constexpr,
     STAGES: tl.constexpr,
@@ -481,6 +502,11 @@ def backward_finish(
 ):
     """`backward_numbers` and `backward_apply` in one: every program does the arithmetic of its own groups."""
     dtype: tl.constexpr = numbers_ptr.dtype.element_ty
+    x_n, x_c, x_s = spread(x_n, x_c, x_s, CHANNELS_LAST, ALIGN)
+    g_n, g_c, g_s = spread(g_n, g_c, g_s, CHANNELS_LAST, ALIGN)
+    y_n, y_c, y_s = spread(y_n, y_c, y_s, CHANNELS_LAST, ALIGN)
+    d_n, d_c, d_s = spread(d_n, d_c, d_s, CHANNELS_LAST, ALIGN)
+    channels, space = extent(channels, space, CHANNELS_LAST, ALIGN)
     n, p, b = place(tl.num_programs(0) - 1 - tl.program_id(0), pieces, blocks, CHANNELS_LAST)
     c = b * CHANNELS + tl.arange(0, CHANNELS)
     valid_c = c < channels

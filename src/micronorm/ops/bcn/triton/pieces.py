@@ -30,6 +30,28 @@ PER_CHANNEL = tl.constexpr(2)
 
 
 @triton.jit
+def spread(n, c, s, CHANNELS_LAST: tl.constexpr, ALIGN: tl.constexpr):
+    """Strides in elements. Those of what does not lie side by side are given in units of ALIGN.
+
+    So triton knows what they are multiples of. It sees for itself what is divisible by 16; rows of 24 channels or 4,200
+    positions would be read two bytes at a time.
+    """
+    if CHANNELS_LAST:
+        return n * ALIGN, c, s * ALIGN
+    else:
+        return n * ALIGN, c * ALIGN, s
+
+
+@triton.jit
+def extent(channels, space, CHANNELS_LAST: tl.constexpr, ALIGN: tl.constexpr):
+    """C and S, of which the one that lies side by side is given in units of ALIGN."""
+    if CHANNELS_LAST:
+        return channels * ALIGN, space
+    else:
+        return channels, space * ALIGN
+
+
+@triton.jit
 def place(program, pieces, blocks, CHANNELS_LAST: tl.constexpr):
     """Sample, piece of space and block of channels of a program: neighbours in number are neighbours in memory."""
     rest = program // (pieces * blocks)

@@ -1,5 +1,6 @@
 """The launches of one layer at one size, made once and kept: a forward and a backward are lists of them."""
 
+import math
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -78,6 +79,47 @@ class Layer(NamedTuple):
         return {"ACTIVATION": _ACTIVATIONS[self.activation.kind], "SLOPE": self.activation.slope}
 
 
+class _Units(NamedTuple):
+    """What all rows of all tensors begin at multiples of, in elements; kernels are given strides in these units.
+
+    One where it says nothing: where the tensors do not share what lies side by side, and where it is 16, which triton
+    sees for itself.
+    """
+
+    align: int
+    channels_last: bool
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What kernels know when they are compiled."""
+        return {"ALIGN": self.align, "CHANNELS_LAST": self.channels_last}
+
+    def counts(self, layer: Layer) -> tuple[int, int, int]:
+        """N, C and S."""
+        if self.channels_last:
+            return layer.samples, layer.channels // self.align, layer.space
+        return layer.samples, layer.channels, layer.space // self.align
+
+    def strides(self, *each: Strides | None) -> tuple[int, ...]:
+        """Those of all tensors, one after the other; zeros for one that is not there."""
+        found: list[int] = []
+        for n, c, s in (strides or (0, 0, 0) for strides in each):
+            across = (
+                (n // self.align, c, s // self.align) if self.channels_last else (n // self.align, c // self.align, s)
+            )
+            found += across
+        return tuple(found)
+
+
+def _units(layer: Layer, *strides: Strides | None) -> _Units:
+    last = layer.shape.channels_last
+    each = [layer.strides, *(s for s in strides if s is not None)]
+    steps = [step for n, c, s in each for step in ((n, s) if last else (n, c))]
+    common = math.gcd(16, layer.channels if last else layer.space, *steps)
+    beside = {c if last else s for _, c, s in each}
+    return _Units(common if common < 16 and beside == {1} else 1, last)
+
+
 class Forward:
     """The launches of a forward; those that a scheme does not need are never made."""
 
@@ -89,6 +131,8 @@ class Forward:
         self.numbers = tiling.numbers(shape, self.moments.pieces)
         self.elementwise = tiling.sweep(shape, count, kinds=tiling.ELEMENTWISE)
         self.finishing = tiling.finish(shape, count, self.moments.pieces)
+        self.units = _units(layer, residual, output)
+        self.counts, self.strides = self.units.counts(layer), self.units.strides(layer.strides, residual, output)
         self.limit = {"MAX": torch.finfo(layer.compute).max, "HAS_BLEND": layer.dtypes[-1] is not None}
 
     @property
@@ -102,16 +146,15 @@ class Forward:
         tile = self.tile
         assert tile is not None
         constants = self.layer.constants | self.layer.gate | self.limit | {"HAS_RESIDUAL": self.residual is not None}
-        constants |= {"GROUPS": tile.groups, "CHANNELS": tile.channels, "SPACE": tile.space}
-        strides = (*self.layer.strides, *(self.residual or (0, 0, 0)), *self.output)
-        return Launch(fwd.forward_whole, (tile.programs,), (*self.layer.counts, *strides), constants, tile.warps)
+        constants |= self.units.constants | {"GROUPS": tile.groups, "CHANNELS": tile.channels, "SPACE": tile.space}
+        return Launch(fwd.forward_whole, (tile.programs,), (*self.counts, *self.strides), constants, tile.warps)
 
     @cached_property
     def reduce(self) -> Launch:
         """x → the moments of its pieces."""
-        tile, layer = self.moments, self.layer
-        scalars = (*layer.counts, *layer.strides, *tile.cut)
-        constants = tile.constants
+        tile = self.moments
+        scalars = (*self.counts, *self.strides[:3], *tile.cut)
+        constants = tile.constants | self.units.constants
         return Launch(fwd.moments_part, (tile.programs,), scalars, constants, tile.warps)
 
     @cached_property
@@ -146,21 +189,19 @@ class Forward:
         """x and the moments of the pieces → y and all numbers."""
         tile, layer = self.finishing, self.layer
         assert tile is not None
-        constants = layer.constants | layer.gate | self.limit | tile.constants
+        constants = layer.constants | layer.gate | self.limit | tile.constants | self.units.constants
         constants |= {"HAS_RESIDUAL": self.residual is not None, "PIECES": tiling.next_power(self.moments.pieces)}
         constants |= {"GROUPS": tile.channels // (layer.channels // layer.groups)}
-        strides = (*layer.strides, *(self.residual or (0, 0, 0)), *self.output)
-        scalars = (*layer.counts, *strides, *self.moments.cut[:2], *tile.cut)
+        scalars = (*self.counts, *self.strides, *self.moments.cut[:2], *tile.cut)
         return Launch(fwd.forward_finish, (tile.programs,), scalars, constants, tile.warps)
 
     @cached_property
     def apply(self) -> Launch:
         """x and the numbers → y."""
         tile, layer = self.elementwise, self.layer
-        strides = (*layer.strides, *(self.residual or (0, 0, 0)), *self.output)
         constants = layer.gate | {"HAS_RESIDUAL": self.residual is not None}
-        constants |= tile.constants
-        scalars = (*layer.counts, *strides, *tile.cut)
+        constants |= tile.constants | self.units.constants
+        scalars = (*self.counts, *self.strides, *tile.cut)
         return Launch(fwd.forward_apply, (tile.programs,), scalars, constants, tile.warps)
 
 
@@ -169,9 +210,9 @@ class Backward:
 
     def __init__(self, layer: Layer, grad: Strides, gate: Strides | None, result: Strides, *, split: bool) -> None:
         self.layer = layer
-        self.strides = (*layer.strides, *grad, *(gate or (0, 0, 0)))
-        self.result = result
         self.has_residual = {"HAS_RESIDUAL": gate is not None}
+        self.units = _units(layer, grad, gate, result)
+        self.counts, self.strides = self.units.counts(layer), self.units.strides(layer.strides, grad, gate, result)
         shape, count = layer.shape, processors(layer.device)
         self.tile = None if split else tiling.whole(shape, count, limit=tiling.BACKWARD_TILE, per_thread=64)
         self.sums = tiling.sweep(shape, count, kinds=tiling.REDUCE)
@@ -194,17 +235,17 @@ class Backward:
         """x and dy → dx and the samples' shares, in one."""
         tile = self.tile
         assert tile is not None
-        constants = self.layer.constants | self.layer.gate | self.has_residual
+        constants = self.layer.constants | self.layer.gate | self.has_residual | self.units.constants
         constants |= {"GROUPS": tile.groups, "CHANNELS": tile.channels, "SPACE": tile.space}
-        scalars = (*self.layer.counts, *self.strides, *self.result)
+        scalars = (*self.counts, *self.strides)
         return Launch(bwd.backward_whole, (tile.programs,), scalars, constants, tile.warps)
 
     @cached_property
     def reduce(self) -> Launch:
         """x and dy → the sums of the pieces."""
         tile, layer = self.sums, self.layer
-        constants = layer.gate | self.has_residual | tile.constants
-        scalars = (*layer.counts, *self.strides, *tile.cut)
+        constants = layer.gate | self.has_residual | tile.constants | self.units.constants
+        scalars = (*self.counts, *self.strides[:9], *tile.cut)
         return Launch(bwd.backward_part, (tile.programs,), scalars, constants, tile.warps)
 
     @cached_property
@@ -228,18 +269,18 @@ class Backward:
         """x, dy and the sums of the pieces → dx and the samples' shares."""
         tile, layer = self.finishing, self.layer
         assert tile is not None
-        constants = layer.constants | layer.gate | self.has_residual | tile.constants
+        constants = layer.constants | layer.gate | self.has_residual | tile.constants | self.units.constants
         constants |= {"PIECES": tiling.next_power(self.sums.pieces)}
         constants |= {"GROUPS": tile.channels // (layer.channels // layer.groups)}
-        scalars = (*layer.counts, *self.strides, *self.result, self.sums.pieces, *tile.cut)
+        scalars = (*self.counts, *self.strides, self.sums.pieces, *tile.cut)
         return Launch(bwd.backward_finish, (tile.programs,), scalars, constants, tile.warps)
 
     @cached_property
     def apply(self) -> Launch:
         """x, dy and the slopes → dx."""
         tile, layer = self.elementwise, self.layer
-        constants = layer.gate | self.has_residual | tile.constants
-        scalars = (*layer.counts, *self.strides, *self.result, *tile.cut)
+        constants = layer.gate | self.has_residual | tile.constants | self.units.constants
+        scalars = (*self.counts, *self.strides, *tile.cut)
         return Launch(bwd.backward_apply, (tile.programs,), scalars, constants, tile.warps)
 
     @cached_property

@@ -147,7 +147,7 @@ def whole(shape: Shape, processors: int, *, limit: int, per_thread: int) -> Whol
         while groups < shape.groups and 2 * groups * size * space <= limit:
             narrow = shape.channels_last and groups * size * shape.itemsize < 4 * SECTOR
             programs = shape.samples * -(-shape.groups // (2 * groups))
-            enough = 8192 if shape.channels_last else 2048
+            enough = 4096 if shape.channels_last else 2048
             if not narrow and (groups * size * space >= enough or programs < 2 * processors):
                 break
             groups *= 2
