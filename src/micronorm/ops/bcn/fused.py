@@ -6,7 +6,8 @@ microseconds a call, more than a small layer takes. Triton is imported when the 
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,44 +18,39 @@ from micronorm.ops.bcn.triton.layout import numbers_size, output_like
 from micronorm.ops.moments import Moments, bounded, compute_dtype, wide_dtype
 
 
-class _Inputs(NamedTuple):
-    """The arguments of `normalize`, in order; `given` are the `channel_moments` of x, where the estimates need them."""
+@cache
+def _kernels() -> Any:
+    """The module that calls the kernels, which imports triton."""
+    from micronorm.ops.bcn.triton import run
 
-    x: Tensor
-    residual: Tensor | None
-    given: Tensor | None
-    mean: Tensor | None
-    var: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    group_weight: Tensor | None
-    group_bias: Tensor | None
-    blend: Tensor | None
-    groups: int
-    eps: float
-    activation: str
-    slope: float
-    from_batch: bool
+    return run
 
-    @property
-    def act(self) -> Activation:
-        """The activation; the operator knows strings only."""
-        return Activation(self.activation or None, self.slope)
 
-    @property
-    def keeps_estimates(self) -> bool:
-        """Whether the backward uses the forward's copy of the estimates: those of a layer move at a commit."""
-        return self.mean is not None and self.mean.ndim == 1 and not self.from_batch
+@cache
+def _activation(kind: str, slope: float) -> Activation:
+    """The activation; operators know strings only."""
+    return Activation(kind or None, slope)
 
-    def norm(self) -> Any:
-        """The same without x, as the kernels want it."""
-        from micronorm.ops.bcn.triton.run import Norm
 
-        if self.mean is None:
-            kind = "none" if self.weight is None else "kept"
-        else:
-            kind = "shared" if self.mean.ndim == 1 else "per sample"
-        return Norm(kind, *self[3:10], self.groups, self.eps, self.act)
+def _norm(
+    mean: Tensor | None,
+    var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    group_weight: Tensor | None,
+    group_bias: Tensor | None,
+    blend: Tensor | None,
+    groups: int,
+    eps: float,
+    activation: str,
+    slope: float,
+) -> Any:
+    """The normalization as the kernels want it."""
+    kind = "none" if weight is None else "kept"
+    if mean is not None:
+        kind = "shared" if mean.ndim == 1 else "per sample"
+    affine = (weight, bias, group_weight, group_bias, blend)
+    return _kernels().Norm(kind, mean, var, *affine, groups, eps, _activation(activation, slope))
 
 
 def normalize(
@@ -74,27 +70,12 @@ def normalize(
     slope: float,
     from_batch: bool,
 ) -> tuple[Tensor, Tensor]:
-    """y, and the small numbers that the backward and the window need."""
-    from micronorm.ops.bcn.triton.run import forward
+    """y, and the small numbers that the backward and the window need.
 
-    inputs = _Inputs(
-        x,
-        residual,
-        given,
-        mean,
-        var,
-        weight,
-        bias,
-        group_weight,
-        group_bias,
-        blend,
-        groups,
-        eps,
-        activation,
-        slope,
-        from_batch,
-    )
-    return forward(x, residual, inputs.norm(), given)
+    `given` are the `channel_moments` of x, where the estimates are made of them; `from_batch` concerns the backward.
+    """
+    affine = (weight, bias, group_weight, group_bias, blend)
+    return _kernels().forward(x, residual, _norm(mean, var, *affine, groups, eps, activation, slope), given)
 
 
 def _fake(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
@@ -120,11 +101,9 @@ def normalize_backward(
     from_batch: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, of the residual (empty without one) and of the parameters, one after the other."""
-    from micronorm.ops.bcn.triton.run import backward
-
-    tensors = (mean, var, weight, bias, group_weight, group_bias)
-    inputs = _Inputs(x, None, None, *tensors, None, groups, eps, activation, slope, from_batch)
-    grads = backward(x, grad, output, numbers, inputs.norm(), from_batch=from_batch)
+    affine = (weight, bias, group_weight, group_bias, None)
+    norm = _norm(mean, var, *affine, groups, eps, activation, slope)
+    grads = _kernels().backward(x, grad, output, numbers, norm, from_batch=from_batch)
     residual = x.new_empty(0) if grads.residual is None else grads.residual
     return grads.x, residual, grads.parameters
 
@@ -142,21 +121,21 @@ def _fake_backward(
 
 def channel_moments(x: Tensor) -> Tensor:
     """Pivot, residue and variance of every (n, c); the mean is pivot + residue, which one number could not hold."""
-    from micronorm.ops.bcn.triton.run import moments
-
-    return moments(x)
+    return _kernels().moments(x)
 
 
 # --- autograd --------------------------------------------------------------------------------------------------------
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    given = _Inputs(*inputs)
-    gated = given.residual is not None and given.activation
-    estimates = (None, None) if given.keeps_estimates else (given.mean, given.var)
-    ctx.save_for_backward(given.x, output[0] if gated else None, output[1], *estimates, *given[5:9])
-    ctx.options = given[10:]
-    ctx.has_residual = given.residual is not None
+    x, residual, _, mean, var, weight, bias, group_weight, group_bias, _, *options = inputs
+    y, numbers = output
+    if mean is not None and mean.ndim == 1 and not options[-1]:
+        mean = var = None  # those of a layer, which move at a commit: the forward has left copies in the numbers
+    gated = y if residual is not None and options[2] else None
+    ctx.save_for_backward(x, gated, numbers, mean, var, weight, bias, group_weight, group_bias)
+    ctx.options = options
+    ctx.has_residual = residual is not None
 
 
 def _gradients(ctx: Any, grad: Tensor, backward: Callable) -> tuple[Any, ...]:
@@ -175,25 +154,25 @@ def _twice_differentiable(ctx: Any, grad: Tensor, saved: tuple[Any, ...]) -> tup
     """create_graph: the gradients by the one-pass form, whose own backward autograd can follow."""
     x, output, numbers, mean, var, weight, bias, group_weight, group_bias = saved
     affine = (weight, bias, group_weight, group_bias)
-    options = _Inputs(x, None, None, mean, var, weight, bias, group_weight, group_bias, None, *ctx.options)
+    groups, eps, kind, slope, from_batch = ctx.options
     channels = x.shape[1]
     if mean is None and weight is not None:
         start = 5 * x.shape[0] * channels
         mean, var = numbers[start : start + channels], numbers[start + channels : start + 2 * channels]
-    estimates = None if options.from_batch or mean is None else Moments(mean, var)
+    estimates = None if from_batch or mean is None else Moments(mean, var)
     parameters = [p for p in saved[5:9] if p is not None]
     with torch.enable_grad():
         if weight is None:
-            y = _group_norm(x, group_weight, group_bias, options.groups, options.eps)
+            y = _group_norm(x, group_weight, group_bias, groups, eps)
         else:
             affine = (weight, bias, group_weight, group_bias)
-            y = batch_channel_norm(x, estimates, *affine, groups=options.groups, eps=options.eps, blend=numbers[-1])
+            y = batch_channel_norm(x, estimates, *affine, groups=groups, eps=eps, blend=numbers[-1])
         if output is None:
-            y = y if ctx.has_residual else options.act(y)
-        elif options.activation == "relu":
+            y = y if ctx.has_residual else _activation(kind, slope)(y)
+        elif kind == "relu":
             grad = torch.where(output > 0, grad, 0.0)
         else:
-            grad = torch.where(output > 0, grad, grad * options.slope)
+            grad = torch.where(output > 0, grad, grad * slope)
         grads = iter(torch.autograd.grad(y, [x, *parameters], grad, create_graph=True, allow_unused=True))
     dx = next(grads)
     each = [None if p is None else next(grads) for p in saved[5:9]]
@@ -307,10 +286,8 @@ def batch_channel_norm_fused(
 
 def elementwise_fused(x: Tensor, *rest: Tensor, activation: Activation) -> Tensor:
     """The y of a forward again, to the bit, from x, the residual where there was one, and the numbers it left."""
-    from micronorm.ops.bcn.triton.run import recompute
-
     *residual, numbers = rest
-    return recompute(x, residual[0] if residual else None, numbers, activation)
+    return _kernels().recompute(x, residual[0] if residual else None, numbers, activation)
 
 
 def group_norm_fused(

@@ -19,14 +19,12 @@ from micronorm.ops.bcn.triton.pieces import (
     PER_CHANNEL,
     PER_GROUP,
     PER_SAMPLE,
-    extent,
     gate,
     group_sum,
     kept_blend,
     mixing,
     place,
     post,
-    spread,
     terms,
 )
 
@@ -161,16 +159,17 @@ def backward_whole(
     SIZE: tl.constexpr,
     CHANNELS: tl.constexpr,
     SPACE: tl.constexpr,
-    CHANNELS_LAST: tl.constexpr,
     ALIGN: tl.constexpr,
+    C_UNIT: tl.constexpr,
+    S_UNIT: tl.constexpr,
 ):
     """The whole backward where a sample's groups fit on chip: x and the gradient are read once."""
     dtype: tl.constexpr = numbers_ptr.dtype.element_ty
-    x_n, x_c, x_s = spread(x_n, x_c, x_s, CHANNELS_LAST, ALIGN)
-    g_n, g_c, g_s = spread(g_n, g_c, g_s, CHANNELS_LAST, ALIGN)
-    y_n, y_c, y_s = spread(y_n, y_c, y_s, CHANNELS_LAST, ALIGN)
-    d_n, d_c, d_s = spread(d_n, d_c, d_s, CHANNELS_LAST, ALIGN)
-    channels, space = extent(channels, space, CHANNELS_LAST, ALIGN)
+    x_n, x_c, x_s = x_n * ALIGN, x_c * C_UNIT, x_s * S_UNIT
+    g_n, g_c, g_s = g_n * ALIGN, g_c * C_UNIT, g_s * S_UNIT
+    y_n, y_c, y_s = y_n * ALIGN, y_c * C_UNIT, y_s * S_UNIT
+    d_n, d_c, d_s = d_n * ALIGN, d_c * C_UNIT, d_s * S_UNIT
+    channels, space = channels * S_UNIT, space * C_UNIT
     WIDTH: tl.constexpr = GROUPS * SIZE
     blocks = tl.cdiv(channels, WIDTH)
     program = tl.program_id(0)
@@ -255,6 +254,8 @@ def backward_part(
     HAS_RESIDUAL: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
     ALIGN: tl.constexpr,
+    C_UNIT: tl.constexpr,
+    S_UNIT: tl.constexpr,
     CHANNELS: tl.constexpr,
     SPACE: tl.constexpr,
     STAGES: tl.constexpr,
@@ -262,10 +263,10 @@ def backward_part(
 ):
     """Σg and Σg·t over one piece of space."""
     dtype: tl.constexpr = numbers_ptr.dtype.element_ty
-    x_n, x_c, x_s = spread(x_n, x_c, x_s, CHANNELS_LAST, ALIGN)
-    g_n, g_c, g_s = spread(g_n, g_c, g_s, CHANNELS_LAST, ALIGN)
-    y_n, y_c, y_s = spread(y_n, y_c, y_s, CHANNELS_LAST, ALIGN)
-    channels, space = extent(channels, space, CHANNELS_LAST, ALIGN)
+    x_n, x_c, x_s = x_n * ALIGN, x_c * C_UNIT, x_s * S_UNIT
+    g_n, g_c, g_s = g_n * ALIGN, g_c * C_UNIT, g_s * S_UNIT
+    y_n, y_c, y_s = y_n * ALIGN, y_c * C_UNIT, y_s * S_UNIT
+    channels, space = channels * S_UNIT, space * C_UNIT
     n, p, b = place(tl.program_id(0), pieces, blocks, CHANNELS_LAST)
     c = b * CHANNELS + tl.arange(0, CHANNELS)
     valid_c = c < channels
@@ -403,6 +404,8 @@ def backward_apply(
     HAS_RESIDUAL: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
     ALIGN: tl.constexpr,
+    C_UNIT: tl.constexpr,
+    S_UNIT: tl.constexpr,
     CHANNELS: tl.constexpr,
     SPACE: tl.constexpr,
     STAGES: tl.constexpr,
@@ -410,11 +413,11 @@ def backward_apply(
 ):
     """dx = slope·g + curve·(x − pivot) + shift, element by element, and the residual's gradient g."""
     dtype: tl.constexpr = numbers_ptr.dtype.element_ty
-    x_n, x_c, x_s = spread(x_n, x_c, x_s, CHANNELS_LAST, ALIGN)
-    g_n, g_c, g_s = spread(g_n, g_c, g_s, CHANNELS_LAST, ALIGN)
-    y_n, y_c, y_s = spread(y_n, y_c, y_s, CHANNELS_LAST, ALIGN)
-    d_n, d_c, d_s = spread(d_n, d_c, d_s, CHANNELS_LAST, ALIGN)
-    channels, space = extent(channels, space, CHANNELS_LAST, ALIGN)
+    x_n, x_c, x_s = x_n * ALIGN, x_c * C_UNIT, x_s * S_UNIT
+    g_n, g_c, g_s = g_n * ALIGN, g_c * C_UNIT, g_s * S_UNIT
+    y_n, y_c, y_s = y_n * ALIGN, y_c * C_UNIT, y_s * S_UNIT
+    d_n, d_c, d_s = d_n * ALIGN, d_c * C_UNIT, d_s * S_UNIT
+    channels, space = channels * S_UNIT, space * C_UNIT
     # From the end: what the pass before this one read last is still in the cache.
     n, p, b = place(tl.num_programs(0) - 1 - tl.program_id(0), pieces, blocks, CHANNELS_LAST)
     c = b * CHANNELS + tl.arange(0, CHANNELS)
@@ -495,6 +498,8 @@ def backward_finish(
     PIECES: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
     ALIGN: tl.constexpr,
+    C_UNIT: tl.constexpr,
+    S_UNIT: tl.constexpr,
     CHANNELS: tl.constexpr,
     SPACE: tl.constexpr,
     STAGES: tl.constexpr,
@@ -502,11 +507,11 @@ def backward_finish(
 ):
     """`backward_numbers` and `backward_apply` in one: every program does the arithmetic of its own groups."""
     dtype: tl.constexpr = numbers_ptr.dtype.element_ty
-    x_n, x_c, x_s = spread(x_n, x_c, x_s, CHANNELS_LAST, ALIGN)
-    g_n, g_c, g_s = spread(g_n, g_c, g_s, CHANNELS_LAST, ALIGN)
-    y_n, y_c, y_s = spread(y_n, y_c, y_s, CHANNELS_LAST, ALIGN)
-    d_n, d_c, d_s = spread(d_n, d_c, d_s, CHANNELS_LAST, ALIGN)
-    channels, space = extent(channels, space, CHANNELS_LAST, ALIGN)
+    x_n, x_c, x_s = x_n * ALIGN, x_c * C_UNIT, x_s * S_UNIT
+    g_n, g_c, g_s = g_n * ALIGN, g_c * C_UNIT, g_s * S_UNIT
+    y_n, y_c, y_s = y_n * ALIGN, y_c * C_UNIT, y_s * S_UNIT
+    d_n, d_c, d_s = d_n * ALIGN, d_c * C_UNIT, d_s * S_UNIT
+    channels, space = channels * S_UNIT, space * C_UNIT
     n, p, b = place(tl.num_programs(0) - 1 - tl.program_id(0), pieces, blocks, CHANNELS_LAST)
     c = b * CHANNELS + tl.arange(0, CHANNELS)
     valid_c = c < channels

@@ -9,7 +9,7 @@ The legend of names is in pieces.py.
 import triton
 import triton.language as tl
 
-from micronorm.ops.bcn.triton.pieces import activate, extent, place, split_mean, spread, write_numbers
+from micronorm.ops.bcn.triton.pieces import activate, place, split_mean, write_numbers
 
 
 @triton.jit
@@ -48,16 +48,17 @@ def forward_whole(
     SIZE: tl.constexpr,
     CHANNELS: tl.constexpr,
     SPACE: tl.constexpr,
-    CHANNELS_LAST: tl.constexpr,
     ALIGN: tl.constexpr,
+    C_UNIT: tl.constexpr,
+    S_UNIT: tl.constexpr,
     MAX: tl.constexpr,
 ):
     """The whole forward where a sample's groups fit on chip: x is read once."""
     dtype: tl.constexpr = numbers_ptr.dtype.element_ty
-    x_n, x_c, x_s = spread(x_n, x_c, x_s, CHANNELS_LAST, ALIGN)
-    r_n, r_c, r_s = spread(r_n, r_c, r_s, CHANNELS_LAST, ALIGN)
-    y_n, y_c, y_s = spread(y_n, y_c, y_s, CHANNELS_LAST, ALIGN)
-    channels, space = extent(channels, space, CHANNELS_LAST, ALIGN)
+    x_n, x_c, x_s = x_n * ALIGN, x_c * C_UNIT, x_s * S_UNIT
+    r_n, r_c, r_s = r_n * ALIGN, r_c * C_UNIT, r_s * S_UNIT
+    y_n, y_c, y_s = y_n * ALIGN, y_c * C_UNIT, y_s * S_UNIT
+    channels, space = channels * S_UNIT, space * C_UNIT
     WIDTH: tl.constexpr = GROUPS * SIZE
     blocks = tl.cdiv(channels, WIDTH)
     program = tl.program_id(0)
@@ -127,6 +128,8 @@ def moments_part(
     blocks,
     CHANNELS_LAST: tl.constexpr,
     ALIGN: tl.constexpr,
+    C_UNIT: tl.constexpr,
+    S_UNIT: tl.constexpr,
     CHANNELS: tl.constexpr,
     SPACE: tl.constexpr,
     STAGES: tl.constexpr,
@@ -138,8 +141,8 @@ def moments_part(
     the square of that distance away at the end costs D² roundings; one outlier among the three changes nothing.
     """
     dtype: tl.constexpr = parts_ptr.dtype.element_ty
-    x_n, x_c, x_s = spread(x_n, x_c, x_s, CHANNELS_LAST, ALIGN)
-    channels, space = extent(channels, space, CHANNELS_LAST, ALIGN)
+    x_n, x_c, x_s = x_n * ALIGN, x_c * C_UNIT, x_s * S_UNIT
+    channels, space = channels * S_UNIT, space * C_UNIT
     n, p, b = place(tl.program_id(0), pieces, blocks, CHANNELS_LAST)
     c = b * CHANNELS + tl.arange(0, CHANNELS)
     valid_c = c < channels
@@ -322,6 +325,8 @@ def forward_apply(
     HAS_RESIDUAL: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
     ALIGN: tl.constexpr,
+    C_UNIT: tl.constexpr,
+    S_UNIT: tl.constexpr,
     CHANNELS: tl.constexpr,
     SPACE: tl.constexpr,
     STAGES: tl.constexpr,
@@ -329,10 +334,10 @@ def forward_apply(
 ):
     """y = act(scale·(x − pivot) + offset [+ residual]), element by element."""
     dtype: tl.constexpr = numbers_ptr.dtype.element_ty
-    x_n, x_c, x_s = spread(x_n, x_c, x_s, CHANNELS_LAST, ALIGN)
-    r_n, r_c, r_s = spread(r_n, r_c, r_s, CHANNELS_LAST, ALIGN)
-    y_n, y_c, y_s = spread(y_n, y_c, y_s, CHANNELS_LAST, ALIGN)
-    channels, space = extent(channels, space, CHANNELS_LAST, ALIGN)
+    x_n, x_c, x_s = x_n * ALIGN, x_c * C_UNIT, x_s * S_UNIT
+    r_n, r_c, r_s = r_n * ALIGN, r_c * C_UNIT, r_s * S_UNIT
+    y_n, y_c, y_s = y_n * ALIGN, y_c * C_UNIT, y_s * S_UNIT
+    channels, space = channels * S_UNIT, space * C_UNIT
     # From the end: what the pass before this one read last is still in the cache.
     n, p, b = place(tl.num_programs(0) - 1 - tl.program_id(0), pieces, blocks, CHANNELS_LAST)
     c = b * CHANNELS + tl.arange(0, CHANNELS)
@@ -401,6 +406,8 @@ def forward_finish(
     PIECES: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
     ALIGN: tl.constexpr,
+    C_UNIT: tl.constexpr,
+    S_UNIT: tl.constexpr,
     CHANNELS: tl.constexpr,
     SPACE: tl.constexpr,
     STAGES: tl.constexpr,
@@ -409,10 +416,10 @@ def forward_finish(
 ):
     """`forward_numbers` and `forward_apply` in one: every program does the arithmetic of its own groups."""
     dtype: tl.constexpr = numbers_ptr.dtype.element_ty
-    x_n, x_c, x_s = spread(x_n, x_c, x_s, CHANNELS_LAST, ALIGN)
-    r_n, r_c, r_s = spread(r_n, r_c, r_s, CHANNELS_LAST, ALIGN)
-    y_n, y_c, y_s = spread(y_n, y_c, y_s, CHANNELS_LAST, ALIGN)
-    channels, space = extent(channels, space, CHANNELS_LAST, ALIGN)
+    x_n, x_c, x_s = x_n * ALIGN, x_c * C_UNIT, x_s * S_UNIT
+    r_n, r_c, r_s = r_n * ALIGN, r_c * C_UNIT, r_s * S_UNIT
+    y_n, y_c, y_s = y_n * ALIGN, y_c * C_UNIT, y_s * S_UNIT
+    channels, space = channels * S_UNIT, space * C_UNIT
     n, p, b = place(tl.num_programs(0) - 1 - tl.program_id(0), pieces, blocks, CHANNELS_LAST)
     c = b * CHANNELS + tl.arange(0, CHANNELS)
     valid_c = c < channels

@@ -5,6 +5,10 @@ and channels_last tensors. A program takes one sample and WIDTH channels, that i
 (or any channels, where no group is summed); CHANNELS is WIDTH rounded up to a power of two. _c marks vectors over
 those channels, _cs tiles over channels × space.
 
+Strides of what does not lie side by side, and the size of what does, are given in units of ALIGN (C_UNIT and S_UNIT are
+those of c and s, one of them 1), so that triton knows what they are multiples of. It sees for itself what is divisible
+by 16; rows of 24 channels or 4,200 positions would be read two bytes at a time.
+
 `numbers` holds what is small: five blocks of N×C (pivot, residue, var, scale, offset), then the estimates that were
 used (two blocks of C; where every sample has its own, those of the first), then N×G counts of channels whose moments
 were not finite. Its dtype is the one everything is computed in: float32, or float64 for float64 inputs.
@@ -27,28 +31,6 @@ KEPT = tl.constexpr(3)  # shared ones, as the forward left them in `numbers`
 NO_AFFINE = tl.constexpr(0)
 PER_GROUP = tl.constexpr(1)
 PER_CHANNEL = tl.constexpr(2)
-
-
-@triton.jit
-def spread(n, c, s, CHANNELS_LAST: tl.constexpr, ALIGN: tl.constexpr):
-    """Strides in elements. Those of what does not lie side by side are given in units of ALIGN.
-
-    So triton knows what they are multiples of. It sees for itself what is divisible by 16; rows of 24 channels or 4,200
-    positions would be read two bytes at a time.
-    """
-    if CHANNELS_LAST:
-        return n * ALIGN, c, s * ALIGN
-    else:
-        return n * ALIGN, c * ALIGN, s
-
-
-@triton.jit
-def extent(channels, space, CHANNELS_LAST: tl.constexpr, ALIGN: tl.constexpr):
-    """C and S, of which the one that lies side by side is given in units of ALIGN."""
-    if CHANNELS_LAST:
-        return channels * ALIGN, space
-    else:
-        return channels, space * ALIGN
 
 
 @triton.jit

@@ -92,7 +92,8 @@ class _Units(NamedTuple):
     @property
     def constants(self) -> dict[str, Any]:
         """What kernels know when they are compiled."""
-        return {"ALIGN": self.align, "CHANNELS_LAST": self.channels_last}
+        c, s = (1, self.align) if self.channels_last else (self.align, 1)
+        return {"ALIGN": self.align, "C_UNIT": c, "S_UNIT": s}
 
     def counts(self, layer: Layer) -> tuple[int, int, int]:
         """N, C and S."""
