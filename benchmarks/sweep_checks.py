@@ -147,8 +147,9 @@ def _shapes_only(model: nn.Module) -> Iterator[None]:
             layer.__dict__.pop("effective_weight", None)
 
 
-def _scaled(layer: Any, x: Tensor, *, relu: bool) -> Tensor:
+def _scaled(layer: Any, x: Tensor, activation: Any, residual: Tensor | None = None) -> Tensor:
     check_input(x, layer.num_channels, type(layer).__name__)
+    x = x if residual is None else x + residual
     return x * (layer.weight * layer.running_var).view(-1, *[1] * (x.ndim - 2))
 
 
