@@ -213,3 +213,22 @@ def test_few_elements_per_group_warn_once(device):
     with pytest.warns(UserWarning, match="groups of 2 elements"):
         layer(torch.randn(2, 6, device=device))
     assert layer(torch.randn(2, 6, device=device)).shape == (2, 6)  # a second warning would be an error
+
+
+def test_parameters_may_lie_in_memory_in_any_way(device):
+    """A column of a matrix, or one number for all: what the kernels read is numbers side by side."""
+    layer = norm().to(device, torch.float64)
+    twin = twin_of(layer)
+    table = torch.randn(4, 3, dtype=torch.float64, device=device)
+    x = torch.randn(2, 4, 3, 3, dtype=torch.float64, device=device, requires_grad=True)
+    g = torch.randn_like(x)
+    results = []
+    for model in (layer, twin):
+        model.weight, model.bias = nn.Parameter(table[:, 1]), nn.Parameter(table[:, 0])
+        model.group_weight = nn.Parameter(table[:1, 2].expand(2))
+        model.running_mean = table[:, 2]
+        y = model(x)
+        results.append((y, *torch.autograd.grad(y, (x, *model.parameters()), g), model._window.sums))
+    assert not layer.weight.is_contiguous()
+    for a, b in zip(*results, strict=True):
+        assert_close_to_max(a, b, tol=TOL, scale=max(1.0, b.abs().max().item()))

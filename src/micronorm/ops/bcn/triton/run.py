@@ -81,7 +81,8 @@ def _layer(x: Tensor, strides: Strides, norm: Norm) -> Layer:
 
 def _pointers(norm: Norm, filler: Tensor) -> list[Tensor]:
     """What kernels are given of a normalization; the filler stands for what it has not and they do not read."""
-    return [filler if t is None else t for t in norm[1:8]]
+    # Their numbers lie side by side: a parameter may be a column of somebody's matrix, or one number for all channels.
+    return [filler if t is None else t if t.is_contiguous() else t.contiguous() for t in norm[1:8]]
 
 
 # --- descriptions that are kept --------------------------------------------------------------------------------------
@@ -237,4 +238,4 @@ def gather(
 ) -> None:
     """Add a forward of N×C×S elements to its layer's window: see `micronorm.nn.window`."""
     key = (*sizes, groups, numbers.device, numbers.dtype, around.dtype, sums.dtype)
-    gather_plan(*key)(numbers, around, sums, lost)
+    gather_plan(*key)(numbers, around.contiguous(), sums, lost)
