@@ -232,3 +232,31 @@ def test_parameters_may_lie_in_memory_in_any_way(device):
     assert not layer.weight.is_contiguous()
     for a, b in zip(*results, strict=True):
         assert_close_to_max(a, b, tol=TOL, scale=max(1.0, b.abs().max().item()))
+
+
+def test_recompute_gives_the_same_bits_where_the_activation_is_not_the_kernels(device):
+    """SiLU behind a sum is torch's: the sum and it round as torch does, which no kernel repeats."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.skip, self.norm, self.last = (
+                nn.Conv2d(2, 4, 1),
+                nn.Conv2d(2, 4, 1),
+                norm(),
+                nn.Conv2d(4, 4, 1),
+            )
+            self.skip_norm = norm()
+
+        def forward(self, x):
+            residual = self.skip_norm(self.skip(x))
+            return self.last(self.norm(self.conv(x), residual=residual, activation="silu")) + self.last(residual)
+
+    model = Block().to(device, torch.bfloat16)
+    sparing, x = copy.deepcopy(model), images(device, 2, torch.bfloat16)
+    handle = mn.recompute(sparing)
+    for net in (model, sparing):
+        net(x).float().square().sum().backward()
+    assert handle.report().tensors > 0
+    for a, b in zip(sparing.parameters(), model.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
