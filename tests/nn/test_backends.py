@@ -104,3 +104,11 @@ def test_the_layer_computes_in_the_form_that_is_told(monkeypatch, backend):
 def test_a_gpu_computes_by_the_kernels():
     assert resolve_backend("auto", X.cuda()) == "triton"
     assert explain_backend("cuda") == ("triton", "fused Triton kernels")
+
+
+def test_more_samples_and_channels_than_32_bits_count_are_refused_with_their_number():
+    require_kernels("cpu")
+    many = torch.empty(1).expand(2**20, 2**8)
+    with pytest.raises(ValueError, match="1048576 samples of 256 channels have more means than kernels count"):
+        resolve_backend("triton", many)
+    assert resolve_backend("triton", many[: 2**10]) == "triton"
