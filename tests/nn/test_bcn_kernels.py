@@ -260,3 +260,12 @@ def test_recompute_gives_the_same_bits_where_the_activation_is_not_the_kernels(d
     assert handle.report().tensors > 0
     for a, b in zip(sparing.parameters(), model.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
+
+
+def test_parameters_on_another_device_than_the_input_are_refused(device):
+    x = torch.randn(2, 4, 3, 3, device=device)
+    norm().to(device).eval()(x)  # a layer like it, whose kernels are ready to be called by addresses
+    layer = norm().to(device).eval()
+    layer.group_bias = nn.Parameter(torch.zeros(2, device="meta"))
+    with pytest.raises(ValueError, match="must be where its input is"):
+        layer(x)

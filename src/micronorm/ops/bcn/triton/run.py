@@ -50,8 +50,10 @@ class Norm(NamedTuple):
     @property
     def key(self) -> tuple[Any, ...]:
         """What launches depend on."""
+        given = [t for t in self[1:8] if t is not None]
         dtypes = tuple([None if t is None else t.dtype for t in self[1:8]])
-        return self.estimates, self.groups, self.eps, self.activation, dtypes
+        # The devices too: a compiled kernel is called by addresses, and nobody looks whose they are.
+        return self.estimates, self.groups, self.eps, self.activation, dtypes, *[t.device for t in given]
 
 
 def _bare(activation: Activation) -> Norm:
@@ -61,7 +63,10 @@ def _bare(activation: Activation) -> Norm:
 
 def _layer(x: Tensor, strides: Strides, norm: Norm) -> Layer:
     samples, channels = x.shape[:2]
-    estimates, groups, eps, activation, dtypes = norm.key
+    estimates, groups, eps, activation, dtypes, *devices = norm.key
+    apart = next((device for device in devices if device != x.device), None)
+    if apart is not None:
+        raise ValueError(f"a norm's parameters and estimates must be where its input is, on {x.device}, got {apart}")
     after = "none" if norm.group_weight is None else "per channel"
     return Layer(
         samples,
