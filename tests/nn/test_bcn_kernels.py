@@ -269,3 +269,12 @@ def test_parameters_on_another_device_than_the_input_are_refused(device):
     layer.group_bias = nn.Parameter(torch.zeros(2, device="meta"))
     with pytest.raises(ValueError, match="must be where its input is"):
         layer(x)
+
+
+@pytest.mark.parametrize("make", [norm, lambda: mn.nn.GroupNorm(2, 4, backend="triton")], ids=["BCN", "GN"])
+def test_a_residual_of_a_wider_dtype_is_added_in_that_dtype(device, make):
+    layer = make().to(device).eval()
+    x, residual = (torch.randn(2, 4, 3, 3, device=device) for _ in range(2))
+    y = layer(x.bfloat16(), residual=residual, activation="relu")
+    assert y.dtype == torch.float32
+    assert torch.equal(y, torch.relu(layer(x.bfloat16()) + residual))

@@ -291,8 +291,9 @@ class BatchChannelNorm(WideBuffers):
         return activation(y if residual is None else y + residual)
 
     def _normalize_fused(self, x: Tensor, activation: Activation, residual: Tensor | None) -> Tensor:
-        if residual is not None and not activation.knows_its_sign:
-            # Not by the kernels, so it cannot be computed again by them to the bit; the norm's own output can.
+        if residual is not None and not (activation.knows_its_sign and residual.dtype == x.dtype):
+            # Not by the kernels, so it cannot be computed again by them to the bit; the norm's own output can. And two
+            # dtypes make a sum of the wider one.
             return activation(self._normalize_fused(x, IDENTITY, None) + residual)
         elements = x.numel() // (x.shape[0] * self.num_channels)
         training = self.training and (self.statistics == "batch" or self.weight.requires_grad)
