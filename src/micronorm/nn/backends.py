@@ -40,6 +40,8 @@ def resolve_backend(backend: str, x: Tensor) -> str:
     """
     if backend not in ("auto", "triton"):
         return backend
+    if backend == "auto" and _is_transformed():
+        return "reference"  # which autograd differentiates: the one-pass form has a backward of its own
     if backend == "auto" and not x.is_cuda:
         return "one-pass"
     problem = kernel_problem(x.device.type, x.device.index) or _transform_problem(x)
@@ -90,9 +92,16 @@ def _transform_problem(x: Tensor) -> str | None:
         return None
     if type(x) not in (Tensor, torch.nn.Parameter):
         return f"kernels take plain tensors, not {type(x).__name__}"
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    if _is_transformed():
         return "kernels know no transforms of torch.func and no forward-mode differentiation"
     return None
+
+
+def _is_transformed() -> bool:
+    """Whether a transform of torch.func or forward-mode differentiation is under way; compilers see for themselves."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def _size_problem(x: Tensor) -> str | None:
