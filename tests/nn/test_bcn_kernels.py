@@ -266,7 +266,7 @@ def test_parameters_on_another_device_than_the_input_are_refused(device):
     x = torch.randn(2, 4, 3, 3, device=device)
     norm().to(device).eval()(x)  # a layer like it, whose kernels are ready to be called by addresses
     layer = norm().to(device).eval()
-    layer.group_bias = nn.Parameter(torch.zeros(2, device="meta"))
+    layer.group_weight = nn.Parameter(torch.ones(2, device="meta"))
     with pytest.raises(ValueError, match="must be where its input is"):
         layer(x)
 

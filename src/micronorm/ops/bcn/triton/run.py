@@ -50,10 +50,14 @@ class Norm(NamedTuple):
     @property
     def key(self) -> tuple[Any, ...]:
         """What launches depend on."""
-        given = [t for t in self[1:8] if t is not None]
         dtypes = tuple([None if t is None else t.dtype for t in self[1:8]])
-        # The devices too: a compiled kernel is called by addresses, and nobody looks whose they are.
-        return self.estimates, self.groups, self.eps, self.activation, dtypes, *[t.device for t in given]
+        return self.estimates, self.groups, self.eps, self.activation, dtypes, *self.devices
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """Of an estimate and a parameter, to stand for all: kernels that are ready are called by bare addresses."""
+        mean, gamma = self.mean, self.group_weight
+        return (() if mean is None else (mean.device,)) + (() if gamma is None else (gamma.device,))
 
 
 def _bare(activation: Activation) -> Norm:
