@@ -9,6 +9,7 @@ from micronorm.bench.correct import deviations, find_norm, spread_state, toleran
 from micronorm.bench.measure import Contestant, Settings, Wrong, measure
 from micronorm.bench.peers import FORMS, FUSED, SEPARATE
 from micronorm.nn import BatchChannelNorm, bcn
+from micronorm.ops.bcn import onepass
 from tests import tolerances
 
 CPU = torch.device("cpu")
@@ -113,3 +114,22 @@ def test_only_rectified_layers_are_compared_with_rectified_equations():
     x = draw(torch.float32)
     assert not any(deviation.is_wrong for deviation in deviations(layer, x, relu=False))
     assert any(deviation.is_wrong for deviation in deviations(layer, x, relu=True))
+
+
+@pytest.mark.parametrize("forgotten", ["curve_nc", "shift_nc"])
+@pytest.mark.parametrize("mode", ["step", "batch"])
+def test_a_gradient_that_does_not_flow_through_the_statistics_is_wrong_in_half_types_too(monkeypatch, mode, forgotten):
+    """At a size where the sums of a gradient that is noise would be below the rounding of the dtype."""
+    right = onepass._gradients
+
+    def wrong(*args, **options):
+        found = right(*args, **options)
+        return found._replace(**{forgotten: torch.zeros_like(getattr(found, forgotten))})
+
+    layer = BatchChannelNorm(8, 4, statistics=mode, rate=0.1, activation="relu")
+    spread_state(layer)
+    x = draw(torch.bfloat16, shape=(2, 8, 112, 112))
+    assert not any(deviation.is_wrong for deviation in deviations(layer, x))
+    monkeypatch.setattr(onepass, "_gradients", wrong)
+    found = {deviation.name: deviation for deviation in deviations(layer, x)}
+    assert found["input gradient"].is_wrong

@@ -9,6 +9,9 @@ from micronorm.nn import BatchChannelNorm, backends, bcn
 from micronorm.nn.backends import explain_backend, kernel_problem, resolve_backend
 from micronorm.ops.bcn.triton import launch, run
 from tests.devices import require_kernels
+from tests.tolerances import assert_close_to_max, tolerance
+
+TOL = tolerance("one_step", torch.float64)
 
 X = torch.zeros(2, 4, 3, 3)
 
@@ -104,3 +107,30 @@ def test_the_layer_computes_in_the_form_that_is_told(monkeypatch, backend):
 def test_a_gpu_computes_by_the_kernels():
     assert resolve_backend("auto", X.cuda()) == "triton"
     assert explain_backend("cuda") == ("triton", "fused Triton kernels")
+
+
+def test_more_samples_and_channels_than_32_bits_count_are_refused_with_their_number():
+    require_kernels("cpu")
+    many = torch.empty(1).expand(2**20, 2**8)
+    with pytest.raises(ValueError, match="1048576 samples of 256 channels have more means than kernels count"):
+        resolve_backend("triton", many)
+    assert resolve_backend("triton", many[: 2**10]) == "triton"
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own derivatives call it
+def test_transforms_of_torch_func_take_the_form_that_autograd_can_follow():
+    layer, x = BatchChannelNorm(4, 2).double().eval(), torch.randn(3, 4, 5, 5, dtype=torch.float64, requires_grad=True)
+    (expected,) = torch.autograd.grad(layer(x).pow(3).sum(), x)
+    x = x.detach()
+    assert_close_to_max(torch.func.grad(lambda x: layer(x).pow(3).sum())(x), expected, tol=TOL)
+    assert_close_to_max(torch.func.vmap(lambda one: layer(one[None])[0])(x), layer(x).detach(), tol=TOL)
+    along = torch.randn_like(x)
+    slope = torch.func.jvp(lambda x: layer(x).pow(3).sum(), (x,), (along,))[1]
+    assert_close_to_max(slope, (expected * along).sum(), tol=TOL)
+
+
+@pytest.mark.parametrize("statistics", ["step", "sequential", "batch"])
+def test_transforms_of_torch_func_are_refused_where_a_layer_gathers(statistics):
+    layer, x = BatchChannelNorm(4, 2, statistics=statistics, rate=0.1), torch.randn(3, 4, 5, 5)
+    with pytest.raises(RuntimeError, match=r"call model\.eval\(\)"):
+        torch.func.grad(lambda x: layer(x).pow(3).sum())(x)

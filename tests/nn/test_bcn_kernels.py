@@ -213,3 +213,68 @@ def test_few_elements_per_group_warn_once(device):
     with pytest.warns(UserWarning, match="groups of 2 elements"):
         layer(torch.randn(2, 6, device=device))
     assert layer(torch.randn(2, 6, device=device)).shape == (2, 6)  # a second warning would be an error
+
+
+def test_parameters_may_lie_in_memory_in_any_way(device):
+    """A column of a matrix, or one number for all: what the kernels read is numbers side by side."""
+    layer = norm().to(device, torch.float64)
+    twin = twin_of(layer)
+    table = torch.randn(4, 3, dtype=torch.float64, device=device)
+    x = torch.randn(2, 4, 3, 3, dtype=torch.float64, device=device, requires_grad=True)
+    g = torch.randn_like(x)
+    results = []
+    for model in (layer, twin):
+        model.weight, model.bias = nn.Parameter(table[:, 1]), nn.Parameter(table[:, 0])
+        model.group_weight = nn.Parameter(table[:1, 2].expand(2))
+        model.running_mean = table[:, 2]
+        y = model(x)
+        results.append((y, *torch.autograd.grad(y, (x, *model.parameters()), g), model._window.sums))
+    assert not layer.weight.is_contiguous()
+    for a, b in zip(*results, strict=True):
+        assert_close_to_max(a, b, tol=TOL, scale=max(1.0, b.abs().max().item()))
+
+
+def test_recompute_gives_the_same_bits_where_the_activation_is_not_the_kernels(device):
+    """SiLU behind a sum is torch's: the sum and it round as torch does, which no kernel repeats."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.skip, self.norm, self.last = (
+                nn.Conv2d(2, 4, 1),
+                nn.Conv2d(2, 4, 1),
+                norm(),
+                nn.Conv2d(4, 4, 1),
+            )
+            self.skip_norm = norm()
+
+        def forward(self, x):
+            residual = self.skip_norm(self.skip(x))
+            return self.last(self.norm(self.conv(x), residual=residual, activation="silu")) + self.last(residual)
+
+    model = Block().to(device, torch.bfloat16)
+    sparing, x = copy.deepcopy(model), images(device, 2, torch.bfloat16)
+    handle = mn.recompute(sparing)
+    for net in (model, sparing):
+        net(x).float().square().sum().backward()
+    assert handle.report().tensors > 0
+    for a, b in zip(sparing.parameters(), model.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+def test_parameters_on_another_device_than_the_input_are_refused(device):
+    x = torch.randn(2, 4, 3, 3, device=device)
+    norm().to(device).eval()(x)  # a layer like it, whose kernels are ready to be called by addresses
+    layer = norm().to(device).eval()
+    layer.group_weight = nn.Parameter(torch.ones(2, device="meta"))
+    with pytest.raises(ValueError, match="must be where its input is"):
+        layer(x)
+
+
+@pytest.mark.parametrize("make", [norm, lambda: mn.nn.GroupNorm(2, 4, backend="triton")], ids=["BCN", "GN"])
+def test_a_residual_of_a_wider_dtype_is_added_in_that_dtype(device, make):
+    layer = make().to(device).eval()
+    x, residual = (torch.randn(2, 4, 3, 3, device=device) for _ in range(2))
+    y = layer(x.bfloat16(), residual=residual, activation="relu")
+    assert y.dtype == torch.float32
+    assert torch.equal(y, torch.relu(layer(x.bfloat16()) + residual))

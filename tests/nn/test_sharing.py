@@ -203,3 +203,30 @@ def test_compiled_layers_with_shared_weights_are_compiled_once():
     assert len(graphs) == 1
     for actual, expected in zip(model.parameters(), eager.parameters(), strict=True):
         assert_close_to_max(actual, expected, tol=1e-11)
+
+
+def test_a_layer_outside_autocast_computes_in_its_own_dtype_whatever_was_shared():
+    class Model(nn.Module):
+        """As heads that need their digits are written."""
+
+        def __init__(self):
+            super().__init__()
+            self.conv, self.head = mn.nn.WSConv2d(3, 4, 3), mn.nn.WSLinear(4, 2)
+
+        def forward(self, x):
+            y = self.conv(x).mean((2, 3))
+            with torch.autocast("cpu", enabled=False):
+                return self.head(y.float())
+
+    model, x = Model(), torch.randn(2, 3, 5, 5)
+    twin = copy.deepcopy(model)
+    with SharedWeights(model).shared(dtype=torch.bfloat16), torch.autocast("cpu", torch.bfloat16):
+        y = model(x)
+        y.sum().backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = twin(x)
+        expected.sum().backward()
+    assert y.dtype == torch.float32
+    assert torch.equal(y, expected)
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)

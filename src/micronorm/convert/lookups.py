@@ -1,5 +1,6 @@
 """What a forward looks up while it is traced: attributes, methods and children, and the code that it runs."""
 
+import copy
 import dis
 import functools
 import inspect
@@ -8,11 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+from micronorm.convert.outside import Names, globals_of, resolve
 
 OURS = ("micronorm.convert.lookups", "micronorm.convert.tracing")
 """The rooms that look at modules and symbols for the tracing's own sake."""
@@ -53,7 +56,8 @@ class Assumptions:
 
     `values` are plain values and functions, `methods` were found on the class, `tensors` are parameters and buffers,
     `keys` are the names of the children of modules that were iterated over, `children` the modules that were looked up,
-    by dotted name (stand-ins, to be compared with each other only).
+    by dotted name (stand-ins, to be compared with each other only). `outside` are plain values of globals, by the id of
+    the scope and the names that lead there.
     """
 
     values: dict[Place, Any] = field(default_factory=dict)
@@ -61,10 +65,11 @@ class Assumptions:
     tensors: dict[Place, None] = field(default_factory=dict)
     keys: dict[str, tuple[str, ...]] = field(default_factory=dict)
     children: dict[str, nn.Module] = field(default_factory=dict)
+    outside: dict[tuple[int, Names], tuple[dict[str, Any], Any]] = field(default_factory=dict)
 
     def update(self, other: "Assumptions") -> None:
         """Take up what another trace of the same twin looked up."""
-        for name in ("values", "methods", "tensors", "keys", "children"):
+        for name in ("values", "methods", "tensors", "keys", "children", "outside"):
             getattr(self, name).update(getattr(other, name))
 
 
@@ -74,7 +79,7 @@ class Recorder:
     def __init__(self, twin: nn.Module) -> None:
         self.paths = {id(module): name for name, module in twin.named_modules()}
         self.found = Assumptions()
-        self.codes: set[CodeType] = set()
+        self.codes: dict[CodeType, dict[str, Any]] = {}  # with the globals it sees
         self.copies: list[tuple[str, Any, Any]] = []
         self.refusal: NotTraceable | None = None
 
@@ -88,13 +93,24 @@ class Recorder:
         for name, lent, kept in self.copies:
             if lent != kept:
                 self.refuse(f"changes self.{name}")
-        for code in self.codes:
+        for code, scope in self.codes.items():
             why = _unfit(code)
             if why:
                 self.refuse(why)
+            for names in globals_of(code):
+                self._outside(names, scope)
         if self.refusal is not None:
             raise self.refusal
         return self.found
+
+    def _outside(self, names: Names, scope: dict[str, Any]) -> None:
+        used, value = resolve(names, scope)
+        if not used or isinstance(value, ModuleType) or (callable(value) and not _is_plain(value)):
+            return
+        if not _is_plain(value):
+            self.refuse(f"reads the global {'.'.join(used)}, a {type(value).__name__}")
+        else:
+            self.found.outside[id(scope), used] = scope, copy.deepcopy(value)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -154,7 +170,7 @@ class Recorder:
             return value
         on_class = inspect.getattr_static(type(module), name, None)
         if isinstance(on_class, property):  # what it reads is seen by itself
-            self.codes.add(on_class.fget.__code__)  # type: ignore[union-attr]
+            self.codes.update(codes_of(on_class.fget))
             return value
         if isinstance(on_class, staticmethod) and name not in object.__getattribute__(module, "__dict__"):
             self._method(place, on_class.__func__, module)
@@ -212,11 +228,11 @@ def _is_plain(value: Any) -> bool:
 # --- the code --------------------------------------------------------------------------------------------------------
 
 
-def codes_of(function: Any) -> Iterator[CodeType]:
-    """The code of a function and of what it wraps."""
+def codes_of(function: Any) -> Iterator[tuple[CodeType, dict[str, Any]]]:
+    """The code of a function and of what it wraps, each with the globals it sees."""
     while function is not None:
         if isinstance(getattr(function, "__code__", None), CodeType):
-            yield function.__code__
+            yield function.__code__, function.__globals__
         function = getattr(function, "__wrapped__", None)
 
 

@@ -102,11 +102,24 @@ class Conditions:
         for place in found.tensors:
             self.add(f"{self._attribute(place)} is not None")
         for place, value in found.values.items():
-            now, then = self._attribute(place), self._literal(value)
-            if value is None or isinstance(value, bool) or callable(value):
-                self.add(f"{now} is {then}")
-            else:  # the type first: a tensor in a number's place would compare element by element
-                self.add(f"type({now}) is {self.constant(type(value))}", f"{now} == {then}")
+            self._same(self._attribute(place), value)
+        for (_, names), (scope, value) in found.outside.items():
+            self._same(".".join([f"{self._scope(scope)}[{names[0]!r}]", *names[1:]]), value)
+
+    def _same(self, now: str, value: Any) -> None:
+        """An expression has this value."""
+        then = self._literal(value)
+        if value is None or isinstance(value, bool) or callable(value):
+            self.add(f"{now} is {then}")
+        else:  # the type first: a tensor in a number's place would compare element by element
+            self.add(f"type({now}) is {self.constant(type(value))}", f"{now} == {then}")
+
+    def _scope(self, scope: dict[str, Any]) -> str:
+        """The name of a file's globals: these themselves, which `constant` might take for others that look alike."""
+        found = next((name for name, known in self.constants.items() if known is scope), None)
+        name = found or f"_c{len(self.constants)}"
+        self.constants[name] = scope
+        return name
 
     def _attribute(self, place: Place) -> str:
         module = self.module(place.path)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
+import numpy
 import torch
 import torch.fx
 from torch import nn
@@ -43,7 +44,7 @@ def trace_alone(module: nn.Module) -> Traced:
         NotTraceable: where no graph does what the forward does in training and in eval mode.
     """
     arguments = _required_arguments(type(module).forward)
-    streams = torch.get_rng_state(), random.getstate()
+    streams = torch.get_rng_state(), random.getstate(), numpy.random.get_state(legacy=True)
     twin = _twin(module, {})
     traced = []
     for training in (True, False):
@@ -51,9 +52,11 @@ def trace_alone(module: nn.Module) -> Traced:
             part.training = training
         with torch.set_grad_enabled(training):
             traced.append(_trace(twin, arguments))
-    if not torch.equal(streams[0], torch.get_rng_state()) or streams[1] != random.getstate():
+    same = torch.equal(streams[0], torch.get_rng_state()) and streams[1] == random.getstate()
+    if not same or not all(map(numpy.array_equal, streams[2], numpy.random.get_state(legacy=True))):
         torch.set_rng_state(streams[0])
         random.setstate(streams[1])
+        numpy.random.set_state(streams[2])
         raise NotTraceable("draws random numbers outside its layers")
     if _spelled(traced[0].graph) != _spelled(traced[1].graph):
         raise NotTraceable("does one thing in training and another in eval mode")
@@ -96,7 +99,7 @@ def _spelled(graph: torch.fx.Graph) -> list[Any]:
 
 def _trace(twin: nn.Module, arguments: tuple[str, ...]) -> Traced:
     recorder = Recorder(twin)
-    recorder.codes.update(code for code in codes_of(type(twin).forward) if not _of_torch(type(twin).forward))
+    recorder.codes.update(found for found in codes_of(type(twin).forward) if not _of_torch(type(twin).forward))
     tracer = _Tracer(recorder, arguments)
     try:
         with recorder.watching():
@@ -192,13 +195,14 @@ class _Tracer(torch.fx.Tracer):
             raise self.recorder.refuse("turns gradients on or off")
         frame = sys._getframe(1)
         while frame is not None and not (frame.f_code.co_name == "trace" and "tracer_cls" in frame.f_locals):
-            self._look(frame.f_code, frame.f_globals.get("__name__", ""))
+            self._look(frame.f_code, frame.f_globals)
             frame = frame.f_back
         return super().create_node(*args, **kwargs)
 
-    def _look(self, code: CodeType, room: str) -> None:
+    def _look(self, code: CodeType, scope: dict[str, Any]) -> None:
+        room = scope.get("__name__", "")
         if room == "torch" or room.startswith("torch."):
             if room not in _TRANSPARENT_EXACT and not room.startswith(_TRANSPARENT):
                 raise self.recorder.refuse(f"runs layers inside {room}")
         elif room not in OURS:
-            self.recorder.codes.add(code)
+            self.recorder.codes[code] = scope

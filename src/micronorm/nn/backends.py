@@ -19,7 +19,8 @@ _FORMS = {
     "reference": "the plain equations in PyTorch operations, differentiated by autograd",
 }
 
-_LARGEST_SAMPLE = 2**31  # kernels count the elements of a sample in 32 bits
+_LARGEST = 2**31  # kernels count the elements of a sample, and the numbers of all samples, in 32 bits
+_NUMBERS = 8  # at most so many for every (n, c)
 _LEAST_CAPABILITY = (7, 0)
 
 
@@ -39,11 +40,12 @@ def resolve_backend(backend: str, x: Tensor) -> str:
     """
     if backend not in ("auto", "triton"):
         return backend
+    if backend == "auto" and _is_transformed():
+        return "reference"  # which autograd differentiates: the one-pass form has a backward of its own
     if backend == "auto" and not x.is_cuda:
         return "one-pass"
     problem = kernel_problem(x.device.type, x.device.index) or _transform_problem(x)
-    if problem is None and x.numel() // x.shape[0] >= _LARGEST_SAMPLE:
-        problem = f"a sample of {x.numel() // x.shape[0]} elements is more than kernels count in 32 bits"
+    problem = problem or _size_problem(x)
     if problem is None:
         return "triton"
     if backend == "triton":
@@ -90,8 +92,24 @@ def _transform_problem(x: Tensor) -> str | None:
         return None
     if type(x) not in (Tensor, torch.nn.Parameter):
         return f"kernels take plain tensors, not {type(x).__name__}"
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    if _is_transformed():
         return "kernels know no transforms of torch.func and no forward-mode differentiation"
+    return None
+
+
+def _is_transformed() -> bool:
+    """Whether a transform of torch.func or forward-mode differentiation is under way; compilers see for themselves."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def _size_problem(x: Tensor) -> str | None:
+    """Why the kernels cannot count what there is of this tensor."""
+    if x.numel() // x.shape[0] >= _LARGEST:
+        return f"a sample of {x.numel() // x.shape[0]} elements is more than kernels count in 32 bits"
+    if _NUMBERS * x.shape[0] * x.shape[1] >= _LARGEST:
+        return f"{x.shape[0]} samples of {x.shape[1]} channels have more means than kernels count in 32 bits"
     return None
 
 

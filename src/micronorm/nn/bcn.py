@@ -18,7 +18,7 @@ from micronorm.nn.rematerialize.collector import remember
 from micronorm.nn.running import WideBuffers
 from micronorm.nn.spec import GroupedSpec
 from micronorm.nn.window import Window, gather, gather_numbers, run, sequential_estimates, track_batch
-from micronorm.ops.activation import Activation, check_activation
+from micronorm.ops.activation import IDENTITY, Activation, check_activation
 from micronorm.ops.bcn import (
     batch_channel_norm,
     batch_channel_norm_fused,
@@ -291,9 +291,10 @@ class BatchChannelNorm(WideBuffers):
         return activation(y if residual is None else y + residual)
 
     def _normalize_fused(self, x: Tensor, activation: Activation, residual: Tensor | None) -> Tensor:
-        if residual is not None and not activation.knows_its_sign:
-            # In operations of torch's, which `mn.recompute` follows; the kernel would round otherwise.
-            return activation(self._normalize_fused(x, Activation(), None) + residual)
+        if residual is not None and not (activation.knows_its_sign and residual.dtype == x.dtype):
+            # Not by the kernels, so it cannot be computed again by them to the bit; the norm's own output can. And two
+            # dtypes make a sum of the wider one.
+            return activation(self._normalize_fused(x, IDENTITY, None) + residual)
         elements = x.numel() // (x.shape[0] * self.num_channels)
         training = self.training and (self.statistics == "batch" or self.weight.requires_grad)
         known = None

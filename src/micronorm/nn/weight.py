@@ -52,7 +52,12 @@ class Reparameterized:
 
     def weight_in_use(self) -> Tensor:
         """The effective weight of this forward: the shared one, where there is one."""
-        return self.effective_weight() if self.shared_weight is None else self.shared_weight
+        shared = self.shared_weight
+        return self.effective_weight() if shared is None or self._is_apart(shared) else shared
+
+    def _is_apart(self, shared: Tensor) -> bool:
+        """Whether this forward is outside the autocast that a shared weight was rounded for."""
+        return shared.dtype != self.weight.dtype and not torch.is_autocast_enabled(shared.device.type)
 
 
 class _Conv(Reparameterized):

@@ -361,4 +361,10 @@ def run(function: Callable, *args: object) -> Any:
     """Call one of the functions above; as the operator of its name where a graph is being compiled."""
     if torch.compiler.is_compiling():
         return getattr(torch.ops.micronorm, function.__name__)(*args)
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "a BatchChannelNorm in training mode keeps statistics of what it sees, and transforms of torch.func (grad, "
+            'vmap, jvp, ...) let no layer keep anything; call model.eval() for them, which in "step" mode changes no '
+            "output, or freeze the layer by layer.requires_grad_(False)"
+        )
     return function(*args)

@@ -29,7 +29,8 @@ class Cut(NamedTuple):
 
 def can_block(x: Tensor) -> bool:
     """Whether passes over x may work in place, block by block: eagerly on the CPU, and with nobody recording."""
-    return x.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    eager = not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+    return x.device.type == "cpu" and not torch.is_grad_enabled() and eager
 
 
 def with_space(x: Tensor) -> Tensor:

@@ -9,7 +9,17 @@ from torch.autograd import gradcheck, gradgradcheck
 from micronorm.ops.activation import Activation
 from micronorm.ops.bcn import group_norm_fused
 from tests.contract.layers import as_function
-from tests.ops.bcn.layers import LAYOUTS, Case, assert_agree, data, expected_of, layer_of, poison, set_scheme
+from tests.ops.bcn.layers import (
+    LAYOUTS,
+    Case,
+    assert_agree,
+    data,
+    expected_of,
+    layer_of,
+    poison,
+    reference_of,
+    set_scheme,
+)
 from tests.tolerances import assert_close_to_max, tolerance
 
 CASE = Case((2, 6, 4, 5), 2, "step", "relu", "contiguous", "channels_last")
@@ -181,3 +191,18 @@ def test_group_normalization_by_the_kernels_is_torchs(
     )
     for a, b in zip(gradients, expected[1:], strict=True):
         assert_close_to_max(a, b, tol=tolerance("one_step", torch.float64), scale=max(1.0, b.abs().max().item()))
+
+
+@pytest.mark.parametrize("frozen", ["x", "parameters"])
+def test_second_derivatives_of_some_need_no_gradient_of_the_others(device, frozen):
+    norm = layer_of(CASE, device)
+    x, residual, _ = data(CASE, device)
+    norm.requires_grad_(frozen == "x")
+    x.requires_grad_(frozen != "x")
+    found = []
+    for model in (norm, reference_of(norm).to(device)):
+        wanted = list(model.parameters()) if frozen == "x" else [x]
+        first = torch.autograd.grad(model(x, residual=residual).square().sum(), wanted, create_graph=True)
+        found.append(torch.autograd.grad(sum(g.square().sum() for g in first), wanted))
+    for a, b in zip(*found, strict=True):
+        assert_close_to_max(a, b, tol=tolerance("one_step", torch.float64))

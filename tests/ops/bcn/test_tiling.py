@@ -162,3 +162,14 @@ def test_a_copy_lies_as_the_tensor_it_goes_with():
 def test_numbers_hold_five_blocks_two_estimates_a_flag_per_group_and_the_blend():
     norm = layer_of(Case((3, 6, 4), 2), "cpu")
     assert layout.numbers_size(3, norm.num_channels, norm.num_groups) == 5 * 18 + 2 * 6 + 3 * 2 + 1
+
+
+def test_a_part_of_a_tensor_too_large_for_32_bits_is_copied():
+    near = torch.empty_strided((2, 3, 4), (2**40, 2**30 - 1, 1), device="meta")
+    assert layout.strides_of(near) == (2**40, 2**30 - 1, 1)
+    for shape, stride in (((2, 3, 4), (1, 2**30, 1)), ((2, 3, 3), (1, 1, 2**30))):
+        far = torch.empty_strided(shape, stride, device="meta")
+        assert layout.strides_of(far) is None
+        for result in (layout.laid_out(far), layout.output_like(far)):
+            assert result.shape == far.shape
+            assert layout.strides_of(result) is not None

@@ -160,7 +160,8 @@ def _twice_differentiable(ctx: Any, grad: Tensor, saved: tuple[Any, ...]) -> tup
         start = 5 * x.shape[0] * channels
         mean, var = numbers[start : start + channels], numbers[start + channels : start + 2 * channels]
     estimates = None if from_batch or mean is None else Moments(mean, var)
-    parameters = [p for p in saved[5:9] if p is not None]
+    # Autograd is asked for no gradient that nobody wants: it refuses tensors that need none.
+    wanted = [t is not None and t.requires_grad for t in (x, *saved[5:9])]
     with torch.enable_grad():
         if weight is None:
             y = _group_norm(x, group_weight, group_bias, groups, eps)
@@ -173,9 +174,10 @@ def _twice_differentiable(ctx: Any, grad: Tensor, saved: tuple[Any, ...]) -> tup
             grad = torch.where(output > 0, grad, 0.0)
         else:
             grad = torch.where(output > 0, grad, grad * slope)
-        grads = iter(torch.autograd.grad(y, [x, *parameters], grad, create_graph=True, allow_unused=True))
-    dx = next(grads)
-    each = [None if p is None else next(grads) for p in saved[5:9]]
+        sources = [t for t, is_wanted in zip((x, *saved[5:9]), wanted, strict=True) if is_wanted]
+        found = torch.autograd.grad(y, sources, grad, create_graph=True, allow_unused=True) if sources else ()
+    grads = iter(found)
+    dx, *each = (next(grads) if is_wanted else None for is_wanted in wanted)
     return dx, grad if ctx.has_residual else None, None, None, None, *each, *(None,) * 6
 
 

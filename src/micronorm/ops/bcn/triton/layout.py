@@ -5,11 +5,15 @@ from torch import Tensor
 
 Strides = tuple[int, int, int]
 
+_FARTHEST = 2**31  # kernels count within a sample in 32 bits
+
 
 def strides_of(x: Tensor) -> Strides | None:
-    """The strides of x seen as N×C×S; None where its spatial axes cannot be seen as one."""
+    """The strides of x seen as N×C×S; None where its spatial axes are not one, or reach too far for kernels."""
+    shape, strides = x.shape, x.stride()
     space_stride, extent = 1, 1
-    for size, stride in zip(reversed(x.shape[2:]), reversed(x.stride()[2:]), strict=True):
+    for axis in range(len(strides) - 1, 1, -1):
+        size, stride = shape[axis], strides[axis]
         if size == 1:
             continue
         if extent == 1:
@@ -17,7 +21,9 @@ def strides_of(x: Tensor) -> Strides | None:
         elif stride != space_stride * extent:
             return None
         extent *= size
-    return x.stride(0), x.stride(1), space_stride
+    if (shape[1] - 1) * strides[1] >= _FARTHEST or (extent - 1) * space_stride >= _FARTHEST:
+        return None  # part of a huge tensor
+    return strides[0], strides[1], space_stride
 
 
 def laid_out(x: Tensor, like: Tensor | None = None) -> Tensor:

@@ -51,7 +51,13 @@ class Norm(NamedTuple):
     def key(self) -> tuple[Any, ...]:
         """What launches depend on."""
         dtypes = tuple([None if t is None else t.dtype for t in self[1:8]])
-        return self.estimates, self.groups, self.eps, self.activation, dtypes
+        return self.estimates, self.groups, self.eps, self.activation, dtypes, *self.devices
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """Of an estimate and a parameter, to stand for all: kernels that are ready are called by bare addresses."""
+        mean, gamma = self.mean, self.group_weight
+        return (() if mean is None else (mean.device,)) + (() if gamma is None else (gamma.device,))
 
 
 def _bare(activation: Activation) -> Norm:
@@ -61,7 +67,10 @@ def _bare(activation: Activation) -> Norm:
 
 def _layer(x: Tensor, strides: Strides, norm: Norm) -> Layer:
     samples, channels = x.shape[:2]
-    estimates, groups, eps, activation, dtypes = norm.key
+    estimates, groups, eps, activation, dtypes, *devices = norm.key
+    apart = next((device for device in devices if device != x.device), None)
+    if apart is not None:
+        raise ValueError(f"a norm's parameters and estimates must be where its input is, on {x.device}, got {apart}")
     after = "none" if norm.group_weight is None else "per channel"
     return Layer(
         samples,
@@ -81,7 +90,8 @@ def _layer(x: Tensor, strides: Strides, norm: Norm) -> Layer:
 
 def _pointers(norm: Norm, filler: Tensor) -> list[Tensor]:
     """What kernels are given of a normalization; the filler stands for what it has not and they do not read."""
-    return [filler if t is None else t for t in norm[1:8]]
+    # Their numbers lie side by side: a parameter may be a column of somebody's matrix, or one number for all channels.
+    return [filler if t is None else t if t.is_contiguous() else t.contiguous() for t in norm[1:8]]
 
 
 # --- descriptions that are kept --------------------------------------------------------------------------------------
@@ -244,4 +254,4 @@ def gather(
 ) -> None:
     """Add a forward of N×C×S elements to its layer's window: see `micronorm.nn.window`."""
     key = (*sizes, groups, numbers.device, numbers.dtype, around.dtype, sums.dtype)
-    gather_plan(*key)(numbers, around, sums, lost)
+    gather_plan(*key)(numbers, around.contiguous(), sums, lost)
