@@ -278,3 +278,16 @@ def test_a_residual_of_a_wider_dtype_is_added_in_that_dtype(device, make):
     y = layer(x.bfloat16(), residual=residual, activation="relu")
     assert y.dtype == torch.float32
     assert torch.equal(y, torch.relu(layer(x.bfloat16()) + residual))
+
+
+def test_estimates_wider_than_the_input_cost_its_gradients_no_digits(device):
+    x = (torch.randn(2, 4, 5, 5, dtype=torch.float64, device=device) / 8 + 10_000).float()
+    g = torch.randn_like(x)
+    found = []
+    for backend, source in (("triton", x), ("reference", x.double())):
+        layer = norm(backend=backend, device=device, dtype=torch.float64)
+        layer.running_mean.fill_(10_000 + 1 / 3)  # which float32 rounds by 3e-4
+        y = layer(source)
+        found.append(torch.autograd.grad(y, list(layer.parameters()), g.to(y.dtype)))
+    for ours, expected in zip(*found, strict=True):
+        assert_close_to_max(ours, expected, tol=tolerance("gradient", torch.float32))

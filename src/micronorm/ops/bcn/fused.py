@@ -131,7 +131,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     x, residual, _, mean, var, weight, bias, group_weight, group_bias, _, *options = inputs
     y, numbers = output
     if mean is not None and mean.ndim == 1 and not options[-1]:
-        mean = var = None  # those of a layer, which move at a commit: the forward has left copies in the numbers
+        # Those of a layer, which move at a commit. The forward has left copies in the numbers, unless they are wider.
+        wider = mean.dtype.itemsize > numbers.dtype.itemsize
+        mean, var = (mean.clone(), var.clone()) if wider else (None, None)
     gated = y if residual is not None and options[2] else None
     ctx.save_for_backward(x, gated, numbers, mean, var, weight, bias, group_weight, group_bias)
     ctx.options = options

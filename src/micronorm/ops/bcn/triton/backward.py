@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from micronorm.ops.bcn.triton.pieces import (
+    COUNTS,
     KEPT,
     NO_AFFINE,
     NO_ESTIMATES,
@@ -120,7 +121,7 @@ def _gradients(
     return gain_c * a_c, curve_c, shift_c
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def backward_whole(
     x_ptr,
     g_ptr,
@@ -227,7 +228,7 @@ def backward_whole(
     tl.store(dx_ptr + at_cs, dx_cs.to(dx_ptr.dtype.element_ty), valid_cs)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def backward_part(
     x_ptr,
     g_ptr,
@@ -310,7 +311,7 @@ def _added(parts_ptr, n, c, valid_c, samples, channels, pieces, PIECES: tl.const
     return sum_g_c, tl.sum(tl.load(parts_ptr + samples * pieces * channels + at_cp, valid_cp, 0), 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def backward_numbers(
     parts_ptr,
     numbers_ptr,
@@ -372,7 +373,7 @@ def backward_numbers(
     tl.store(slopes_ptr + 2 * block + at, shift_c, valid_c)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def backward_apply(
     x_ptr,
     g_ptr,
@@ -453,7 +454,7 @@ def backward_apply(
         tl.store(dx_ptr + at_cs, dx_cs.to(dx_ptr.dtype.element_ty), valid_cs)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def backward_finish(
     x_ptr,
     g_ptr,
@@ -567,7 +568,7 @@ def backward_finish(
         tl.store(dx_ptr + at_cs, dx_cs.to(dx_ptr.dtype.element_ty), valid_cs)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def backward_batch(
     numbers_ptr,
     slopes_ptr,
@@ -604,7 +605,7 @@ def backward_batch(
     tl.store(shift_ptr, tl.load(shift_ptr, valid_c, 0) + shift_c, valid_c)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def sum_samples(shares_ptr, totals_ptr, samples, columns, SAMPLES: tl.constexpr, COLUMNS: tl.constexpr):
     """The sum over samples of every column, in one order whatever the grid."""
     dtype: tl.constexpr = shares_ptr.dtype.element_ty

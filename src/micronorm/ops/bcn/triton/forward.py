@@ -9,10 +9,10 @@ The legend of names is in pieces.py.
 import triton
 import triton.language as tl
 
-from micronorm.ops.bcn.triton.pieces import activate, place, split_mean, write_numbers
+from micronorm.ops.bcn.triton.pieces import COUNTS, activate, place, split_mean, write_numbers
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def forward_whole(
     x_ptr,
     residual_ptr,
@@ -113,7 +113,7 @@ def forward_whole(
     tl.store(y_ptr + c[:, None] * y_c + s[None, :] * y_s, y_cs.to(y_ptr.dtype.element_ty), valid_cs)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def moments_part(
     x_ptr,
     parts_ptr,
@@ -193,7 +193,7 @@ def _merged(x_ptr, parts_ptr, n, c, valid_c, samples, channels, space, x_n, x_c,
     return pivot_c, residue_c, var_c
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def moments_merge(
     x_ptr,
     parts_ptr,
@@ -222,7 +222,7 @@ def moments_merge(
     tl.store(numbers_ptr + 2 * block + at, var_c, valid_c)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def forward_numbers(
     x_ptr,
     parts_ptr,
@@ -299,7 +299,7 @@ def forward_numbers(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def forward_apply(
     x_ptr,
     residual_ptr,
@@ -363,7 +363,7 @@ def forward_apply(
         tl.store(y_ptr + c[:, None] * y_c + s[None, :] * y_s, y_cs.to(y_ptr.dtype.element_ty), valid_cs)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def forward_finish(
     x_ptr,
     residual_ptr,

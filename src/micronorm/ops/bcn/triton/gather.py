@@ -3,8 +3,10 @@
 import triton
 import triton.language as tl
 
+from micronorm.ops.bcn.triton.pieces import COUNTS
 
-@triton.jit
+
+@triton.jit(do_not_specialize=COUNTS)
 def gather_window(
     numbers_ptr,
     around_ptr,

@@ -17,6 +17,9 @@ were not finite. Its dtype is the one everything is computed in: float32, or flo
 import triton
 import triton.language as tl
 
+# Numbers whose being 1 or a multiple of 16 makes no faster code: without this every batch size would compile anew.
+COUNTS = ("samples", "pieces", "blocks", "part_pieces", "groups")
+
 # Pieces of triton.language are resolved by name inside kernels: constants must be constexpr.
 IDENTITY = tl.constexpr(0)
 RELU = tl.constexpr(1)
