@@ -380,87 +380,6 @@ def backward_apply(
     y_ptr,
     dx_ptr,
     dr_ptr,
-    numbers_ptr,
-    slopes_ptr,
-    samples,
-    channels,
-    space,
-    x_n,
-    x_c,
-    x_s,
-    g_n,
-    g_c,
-    g_s,
-    y_n,
-    y_c,
-    y_s,
-    d_n,
-    d_c,
-    d_s,
-    pieces,
-    piece,
-    blocks,
-    ACTIVATION: tl.constexpr,
-    SLOPE: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    CHANNELS_LAST: tl.constexpr,
-    ALIGN: tl.constexpr,
-    C_UNIT: tl.constexpr,
-    S_UNIT: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    SPACE: tl.constexpr,
-    STAGES: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
-    """dx = slope·g + curve·(x − pivot) + shift, element by element, and the residual's gradient g."""
-    dtype: tl.constexpr = numbers_ptr.dtype.element_ty
-    x_n, x_c, x_s = x_n * ALIGN, x_c * C_UNIT, x_s * S_UNIT
-    g_n, g_c, g_s = g_n * ALIGN, g_c * C_UNIT, g_s * S_UNIT
-    y_n, y_c, y_s = y_n * ALIGN, y_c * C_UNIT, y_s * S_UNIT
-    d_n, d_c, d_s = d_n * ALIGN, d_c * C_UNIT, d_s * S_UNIT
-    channels, space = channels * S_UNIT, space * C_UNIT
-    # From the end: what the pass before this one read last is still in the cache.
-    n, p, b = place(tl.num_programs(0) - 1 - tl.program_id(0), pieces, blocks, CHANNELS_LAST)
-    c = b * CHANNELS + tl.arange(0, CHANNELS)
-    valid_c = c < channels
-    block = samples * channels
-    at = n * channels + c
-    pivot_c = tl.load(numbers_ptr + at, valid_c, 0)
-    scale_c = tl.load(numbers_ptr + 3 * block + at, valid_c, 0)
-    offset_c = tl.load(numbers_ptr + 4 * block + at, valid_c, 0)
-    slope_c = tl.load(slopes_ptr + at, valid_c, 0)
-    curve_c = tl.load(slopes_ptr + block + at, valid_c, 0)
-    shift_c = tl.load(slopes_ptr + 2 * block + at, valid_c, 0)
-    far = n.to(tl.int64)
-    start = p * piece
-    end = tl.minimum(start + piece, space)
-    for first in tl.range(start, end, SPACE, num_stages=STAGES, loop_unroll_factor=UNROLL):
-        s = first + tl.arange(0, SPACE)
-        valid_cs = valid_c[:, None] & (s < space)[None, :]
-        x_cs = tl.load(x_ptr + far * x_n + c[:, None] * x_c + s[None, :] * x_s, valid_cs, 0).to(dtype)
-        g_cs = tl.load(g_ptr + far * g_n + c[:, None] * g_c + s[None, :] * g_s, valid_cs, 0).to(dtype)
-        t_cs = x_cs - pivot_c[:, None]
-        if HAS_RESIDUAL:
-            u_cs = tl.load(y_ptr + far * y_n + c[:, None] * y_c + s[None, :] * y_s, valid_cs, 0).to(dtype)
-        else:
-            u_cs = tl.fma(t_cs, scale_c[:, None], tl.broadcast_to(offset_c[:, None], [CHANNELS, SPACE]))
-        g_cs = gate(g_cs, u_cs, ACTIVATION, SLOPE)
-        at_cs = far * d_n + c[:, None] * d_c + s[None, :] * d_s
-        if HAS_RESIDUAL:
-            tl.store(dr_ptr + at_cs, g_cs.to(dr_ptr.dtype.element_ty), valid_cs)
-        dx_cs = tl.fma(
-            g_cs, slope_c[:, None], tl.fma(t_cs, curve_c[:, None], tl.broadcast_to(shift_c[:, None], [CHANNELS, SPACE]))
-        )
-        tl.store(dx_ptr + at_cs, dx_cs.to(dx_ptr.dtype.element_ty), valid_cs)
-
-
-@triton.jit(do_not_specialize=COUNTS)
-def backward_finish(
-    x_ptr,
-    g_ptr,
-    y_ptr,
-    dx_ptr,
-    dr_ptr,
     parts_ptr,
     numbers_ptr,
     shares_ptr,
@@ -505,44 +424,55 @@ def backward_finish(
     SPACE: tl.constexpr,
     STAGES: tl.constexpr,
     UNROLL: tl.constexpr,
+    FINISHES: tl.constexpr,
 ):
-    """`backward_numbers` and `backward_apply` in one: every program does the arithmetic of its own groups."""
+    """dx = slope·g + curve·(x − pivot) + shift, element by element, and the residual's gradient g.
+
+    FINISHES: the slopes are not there yet, and every program does the arithmetic of its groups from the pieces' sums
+    in `parts`; else `parts` holds the slopes.
+    """
     dtype: tl.constexpr = numbers_ptr.dtype.element_ty
     x_n, x_c, x_s = x_n * ALIGN, x_c * C_UNIT, x_s * S_UNIT
     g_n, g_c, g_s = g_n * ALIGN, g_c * C_UNIT, g_s * S_UNIT
     y_n, y_c, y_s = y_n * ALIGN, y_c * C_UNIT, y_s * S_UNIT
     d_n, d_c, d_s = d_n * ALIGN, d_c * C_UNIT, d_s * S_UNIT
     channels, space = channels * S_UNIT, space * C_UNIT
+    # From the end: what the pass before this one read last is still in the cache.
     n, p, b = place(tl.num_programs(0) - 1 - tl.program_id(0), pieces, blocks, CHANNELS_LAST)
     c = b * CHANNELS + tl.arange(0, CHANNELS)
     valid_c = c < channels
-    sum_g_c, sum_gt_c = _added(parts_ptr, n, c, valid_c, samples, channels, part_pieces, PIECES)
-    slope_c, curve_c, shift_c = _gradients(
-        sum_g_c,
-        sum_gt_c,
-        numbers_ptr,
-        shares_ptr,
-        mean_ptr,
-        var_ptr,
-        weight_ptr,
-        bias_ptr,
-        group_weight_ptr,
-        n,
-        c,
-        valid_c,
-        valid_c & (p == 0),
-        samples,
-        channels,
-        space,
-        EPS,
-        ESTIMATES,
-        AFFINE,
-        GROUPS,
-        SIZE,
-        CHANNELS,
-    )
     block = samples * channels
     at = n * channels + c
+    if FINISHES:
+        sum_g_c, sum_gt_c = _added(parts_ptr, n, c, valid_c, samples, channels, part_pieces, PIECES)
+        slope_c, curve_c, shift_c = _gradients(
+            sum_g_c,
+            sum_gt_c,
+            numbers_ptr,
+            shares_ptr,
+            mean_ptr,
+            var_ptr,
+            weight_ptr,
+            bias_ptr,
+            group_weight_ptr,
+            n,
+            c,
+            valid_c,
+            valid_c & (p == 0),
+            samples,
+            channels,
+            space,
+            EPS,
+            ESTIMATES,
+            AFFINE,
+            GROUPS,
+            SIZE,
+            CHANNELS,
+        )
+    else:
+        slope_c = tl.load(parts_ptr + at, valid_c, 0)
+        curve_c = tl.load(parts_ptr + block + at, valid_c, 0)
+        shift_c = tl.load(parts_ptr + 2 * block + at, valid_c, 0)
     pivot_c = tl.load(numbers_ptr + at, valid_c, 0)
     scale_c = tl.load(numbers_ptr + 3 * block + at, valid_c, 0)
     offset_c = tl.load(numbers_ptr + 4 * block + at, valid_c, 0)

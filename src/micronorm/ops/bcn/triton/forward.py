@@ -304,70 +304,6 @@ def forward_apply(
     x_ptr,
     residual_ptr,
     y_ptr,
-    numbers_ptr,
-    samples,
-    channels,
-    space,
-    x_n,
-    x_c,
-    x_s,
-    r_n,
-    r_c,
-    r_s,
-    y_n,
-    y_c,
-    y_s,
-    pieces,
-    piece,
-    blocks,
-    ACTIVATION: tl.constexpr,
-    SLOPE: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    CHANNELS_LAST: tl.constexpr,
-    ALIGN: tl.constexpr,
-    C_UNIT: tl.constexpr,
-    S_UNIT: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    SPACE: tl.constexpr,
-    STAGES: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
-    """y = act(scale·(x − pivot) + offset [+ residual]), element by element."""
-    dtype: tl.constexpr = numbers_ptr.dtype.element_ty
-    x_n, x_c, x_s = x_n * ALIGN, x_c * C_UNIT, x_s * S_UNIT
-    r_n, r_c, r_s = r_n * ALIGN, r_c * C_UNIT, r_s * S_UNIT
-    y_n, y_c, y_s = y_n * ALIGN, y_c * C_UNIT, y_s * S_UNIT
-    channels, space = channels * S_UNIT, space * C_UNIT
-    # From the end: what the pass before this one read last is still in the cache.
-    n, p, b = place(tl.num_programs(0) - 1 - tl.program_id(0), pieces, blocks, CHANNELS_LAST)
-    c = b * CHANNELS + tl.arange(0, CHANNELS)
-    valid_c = c < channels
-    block = samples * channels
-    at = n * channels + c
-    pivot_c = tl.load(numbers_ptr + at, valid_c, 0)
-    scale_c = tl.load(numbers_ptr + 3 * block + at, valid_c, 0)
-    offset_c = tl.load(numbers_ptr + 4 * block + at, valid_c, 0)
-    x_ptr += n.to(tl.int64) * x_n
-    residual_ptr += n.to(tl.int64) * r_n
-    y_ptr += n.to(tl.int64) * y_n
-    start = p * piece
-    end = tl.minimum(start + piece, space)
-    for first in tl.range(start, end, SPACE, num_stages=STAGES, loop_unroll_factor=UNROLL):
-        s = first + tl.arange(0, SPACE)
-        valid_cs = valid_c[:, None] & (s < space)[None, :]
-        x_cs = tl.load(x_ptr + c[:, None] * x_c + s[None, :] * x_s, valid_cs, 0).to(dtype)
-        u_cs = tl.fma(x_cs - pivot_c[:, None], scale_c[:, None], tl.broadcast_to(offset_c[:, None], [CHANNELS, SPACE]))
-        if HAS_RESIDUAL:
-            u_cs += tl.load(residual_ptr + c[:, None] * r_c + s[None, :] * r_s, valid_cs, 0).to(dtype)
-        y_cs = activate(u_cs, ACTIVATION, SLOPE)
-        tl.store(y_ptr + c[:, None] * y_c + s[None, :] * y_s, y_cs.to(y_ptr.dtype.element_ty), valid_cs)
-
-
-@triton.jit(do_not_specialize=COUNTS)
-def forward_finish(
-    x_ptr,
-    residual_ptr,
-    y_ptr,
     parts_ptr,
     numbers_ptr,
     mean_ptr,
@@ -413,46 +349,58 @@ def forward_finish(
     STAGES: tl.constexpr,
     UNROLL: tl.constexpr,
     MAX: tl.constexpr,
+    FINISHES: tl.constexpr,
 ):
-    """`forward_numbers` and `forward_apply` in one: every program does the arithmetic of its own groups."""
+    """y = act(scale·(x − pivot) + offset [+ residual]), element by element.
+
+    FINISHES: the numbers are not there yet, and every program does the arithmetic of its own groups.
+    """
     dtype: tl.constexpr = numbers_ptr.dtype.element_ty
     x_n, x_c, x_s = x_n * ALIGN, x_c * C_UNIT, x_s * S_UNIT
     r_n, r_c, r_s = r_n * ALIGN, r_c * C_UNIT, r_s * S_UNIT
     y_n, y_c, y_s = y_n * ALIGN, y_c * C_UNIT, y_s * S_UNIT
     channels, space = channels * S_UNIT, space * C_UNIT
+    # From the end: what the pass before this one read last is still in the cache.
     n, p, b = place(tl.num_programs(0) - 1 - tl.program_id(0), pieces, blocks, CHANNELS_LAST)
     c = b * CHANNELS + tl.arange(0, CHANNELS)
     valid_c = c < channels
-    pivot_c, residue_c, raw_var_c = _merged(
-        x_ptr, parts_ptr, n, c, valid_c, samples, channels, space, x_n, x_c, part_pieces, part_piece, PIECES
-    )
-    scale_c, offset_c = write_numbers(
-        numbers_ptr,
-        pivot_c,
-        residue_c,
-        raw_var_c,
-        mean_ptr,
-        var_ptr,
-        weight_ptr,
-        bias_ptr,
-        group_weight_ptr,
-        group_bias_ptr,
-        blend_ptr,
-        n,
-        c,
-        valid_c,
-        valid_c & (p == 0),
-        samples,
-        channels,
-        EPS,
-        ESTIMATES,
-        AFFINE,
-        HAS_BLEND,
-        GROUPS,
-        SIZE,
-        CHANNELS,
-        MAX,
-    )
+    if FINISHES:
+        pivot_c, residue_c, raw_var_c = _merged(
+            x_ptr, parts_ptr, n, c, valid_c, samples, channels, space, x_n, x_c, part_pieces, part_piece, PIECES
+        )
+        scale_c, offset_c = write_numbers(
+            numbers_ptr,
+            pivot_c,
+            residue_c,
+            raw_var_c,
+            mean_ptr,
+            var_ptr,
+            weight_ptr,
+            bias_ptr,
+            group_weight_ptr,
+            group_bias_ptr,
+            blend_ptr,
+            n,
+            c,
+            valid_c,
+            valid_c & (p == 0),
+            samples,
+            channels,
+            EPS,
+            ESTIMATES,
+            AFFINE,
+            HAS_BLEND,
+            GROUPS,
+            SIZE,
+            CHANNELS,
+            MAX,
+        )
+    else:
+        block = samples * channels
+        at = n * channels + c
+        pivot_c = tl.load(numbers_ptr + at, valid_c, 0)
+        scale_c = tl.load(numbers_ptr + 3 * block + at, valid_c, 0)
+        offset_c = tl.load(numbers_ptr + 4 * block + at, valid_c, 0)
     x_ptr += n.to(tl.int64) * x_n
     residual_ptr += n.to(tl.int64) * r_n
     y_ptr += n.to(tl.int64) * y_n

@@ -79,6 +79,10 @@ class Layer(NamedTuple):
         return {"ACTIVATION": _ACTIVATIONS[self.activation.kind], "SLOPE": self.activation.slope}
 
 
+# For an elementwise pass that finds its numbers done; of other layers it need not be compiled anew.
+_DONE = {"EPS": 0.0, "ESTIMATES": 0, "AFFINE": 0, "GROUPS": 1, "SIZE": 1, "PIECES": 1, "FINISHES": False}
+
+
 class _Units(NamedTuple):
     """What all rows of all tensors begin at multiples of, in elements; kernels are given strides in these units.
 
@@ -192,17 +196,17 @@ class Forward:
         assert tile is not None
         constants = layer.constants | layer.gate | self.limit | tile.constants | self.units.constants
         constants |= {"HAS_RESIDUAL": self.residual is not None, "PIECES": tiling.next_power(self.moments.pieces)}
-        constants |= {"GROUPS": tile.channels // (layer.channels // layer.groups)}
+        constants |= {"GROUPS": tile.channels // (layer.channels // layer.groups), "FINISHES": True}
         scalars = (*self.counts, *self.strides, *self.moments.cut[:2], *tile.cut)
-        return Launch(fwd.forward_finish, (tile.programs,), scalars, constants, tile.warps)
+        return Launch(fwd.forward_apply, (tile.programs,), scalars, constants, tile.warps)
 
     @cached_property
     def apply(self) -> Launch:
         """x and the numbers → y."""
         tile, layer = self.elementwise, self.layer
-        constants = layer.gate | {"HAS_RESIDUAL": self.residual is not None}
+        constants = _DONE | layer.gate | {"HAS_RESIDUAL": self.residual is not None, "HAS_BLEND": False, "MAX": 0.0}
         constants |= tile.constants | self.units.constants
-        scalars = (*self.counts, *self.strides, *tile.cut)
+        scalars = (*self.counts, *self.strides, 1, 1, *tile.cut)
         return Launch(fwd.forward_apply, (tile.programs,), scalars, constants, tile.warps)
 
 
@@ -272,16 +276,16 @@ class Backward:
         assert tile is not None
         constants = layer.constants | layer.gate | self.has_residual | tile.constants | self.units.constants
         constants |= {"PIECES": tiling.next_power(self.sums.pieces)}
-        constants |= {"GROUPS": tile.channels // (layer.channels // layer.groups)}
+        constants |= {"GROUPS": tile.channels // (layer.channels // layer.groups), "FINISHES": True}
         scalars = (*self.counts, *self.strides, self.sums.pieces, *tile.cut)
-        return Launch(bwd.backward_finish, (tile.programs,), scalars, constants, tile.warps)
+        return Launch(bwd.backward_apply, (tile.programs,), scalars, constants, tile.warps)
 
     @cached_property
     def apply(self) -> Launch:
         """x, dy and the slopes → dx."""
         tile, layer = self.elementwise, self.layer
-        constants = layer.gate | self.has_residual | tile.constants | self.units.constants
-        scalars = (*self.counts, *self.strides, *tile.cut)
+        constants = _DONE | layer.gate | self.has_residual | tile.constants | self.units.constants
+        scalars = (*self.counts, *self.strides, 1, *tile.cut)
         return Launch(bwd.backward_apply, (tile.programs,), scalars, constants, tile.warps)
 
     @cached_property

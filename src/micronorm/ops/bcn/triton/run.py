@@ -186,7 +186,7 @@ def forward(x: Tensor, residual: Tensor | None, norm: Norm, given: Tensor | None
     else:
         numbers[: given.numel()].copy_(given.flatten())
         plan.terms_of_given(x, numbers, numbers, *tensors)
-    plan.apply(x, added, y, numbers)
+    plan.apply(x, added, y, numbers, numbers, *tensors)
     return y, numbers
 
 
@@ -196,7 +196,8 @@ def recompute(x: Tensor, residual: Tensor | None, numbers: Tensor, activation: A
     y = output_like(x)
     x = laid_out(x)
     added = x if residual is None else laid_out(residual, like=x)
-    _forward_plan(x, None if residual is None else added, _bare(activation)).apply(x, added, y, numbers)
+    plan = _forward_plan(x, None if residual is None else added, _bare(activation))
+    plan.apply(x, added, y, numbers, numbers, *_pointers(_bare(activation), numbers))
     return y
 
 
@@ -239,7 +240,7 @@ def backward(x: Tensor, grad: Tensor, y: Tensor | None, numbers: Tensor, norm: N
     _sum_samples(plan, shares, total)
     if from_batch:
         plan.through_batch(numbers, slopes, total, *small[:3])
-    plan.apply(*big, *results, numbers, slopes)
+    plan.apply(*big, *results, slopes, numbers, shares, *small)
     return Gradients(dx, dr, total)
 
 
