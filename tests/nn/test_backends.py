@@ -1,5 +1,6 @@
 """Which form computes a layer, and what is said where kernels cannot."""
 
+import importlib.metadata
 import importlib.util
 
 import pytest
@@ -54,6 +55,12 @@ def test_a_missing_triton_is_named(monkeypatch):
     assert explain_backend("cuda").backend == "one-pass"
     with pytest.raises(ValueError, match="triton is not installed"):
         resolve_backend("triton", X)
+
+
+def test_a_triton_that_is_too_old_is_named(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "3.2.0")
+    assert kernel_problem("cuda", 0) == "kernels need triton 3.4 or newer, this is 3.2.0"
+    assert explain_backend("cuda").backend == "one-pass"
 
 
 def test_other_devices_are_named():

@@ -1,5 +1,6 @@
 """Which implementation computes a layer that has several."""
 
+import importlib.metadata
 import importlib.util
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ _FORMS = {
 _LARGEST = 2**31  # kernels count the elements of a sample, and the numbers of all samples, in 32 bits
 _NUMBERS = 8  # at most so many for every (n, c)
 _LEAST_CAPABILITY = (7, 0)
+_LEAST_TRITON = (3, 4)  # compiled kernels are called in its way; it comes with torch 2.8
 
 
 class Choice(NamedTuple):
@@ -73,6 +75,9 @@ _problems: dict[tuple[str, int | None], str | None] = {}
 def _look_for_problem(kind: str, index: int | None) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
+    version = importlib.metadata.version("triton")
+    if tuple(int(part) for part in version.split(".")[:2]) < _LEAST_TRITON:
+        return f"kernels need triton {_LEAST_TRITON[0]}.{_LEAST_TRITON[1]} or newer, this is {version}"
     if kind == "cpu":
         from micronorm.ops.bcn.triton.run import INTERPRETED
 
