@@ -355,7 +355,10 @@ def test_nothing_waits_for_the_device():
     torch.autograd.grad(whats, weights, grads)
     torch.cuda.set_sync_debug_mode("error")
     try:
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            whats[0].sum().item()  # what would wait is told
         whats = weight_standardize_many(weights)
-        torch.autograd.grad(whats, weights, grads)
+        found = torch.autograd.grad(whats, weights, grads)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert_right(weights, whats, grads, found)
