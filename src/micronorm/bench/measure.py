@@ -157,6 +157,7 @@ def _measure_route(
 ) -> list[Row]:
     rows = [(contestant, replace(row, route=route)) for contestant, row in ready]
     timers: dict[Contestant, Callable[[], float]] = {}
+    gc.collect()  # autograd's graphs in cycles: what they know of another stream would spoil a capture
     for contestant, row in rows:
         with _fault_of(row):
             timers[contestant] = _timer(contestant, route, inputs, settings)
