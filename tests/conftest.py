@@ -17,6 +17,10 @@ from hypothesis import register_random, settings
 # Small tensors gain nothing from threads, and `make test` runs one process per core already.
 torch.set_num_threads(1)
 
+# On a GPU what is compared to the bit must not depend on the order of cudnn's sums, nor on ten bits of mantissa.
+torch.backends.cudnn.deterministic = True
+torch.backends.cudnn.allow_tf32 = False
+
 # A runner that a shell started in the background ignores Ctrl-C, and so would every process started here.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
