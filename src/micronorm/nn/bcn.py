@@ -282,7 +282,7 @@ class BatchChannelNorm(WideBuffers):
             y = batch_channel_norm_reference(x, estimates, *affine, **options)
         else:
             fused = activation.kind == "relu" and residual is None
-            numbers = [] if rematerializing() is not None else None
+            numbers = [] if rematerializing(self) is not None else None
             y = batch_channel_norm(x, estimates, *affine, **options, relu=fused, data=data, numbers=numbers)
             if numbers:
                 remember(y, partial(elementwise, relu=fused), (x,), tuple(numbers))
@@ -316,7 +316,7 @@ class BatchChannelNorm(WideBuffers):
             residual=residual,
             moments=known,
         )
-        if rematerializing() is not None:
+        if rematerializing(self) is not None:
             sources = (x,) if residual is None else (x, residual)
             remember(y, partial(elementwise_fused, activation=activation), sources, (numbers,))
         if training and self.statistics == "step":

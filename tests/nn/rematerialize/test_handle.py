@@ -382,3 +382,26 @@ def test_ranks_give_the_same_bits(wrap, tmp_path):
         assert handle.report().tensors == 1
     finally:
         torch.distributed.destroy_process_group()
+
+
+# --- a part of the model ----------------------------------------------------------------------------------------------
+
+
+def test_a_filter_recomputes_what_it_names_and_nothing_else():
+    model, x = network("resnet18"), images()
+    expected = two_steps(copy.deepcopy(model), x)
+    stem = copy.deepcopy(model)
+    handle = mn.recompute(stem, filter=lambda module, name: name == "bn1")
+    assert equal(two_steps(stem, x), expected)
+    found = handle.report()
+    everything = copy.deepcopy(model)
+    other = mn.recompute(everything)
+    everything(x)
+    assert found.tensors == 1
+    assert 64 * 16 * 16 * 2 * 4 * 0.9 < found.bytes <= 64 * 16 * 16 * 2 * 4  # the stem's output, less a few numbers
+    assert other.report().tensors > 10
+
+
+def test_a_filter_that_leaves_nothing_is_refused():
+    with pytest.raises(ValueError, match="leaves none of the 1 norms"):
+        mn.recompute(small(), filter=lambda module, name: name == "bn1")

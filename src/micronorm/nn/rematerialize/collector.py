@@ -65,9 +65,13 @@ class _Entry(NamedTuple):
 
 
 class Collector:
-    """Notes formulas during one forward, and answers autograd's first hook with them."""
+    """Notes formulas during one forward, and answers autograd's first hook with them.
 
-    def __init__(self) -> None:
+    `left_out` are the layers whose outputs are kept all the same.
+    """
+
+    def __init__(self, left_out: frozenset[nn.Module] = frozenset()) -> None:
+        self.left_out = left_out
         self.spared = Spared()
         self._entries: dict[int, _Entry] = {}
         self._saved: dict[int, list[weakref.ref[Saved]]] = {}
@@ -234,11 +238,12 @@ def _fills_its_storage(tensor: Tensor) -> bool:
 _local = threading.local()
 
 
-def active() -> Collector | None:
-    """The collector of this thread's forward; None outside one, and in code that is being compiled."""
+def active(layer: nn.Module | None = None) -> Collector | None:
+    """The collector of this thread's forward; None outside one, in compiled code, and for a layer that is left out."""
     if torch.compiler.is_compiling():
         return None
-    return getattr(_local, "collector", None)
+    collector = getattr(_local, "collector", None)
+    return None if collector is None or layer in collector.left_out else collector
 
 
 def activate(collector: Collector | None) -> None:
