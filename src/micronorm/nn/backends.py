@@ -42,12 +42,13 @@ def resolve_backend(backend: str, x: Tensor) -> str:
     """
     if backend not in ("auto", "triton"):
         return backend
-    if backend == "auto" and _is_transformed():
+    transformed = _is_transformed()
+    if backend == "auto" and transformed:
         return "reference"  # which autograd differentiates: the one-pass form has a backward of its own
     if backend == "auto" and not x.is_cuda:
         return "one-pass"
-    problem = kernel_problem(x.device.type, x.device.index) or _transform_problem(x)
-    problem = problem or _size_problem(x)
+    device = x.device
+    problem = kernel_problem(device.type, device.index) or _tensor_problem(x, transformed) or _size_problem(x)
     if problem is None:
         return "triton"
     if backend == "triton":
@@ -91,13 +92,11 @@ def _look_for_problem(kind: str, index: int | None) -> str | None:
     return None
 
 
-def _transform_problem(x: Tensor) -> str | None:
+def _tensor_problem(x: Tensor, transformed: bool) -> str | None:
     """Why the kernels cannot be launched on this tensor; code that is being compiled gets them as operators."""
-    if torch.compiler.is_compiling():
-        return None
-    if type(x) not in (Tensor, torch.nn.Parameter):
+    if type(x) not in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling():
         return f"kernels take plain tensors, not {type(x).__name__}"
-    if _is_transformed():
+    if transformed:
         return "kernels know no transforms of torch.func and no forward-mode differentiation"
     return None
 

@@ -147,8 +147,9 @@ def _gradients(ctx: Any, grad: Tensor, backward: Callable) -> tuple[Any, ...]:
     dx, residual, parameters = backward(grad, *saved, *ctx.options)
     if ctx.has_residual and saved[1] is None:  # added and left as it is
         residual = grad
-    parts = iter(parameters.split([p.shape[0] for p in saved[5:9] if p is not None]))
-    grads = [None if p is None else next(parts).to(p.dtype) for p in saved[5:9]]
+    parts = iter(parameters.split_with_sizes([p.shape[0] for p in saved[5:9] if p is not None]))
+    own = saved[2].dtype  # that of the kernels' numbers
+    grads = [None if p is None else next(parts) if p.dtype == own else next(parts).to(p.dtype) for p in saved[5:9]]
     return dx, residual if ctx.has_residual else None, None, None, None, *grads, *(None,) * 6
 
 
@@ -349,4 +350,5 @@ def _call(
     )
     if torch.compiler.is_compiling():
         return torch.ops.micronorm.normalize(*inputs)
-    return _Normalize.apply(*inputs)  # type: ignore[return-value]
+    # Past the look for torch.func's wrappers in every argument: kernels are not called under its transforms.
+    return super(torch.autograd.Function, _Normalize).apply(*inputs)  # type: ignore[misc]

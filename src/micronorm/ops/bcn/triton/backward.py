@@ -11,6 +11,7 @@ group, or per channel in group normalization); `slopes` holds three blocks of N�
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from micronorm.ops.bcn.triton.pieces import (
     COUNTS,
@@ -163,8 +164,12 @@ def backward_whole(
     ALIGN: tl.constexpr,
     C_UNIT: tl.constexpr,
     S_UNIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The whole backward where a sample's groups fit on chip: x and the gradient are read once."""
+    if PDL:  # not before the launch before this one is done
+        gdc_wait()
+        gdc_launch_dependents()
     dtype: tl.constexpr = numbers_ptr.dtype.element_ty
     x_n, x_c, x_s = x_n * ALIGN, x_c * C_UNIT, x_s * S_UNIT
     g_n, g_c, g_s = g_n * ALIGN, g_c * C_UNIT, g_s * S_UNIT
@@ -261,8 +266,12 @@ def backward_part(
     SPACE: tl.constexpr,
     STAGES: tl.constexpr,
     UNROLL: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Σg and Σg·t over one piece of space."""
+    if PDL:  # not before the launch before this one is done
+        gdc_wait()
+        gdc_launch_dependents()
     dtype: tl.constexpr = numbers_ptr.dtype.element_ty
     x_n, x_c, x_s = x_n * ALIGN, x_c * C_UNIT, x_s * S_UNIT
     g_n, g_c, g_s = g_n * ALIGN, g_c * C_UNIT, g_s * S_UNIT
@@ -333,8 +342,12 @@ def backward_numbers(
     SIZE: tl.constexpr,
     CHANNELS: tl.constexpr,
     PIECES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The N×C arithmetic of the backward, from the pieces' sums."""
+    if PDL:  # not before the launch before this one is done
+        gdc_wait()
+        gdc_launch_dependents()
     WIDTH: tl.constexpr = GROUPS * SIZE
     blocks = tl.cdiv(channels, WIDTH)
     n = tl.program_id(0) // blocks
@@ -425,12 +438,16 @@ def backward_apply(
     STAGES: tl.constexpr,
     UNROLL: tl.constexpr,
     FINISHES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """dx = slope·g + curve·(x − pivot) + shift, element by element, and the residual's gradient g.
 
     FINISHES: the slopes are not there yet, and every program does the arithmetic of its groups from the pieces' sums
     in `parts`; else `parts` holds the slopes.
     """
+    if PDL:  # not before the launch before this one is done
+        gdc_wait()
+        gdc_launch_dependents()
     dtype: tl.constexpr = numbers_ptr.dtype.element_ty
     x_n, x_c, x_s = x_n * ALIGN, x_c * C_UNIT, x_s * S_UNIT
     g_n, g_c, g_s = g_n * ALIGN, g_c * C_UNIT, g_s * S_UNIT
@@ -511,8 +528,12 @@ def backward_batch(
     space,
     EPS: tl.constexpr,
     CHANNELS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Add what flows through the batch's own moments; `totals` begins with the gradients of γ^b and β^b."""
+    if PDL:  # not before the launch before this one is done
+        gdc_wait()
+        gdc_launch_dependents()
     dtype: tl.constexpr = numbers_ptr.dtype.element_ty
     n = tl.program_id(0)
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
@@ -536,8 +557,13 @@ def backward_batch(
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def sum_samples(shares_ptr, totals_ptr, samples, columns, SAMPLES: tl.constexpr, COLUMNS: tl.constexpr):
+def sum_samples(
+    shares_ptr, totals_ptr, samples, columns, SAMPLES: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr
+):
     """The sum over samples of every column, in one order whatever the grid."""
+    if PDL:  # not before the launch before this one is done
+        gdc_wait()
+        gdc_launch_dependents()
     dtype: tl.constexpr = shares_ptr.dtype.element_ty
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     sums = tl.zeros([SAMPLES, COLUMNS], dtype)

@@ -8,6 +8,7 @@ The legend of names is in pieces.py.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from micronorm.ops.bcn.triton.pieces import COUNTS, activate, place, split_mean, write_numbers
 
@@ -52,8 +53,12 @@ def forward_whole(
     C_UNIT: tl.constexpr,
     S_UNIT: tl.constexpr,
     MAX: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The whole forward where a sample's groups fit on chip: x is read once."""
+    if PDL:  # not before the launch before this one is done
+        gdc_wait()
+        gdc_launch_dependents()
     dtype: tl.constexpr = numbers_ptr.dtype.element_ty
     x_n, x_c, x_s = x_n * ALIGN, x_c * C_UNIT, x_s * S_UNIT
     r_n, r_c, r_s = r_n * ALIGN, r_c * C_UNIT, r_s * S_UNIT
@@ -134,12 +139,16 @@ def moments_part(
     SPACE: tl.constexpr,
     STAGES: tl.constexpr,
     UNROLL: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Mean, around the sample's first element, and sum of squared deviations of one piece of space.
 
     The sums run around the median of three of the piece's elements. Where its mean lies D deviations from there, taking
     the square of that distance away at the end costs D² roundings; one outlier among the three changes nothing.
     """
+    if PDL:  # not before the launch before this one is done
+        gdc_wait()
+        gdc_launch_dependents()
     dtype: tl.constexpr = parts_ptr.dtype.element_ty
     x_n, x_c, x_s = x_n * ALIGN, x_c * C_UNIT, x_s * S_UNIT
     channels, space = channels * S_UNIT, space * C_UNIT
@@ -207,8 +216,12 @@ def moments_merge(
     piece,
     CHANNELS: tl.constexpr,
     PIECES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Pivot, residue and variance alone, for statistics that are made of them before the normalization."""
+    if PDL:  # not before the launch before this one is done
+        gdc_wait()
+        gdc_launch_dependents()
     n = tl.program_id(0)
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     valid_c = c < channels
@@ -251,8 +264,12 @@ def forward_numbers(
     CHANNELS: tl.constexpr,
     PIECES: tl.constexpr,
     MAX: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The N×C arithmetic of the forward, from the pieces' moments or from moments that lie in `numbers` already."""
+    if PDL:  # not before the launch before this one is done
+        gdc_wait()
+        gdc_launch_dependents()
     WIDTH: tl.constexpr = GROUPS * SIZE
     blocks = tl.cdiv(channels, WIDTH)
     program = tl.program_id(0)
@@ -350,11 +367,15 @@ def forward_apply(
     UNROLL: tl.constexpr,
     MAX: tl.constexpr,
     FINISHES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """y = act(scale·(x − pivot) + offset [+ residual]), element by element.
 
     FINISHES: the numbers are not there yet, and every program does the arithmetic of its own groups.
     """
+    if PDL:  # not before the launch before this one is done
+        gdc_wait()
+        gdc_launch_dependents()
     dtype: tl.constexpr = numbers_ptr.dtype.element_ty
     x_n, x_c, x_s = x_n * ALIGN, x_c * C_UNIT, x_s * S_UNIT
     r_n, r_c, r_s = r_n * ALIGN, r_c * C_UNIT, r_s * S_UNIT

@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from micronorm.ops.bcn.triton.pieces import COUNTS
 
@@ -19,8 +20,12 @@ def gather_window(
     SAMPLES: tl.constexpr,
     CHANNELS: tl.constexpr,
     FLAGS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Add n, Σ(x − μ̂) and Σ(x − μ̂)² to the window, or count the forward as lost where a moment is not finite."""
+    if PDL:  # not before the launch before this one is done
+        gdc_wait()
+        gdc_launch_dependents()
     wide: tl.constexpr = sums_ptr.dtype.element_ty
     block = samples * channels
     flags = samples * groups

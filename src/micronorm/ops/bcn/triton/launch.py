@@ -38,7 +38,8 @@ class Launch:
     ) -> None:
         self.kernel, self.grid, self.warps = kernel, (*grid, 1, 1)[:3], warps
         self.scalars, self.constants = tuple(scalars), dict(constants)
-        self.compiled: Any = None
+        self.compiled: Any = None  # kept alive: the addresses below are its
+        self.start: Any = None
         self.head: tuple[Any, ...] = ()
         self.tail: tuple[Any, ...] = ()
 
@@ -52,17 +53,37 @@ class Launch:
             self._find(tensors, aligned=not bits & _ALIGNMENT)
         else:
             stream = current_stream(tensors[0].device.index)
-            self.compiled.run(*self.grid, stream, *self.head, *addresses, *self.tail)
+            self.start(*self.grid, stream, *self.head, *addresses, *self.tail)
 
     def _find(self, tensors: tuple[Tensor, ...], *, aligned: bool) -> None:
         """Launch by triton's own way, and keep what it compiled."""
-        compiled = self.kernel[self.grid](*tensors, *self.scalars, **self.constants, num_warps=self.warps)
+        early = starts_early(tensors[0].device)
+        self.constants["PDL"] = early
+        options: dict[str, Any] = {"num_warps": self.warps} | ({"launch_pdl": True} if early else {})
+        compiled = self.kernel[self.grid](*tensors, *self.scalars, **self.constants, **options)
         if aligned and isinstance(compiled, CompiledKernel):
             names = self.kernel.arg_names[len(tensors) + len(self.scalars) :]
             self.tail = (*self.scalars, *(self.constants[name] for name in names))
-            # The function, its metadata, and no metadata and hooks of the launch, which profilers would set.
-            self.head = (compiled.function, compiled.packed_metadata, None, None, None)
+            self.start, self.head = _starter(compiled)
             self.compiled = compiled
+
+
+def _starter(compiled: Any) -> tuple[Any, tuple[Any, ...]]:
+    """What starts a compiled kernel, given grid and stream, and its arguments before those of the kernel itself."""
+    # The function, its metadata, and no metadata and hooks of the launch, which profilers would set.
+    head = (compiled.packed_metadata, None, None, None)
+    launcher = compiled.run
+    if getattr(launcher, "global_scratch_size", 1) == 0 == getattr(launcher, "profile_scratch_size", 1):
+        # The C function within triton's launcher, whose Python part makes the scratch memory that is not needed here.
+        modes = (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
+        return launcher.launch, (compiled.function, *modes, *head)
+    return launcher, (compiled.function, *head)
+
+
+@lru_cache
+def starts_early(device: torch.device) -> bool:
+    """Whether a launch may be prepared while the one before it still runs (CUDA's programmatic dependent launch)."""
+    return device.type == "cuda" and not INTERPRETED and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @lru_cache

@@ -132,7 +132,7 @@ class Forward:
         self.layer, self.residual, self.output = layer, residual, output
         shape, count = layer.shape, processors(layer.device)
         self.tile = tiling.whole(shape, count, limit=tiling.FORWARD_TILE, per_thread=128)
-        self.moments = tiling.sweep(shape, count, kinds=tiling.REDUCE)
+        self.moments = tiling.reduction(shape, count)
         self.numbers = tiling.numbers(shape, self.moments.pieces)
         self.elementwise = tiling.sweep(shape, count, kinds=tiling.ELEMENTWISE)
         self.finishing = tiling.finish(shape, count, self.moments.pieces)
@@ -220,7 +220,7 @@ class Backward:
         self.counts, self.strides = self.units.counts(layer), self.units.strides(layer.strides, grad, gate, result)
         shape, count = layer.shape, processors(layer.device)
         self.tile = None if split else tiling.whole(shape, count, limit=tiling.BACKWARD_TILE, per_thread=64)
-        self.sums = tiling.sweep(shape, count, kinds=tiling.REDUCE)
+        self.sums = tiling.reduction(shape, count)
         self.numbers = tiling.numbers(shape, self.sums.pieces)
         self.elementwise = tiling.sweep(shape, count, kinds=tiling.ELEMENTWISE)
         self.finishing = None if split else tiling.finish(shape, count, self.sums.pieces)

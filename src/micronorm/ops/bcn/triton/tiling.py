@@ -170,18 +170,31 @@ def numbers(shape: Shape, pieces: int) -> Numbers:
     return Numbers(groups, next_power(groups * size), shape.samples * -(-shape.groups // groups))
 
 
+def finishing_width(shape: Shape) -> int | None:
+    """The channels of a tile of `finish`; None where its arithmetic would be repeated too often."""
+    if shape.bytes > SMALL_BYTES or not is_power(shape.size):
+        return None
+    run = ELEMENTWISE[shape.layout].run // shape.itemsize
+    width = shape.size if not shape.channels_last else max(shape.size, run)
+    return min(width, next_power(shape.channels))
+
+
+def reduction(shape: Shape, processors: int) -> Pass:
+    """The pass of sums: in few enough pieces for `finish` to do the rest."""
+    width = finishing_width(shape)
+    most = MOST_PIECES if width is None else min(max(NUMBERS_TILE // width, 1), MOST_PIECES)
+    return sweep(shape, processors, kinds=REDUCE, most=most)
+
+
 def finish(shape: Shape, processors: int, pieces: int) -> Pass | None:
     """The elementwise pass by tiles of whole groups, whose programs do the N×C arithmetic themselves; None where not.
 
     It spares a launch, and every program repeats that arithmetic: for small tensors, with few pieces a channel.
     """
-    if shape.bytes > SMALL_BYTES or not is_power(shape.size):
+    width = finishing_width(shape)
+    if width is None or width * next_power(pieces) > NUMBERS_TILE:
         return None
     kind = ELEMENTWISE[shape.layout]
-    width = shape.size if not shape.channels_last else max(shape.size, kind.run // shape.itemsize)
-    width = min(width, next_power(shape.channels))
-    if width * next_power(pieces) > NUMBERS_TILE:
-        return None
     tile = max(1024, min(kind.tile, next_power(shape.samples * shape.channels * shape.space // (2 * processors))))
     space = min(next_power(shape.space), max(tile // width, 1))
     blocks, tiles = -(-shape.channels // width), -(-shape.space // space)
@@ -192,8 +205,8 @@ def finish(shape: Shape, processors: int, pieces: int) -> Pass | None:
     return Pass(width, space, cut, per_piece * space, blocks, programs, 4, shape.channels_last, 1, 1)
 
 
-def sweep(shape: Shape, processors: int, *, kinds: Mapping[str, PassKind]) -> Pass:
-    """Tiles along the memory, and pieces so that every processor has some programs."""
+def sweep(shape: Shape, processors: int, *, kinds: Mapping[str, PassKind], most: int | None = None) -> Pass:
+    """Tiles along the memory, and pieces, at most `most`, so that every processor has some programs."""
     kind = kinds[shape.layout]
     # Smaller tiles rather than idle processors.
     while kind.tile > 1024 and shape.samples * shape.channels * shape.space < kind.tile * processors:
@@ -205,7 +218,7 @@ def sweep(shape: Shape, processors: int, *, kinds: Mapping[str, PassKind]) -> Pa
     blocks = -(-shape.channels // channels)
     tiles = -(-shape.space // space)
     wanted = processors * kind.programs // (shape.samples * blocks)
-    pieces = max(1, min(tiles, wanted, MOST_PIECES))
+    pieces = max(1, min(tiles, wanted, most or MOST_PIECES))
     per_piece = -(-tiles // pieces)
     pieces = -(-tiles // per_piece)
     return Pass(
