@@ -99,7 +99,9 @@ def test_one_value_per_group_gives_the_bias(device, shape):
     x = torch.randn(shape, device=device, requires_grad=True)
     y = norm(x)
     assert torch.equal(y.flatten(1), norm.bias.expand(shape[0], 4))
-    assert not gradients(y, x)[0].any()
+    # Zero, but for the rounding of two terms as large as 1/sqrt(eps) times the gradient.
+    grad = gradients(y, x)[0]
+    assert grad.abs().max() <= 8 * torch.finfo(x.dtype).eps * norm.eps**-0.5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -194,6 +196,7 @@ def test_compiled_training_gives_the_same_in_one_graph(device):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own, for jvp
 def test_auto_takes_the_kernels_on_cuda_and_torch_under_transforms(monkeypatch):
     from micronorm.nn import group
 

@@ -82,7 +82,9 @@ def test_the_compute_dtype_comes_out_directly_and_float32_gradients_go_in(device
     assert_right(weights, whats, grads, torch.autograd.grad(whats, weights, grads))
     if device == "cuda":  # the interpreter cuts bfloat16 off instead of rounding it
         wide = weight_standardize_many(weights, **OPTIONS)
-        assert all(torch.equal(a, b.to(dtype)) for a, b in zip(whats, wide, strict=True))
+        info = torch.finfo(dtype)
+        for a, b in zip(whats, wide, strict=True):  # rounded once, but for the last bit of a sum in another order
+            assert ((a - b).abs() <= 0.5 * info.eps * b.abs().clamp(min=info.tiny) * (1 + 2**-9)).all()
 
 
 def test_the_algebra_holds_in_float64(device):
@@ -348,6 +350,7 @@ def test_a_captured_graph_standardizes_what_the_weights_are_at_its_replay(warm):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_nothing_waits_for_the_device():
     weights = [weight(shape, torch.float32, "cuda").requires_grad_() for shape in SHAPES]
     whats = weight_standardize_many(weights)  # compiles, and makes the tables

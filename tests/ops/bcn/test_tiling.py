@@ -90,6 +90,16 @@ def test_the_schemes_of_the_tests_cut_as_they_say(scheme, channels_last, monkeyp
         assert tile.piece > tile.space  # and a piece has several tiles
 
 
+def test_sums_are_cut_into_fewer_pieces_where_that_lets_the_next_pass_finish():
+    shape = tiling.Shape(1, 64, 3136, 32, 2, channels_last=True)
+    usual, fewer = tiling.sweep(shape, 132, kinds=tiling.REDUCE), tiling.reduction(shape, 132)
+    assert usual.pieces / 2 <= fewer.pieces < usual.pieces
+    assert tiling.finish(shape, 132, usual.pieces) is None
+    assert tiling.finish(shape, 132, fewer.pieces) is not None
+    long = tiling.Shape(1, 64, 67200, 32, 2, channels_last=True)  # too few pieces would leave processors idle
+    assert tiling.reduction(long, 132) == tiling.sweep(long, 132, kinds=tiling.REDUCE)
+
+
 def test_the_pass_that_finishes_covers_every_element_by_whole_groups(monkeypatch):
     set_scheme(monkeypatch, "finish")
     for channels_last in (True, False):

@@ -164,10 +164,10 @@ def backward_whole(
     ALIGN: tl.constexpr,
     C_UNIT: tl.constexpr,
     S_UNIT: tl.constexpr,
-    PDL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """The whole backward where a sample's groups fit on chip: x and the gradient are read once."""
-    if PDL:  # not before the launch before this one is done
+    if EARLY:  # not before the launch before this one is done
         gdc_wait()
         gdc_launch_dependents()
     dtype: tl.constexpr = numbers_ptr.dtype.element_ty
@@ -202,7 +202,7 @@ def backward_whole(
     g_cs = tl.where(valid_cs, gate(g_cs, u_cs, ACTIVATION, SLOPE), 0.0)
     slope_c, curve_c, shift_c = _gradients(
         tl.sum(g_cs, 1),
-        tl.sum(g_cs * t_cs, 1),
+        tl.sum(tl.fma(g_cs, t_cs, tl.zeros_like(g_cs)), 1),
         numbers_ptr,
         shares_ptr,
         mean_ptr,
@@ -266,10 +266,10 @@ def backward_part(
     SPACE: tl.constexpr,
     STAGES: tl.constexpr,
     UNROLL: tl.constexpr,
-    PDL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Σg and Σg·t over one piece of space."""
-    if PDL:  # not before the launch before this one is done
+    if EARLY:  # not before the launch before this one is done
         gdc_wait()
         gdc_launch_dependents()
     dtype: tl.constexpr = numbers_ptr.dtype.element_ty
@@ -342,10 +342,10 @@ def backward_numbers(
     SIZE: tl.constexpr,
     CHANNELS: tl.constexpr,
     PIECES: tl.constexpr,
-    PDL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """The N×C arithmetic of the backward, from the pieces' sums."""
-    if PDL:  # not before the launch before this one is done
+    if EARLY:  # not before the launch before this one is done
         gdc_wait()
         gdc_launch_dependents()
     WIDTH: tl.constexpr = GROUPS * SIZE
@@ -438,14 +438,14 @@ def backward_apply(
     STAGES: tl.constexpr,
     UNROLL: tl.constexpr,
     FINISHES: tl.constexpr,
-    PDL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """dx = slope·g + curve·(x − pivot) + shift, element by element, and the residual's gradient g.
 
     FINISHES: the slopes are not there yet, and every program does the arithmetic of its groups from the pieces' sums
     in `parts`; else `parts` holds the slopes.
     """
-    if PDL:  # not before the launch before this one is done
+    if EARLY:  # not before the launch before this one is done
         gdc_wait()
         gdc_launch_dependents()
     dtype: tl.constexpr = numbers_ptr.dtype.element_ty
@@ -528,10 +528,10 @@ def backward_batch(
     space,
     EPS: tl.constexpr,
     CHANNELS: tl.constexpr,
-    PDL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Add what flows through the batch's own moments; `totals` begins with the gradients of γ^b and β^b."""
-    if PDL:  # not before the launch before this one is done
+    if EARLY:  # not before the launch before this one is done
         gdc_wait()
         gdc_launch_dependents()
     dtype: tl.constexpr = numbers_ptr.dtype.element_ty
@@ -558,10 +558,10 @@ def backward_batch(
 
 @triton.jit(do_not_specialize=COUNTS)
 def sum_samples(
-    shares_ptr, totals_ptr, samples, columns, SAMPLES: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr
+    shares_ptr, totals_ptr, samples, columns, SAMPLES: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr
 ):
     """The sum over samples of every column, in one order whatever the grid."""
-    if PDL:  # not before the launch before this one is done
+    if EARLY:  # not before the launch before this one is done
         gdc_wait()
         gdc_launch_dependents()
     dtype: tl.constexpr = shares_ptr.dtype.element_ty

@@ -53,10 +53,10 @@ def forward_whole(
     C_UNIT: tl.constexpr,
     S_UNIT: tl.constexpr,
     MAX: tl.constexpr,
-    PDL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """The whole forward where a sample's groups fit on chip: x is read once."""
-    if PDL:  # not before the launch before this one is done
+    if EARLY:  # not before the launch before this one is done
         gdc_wait()
         gdc_launch_dependents()
     dtype: tl.constexpr = numbers_ptr.dtype.element_ty
@@ -80,9 +80,9 @@ def forward_whole(
     t_cs = tl.where(valid_cs, x_cs - first_c[:, None], 0.0)
     mean_c = tl.sum(t_cs, 1) / space
     d_cs = tl.where(valid_cs, t_cs - mean_c[:, None], 0.0)
-    raw_var_c = tl.sum(d_cs * d_cs, 1) / space
+    raw_var_c = tl.sum(tl.fma(d_cs, d_cs, tl.zeros_like(d_cs)), 1) / space
     pivot_c, residue_c = split_mean(first_c, mean_c)
-    scale_c, offset_c = write_numbers(
+    write_numbers(
         numbers_ptr,
         pivot_c,
         residue_c,
@@ -109,6 +109,12 @@ def forward_whole(
         CHANNELS,
         MAX,
     )
+    tl.debug_barrier()  # what the elementwise kernel would find, for `recompute` to give the same bits
+    block = samples * channels
+    at = n * channels + c
+    pivot_c = tl.load(numbers_ptr + at, valid_c, 0)
+    scale_c = tl.load(numbers_ptr + 3 * block + at, valid_c, 0)
+    offset_c = tl.load(numbers_ptr + 4 * block + at, valid_c, 0)
     u_cs = tl.fma(x_cs - pivot_c[:, None], scale_c[:, None], tl.broadcast_to(offset_c[:, None], [CHANNELS, SPACE]))
     if HAS_RESIDUAL:
         residual_ptr += n.to(tl.int64) * r_n
@@ -139,14 +145,14 @@ def moments_part(
     SPACE: tl.constexpr,
     STAGES: tl.constexpr,
     UNROLL: tl.constexpr,
-    PDL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Mean, around the sample's first element, and sum of squared deviations of one piece of space.
 
     The sums run around the median of three of the piece's elements. Where its mean lies D deviations from there, taking
     the square of that distance away at the end costs D² roundings; one outlier among the three changes nothing.
     """
-    if PDL:  # not before the launch before this one is done
+    if EARLY:  # not before the launch before this one is done
         gdc_wait()
         gdc_launch_dependents()
     dtype: tl.constexpr = parts_ptr.dtype.element_ty
@@ -195,9 +201,9 @@ def _merged(x_ptr, parts_ptr, n, c, valid_c, samples, channels, space, x_n, x_c,
     mean_cp = tl.load(parts_ptr + at_cp, valid_cp, 0)
     square_cp = tl.load(parts_ptr + samples * pieces * channels + at_cp, valid_cp, 0)
     count_p = tl.where(p < pieces, tl.minimum(space - p * piece, piece), 0).to(dtype)
-    mean_c = tl.sum(mean_cp * count_p[None, :], 1) / space
+    mean_c = tl.sum(tl.fma(mean_cp, count_p[None, :], tl.zeros_like(mean_cp)), 1) / space
     apart_cp = tl.where(valid_cp, mean_cp - mean_c[:, None], 0.0)
-    var_c = tl.sum(square_cp + apart_cp * apart_cp * count_p[None, :], 1) / space
+    var_c = tl.sum(tl.fma(apart_cp * apart_cp, count_p[None, :], square_cp), 1) / space
     pivot_c, residue_c = split_mean(first_c, mean_c)
     return pivot_c, residue_c, var_c
 
@@ -216,10 +222,10 @@ def moments_merge(
     piece,
     CHANNELS: tl.constexpr,
     PIECES: tl.constexpr,
-    PDL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Pivot, residue and variance alone, for statistics that are made of them before the normalization."""
-    if PDL:  # not before the launch before this one is done
+    if EARLY:  # not before the launch before this one is done
         gdc_wait()
         gdc_launch_dependents()
     n = tl.program_id(0)
@@ -264,10 +270,10 @@ def forward_numbers(
     CHANNELS: tl.constexpr,
     PIECES: tl.constexpr,
     MAX: tl.constexpr,
-    PDL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """The N×C arithmetic of the forward, from the pieces' moments or from moments that lie in `numbers` already."""
-    if PDL:  # not before the launch before this one is done
+    if EARLY:  # not before the launch before this one is done
         gdc_wait()
         gdc_launch_dependents()
     WIDTH: tl.constexpr = GROUPS * SIZE
@@ -367,13 +373,13 @@ def forward_apply(
     UNROLL: tl.constexpr,
     MAX: tl.constexpr,
     FINISHES: tl.constexpr,
-    PDL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """y = act(scale·(x − pivot) + offset [+ residual]), element by element.
 
     FINISHES: the numbers are not there yet, and every program does the arithmetic of its own groups.
     """
-    if PDL:  # not before the launch before this one is done
+    if EARLY:  # not before the launch before this one is done
         gdc_wait()
         gdc_launch_dependents()
     dtype: tl.constexpr = numbers_ptr.dtype.element_ty
@@ -416,6 +422,16 @@ def forward_apply(
             CHANNELS,
             MAX,
         )
+        # Behind the parts a program has a place of its own, to read back what others of its sample store in `numbers`.
+        own_ptr = parts_ptr + 2 * samples * part_pieces * channels + tl.program_id(0) * (3 * CHANNELS)
+        own_ptr += tl.arange(0, CHANNELS)
+        tl.store(own_ptr, pivot_c)
+        tl.store(own_ptr + CHANNELS, scale_c)
+        tl.store(own_ptr + 2 * CHANNELS, offset_c)
+        tl.debug_barrier()
+        pivot_c = tl.load(own_ptr)
+        scale_c = tl.load(own_ptr + CHANNELS)
+        offset_c = tl.load(own_ptr + 2 * CHANNELS)
     else:
         block = samples * channels
         at = n * channels + c

@@ -20,10 +20,10 @@ def gather_window(
     SAMPLES: tl.constexpr,
     CHANNELS: tl.constexpr,
     FLAGS: tl.constexpr,
-    PDL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Add n, Σ(x − μ̂) and Σ(x − μ̂)² to the window, or count the forward as lost where a moment is not finite."""
-    if PDL:  # not before the launch before this one is done
+    if EARLY:  # not before the launch before this one is done
         gdc_wait()
         gdc_launch_dependents()
     wide: tl.constexpr = sums_ptr.dtype.element_ty

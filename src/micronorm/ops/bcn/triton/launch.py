@@ -58,7 +58,7 @@ class Launch:
     def _find(self, tensors: tuple[Tensor, ...], *, aligned: bool) -> None:
         """Launch by triton's own way, and keep what it compiled."""
         early = starts_early(tensors[0].device)
-        self.constants["PDL"] = early
+        self.constants["EARLY"] = early
         options: dict[str, Any] = {"num_warps": self.warps} | ({"launch_pdl": True} if early else {})
         compiled = self.kernel[self.grid](*tensors, *self.scalars, **self.constants, **options)
         if aligned and isinstance(compiled, CompiledKernel):

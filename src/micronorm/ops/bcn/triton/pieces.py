@@ -9,6 +9,13 @@ Strides of what does not lie side by side, and the size of what does, are given 
 those of c and s, one of them 1), so that triton knows what they are multiples of. It sees for itself what is divisible
 by 16; rows of 24 channels or 4,200 positions would be read two bytes at a time.
 
+What a kernel stores of a sum need not be what it goes on with, to the bit: the compiler may compute it anew for each
+layout of its threads, in another order. Where that matters, kernels read back what they stored, after a barrier. And
+products that a `tl.sum` adds up are written as tl.fma(a, b, 0): a bare product would be fused into the first addition
+of each lane, whose partner adds it rounded, and the lanes of one sum would hold different numbers.
+
+EARLY: the launch was begun while the one before it still ran (launch.py).
+
 `numbers` holds what is small: five blocks of N×C (pivot, residue, var, scale, offset), then the estimates that were
 used (two blocks of C; where every sample has its own, those of the first), then N×G counts of channels whose moments
 were not finite. Its dtype is the one everything is computed in: float32, or float64 for float64 inputs.

@@ -142,8 +142,9 @@ class Forward:
 
     @property
     def parts(self) -> int:
-        """How many numbers the pieces give."""
-        return 2 * self.layer.samples * self.moments.pieces * self.layer.channels
+        """How many numbers the pieces give, and the programs that finish keep for themselves."""
+        own = 0 if self.finishing is None else 3 * self.finishing.channels * self.finishing.programs
+        return 2 * self.layer.samples * self.moments.pieces * self.layer.channels + own
 
     @cached_property
     def whole(self) -> Launch:

@@ -104,7 +104,7 @@ class PassKind(NamedTuple):
 REDUCE = {
     "channels last": PassKind(tile=2048, run=128, programs=5, warps=4, stages=4),
     "channels first": PassKind(tile=512, run=1024, programs=32, warps=1, stages=3),
-    "short rows": PassKind(tile=1024, run=256, programs=32, warps=4, stages=3),
+    "short rows": PassKind(tile=1024, run=256, programs=32, warps=2, stages=3),
 }
 ELEMENTWISE = {
     "channels last": PassKind(tile=8192, run=256, programs=32, warps=8),
@@ -180,10 +180,12 @@ def finishing_width(shape: Shape) -> int | None:
 
 
 def reduction(shape: Shape, processors: int) -> Pass:
-    """The pass of sums: in few enough pieces for `finish` to do the rest."""
+    """The pass of sums: in few enough pieces for `finish` to do the rest, where that takes at most half of them."""
+    best = sweep(shape, processors, kinds=REDUCE)
     width = finishing_width(shape)
-    most = MOST_PIECES if width is None else min(max(NUMBERS_TILE // width, 1), MOST_PIECES)
-    return sweep(shape, processors, kinds=REDUCE, most=most)
+    if width is None or not 1 < best.pieces * width / NUMBERS_TILE <= 2:
+        return best
+    return sweep(shape, processors, kinds=REDUCE, most=NUMBERS_TILE // width)
 
 
 def finish(shape: Shape, processors: int, pieces: int) -> Pass | None:
