@@ -61,9 +61,7 @@ def recompute(model: nn.Module, *, filter: Callable[[nn.Module, str], bool] | No
     left_out = frozenset(module for module, name in able.items() if filter is not None and not filter(module, name))
     if len(left_out) == len(able):
         names = ", ".join(list(able.values())[:4])
-        raise ValueError(
-            f"the filter leaves none of the {len(able)} normalizations that could be recomputed ({names}…)"
-        )
+        raise ValueError(f"the filter leaves none of the {len(able)} norms that could be recomputed: {names}…")
     return Recomputation(model, left_out)
 
 
