@@ -98,7 +98,7 @@ def saved_bytes(layer: Callable[[Tensor], object], parameters: Sequence[nn.Param
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known:
             saved[storage.data_ptr()] = storage
-        return tensor
+        return tensor.detach()  # an output with its graph would hold itself, and its leaves' nodes of this stream
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         layer(x)
@@ -157,7 +157,6 @@ def _measure_route(
 ) -> list[Row]:
     rows = [(contestant, replace(row, route=route)) for contestant, row in ready]
     timers: dict[Contestant, Callable[[], float]] = {}
-    gc.collect()  # autograd's graphs in cycles: what they know of another stream would spoil a capture
     for contestant, row in rows:
         with _fault_of(row):
             timers[contestant] = _timer(contestant, route, inputs, settings)
