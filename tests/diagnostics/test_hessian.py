@@ -45,6 +45,13 @@ def test_the_identities_hold_with_an_absorbed_mean_and_scale():
     assert_identities(exact_hessians(model, loss_of(model, samples=4), "up", 0))
 
 
+def test_both_hessians_are_of_the_same_function_where_forwards_draw_or_remember():
+    model = network(mn.WS(), steps=1)
+    norm = mn.nn.BatchChannelNorm(6, 2, statistics="sequential", rate=0.5).double()
+    model.norm2 = nn.Sequential(norm, nn.Dropout(0.5))
+    assert_identities(exact_hessians(model, loss_of(model, samples=4), "up", 1))
+
+
 def smooth_loss(layer, x):
     return lambda: layer(x).tanh().square().sum()
 

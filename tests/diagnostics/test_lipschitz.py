@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations
 
 import micronorm as mn
 from micronorm.diagnostics.capture import Captured, effective_gradients
-from micronorm.diagnostics.layers import rows_of
+from micronorm.diagnostics.layers import rows_of, weight_layers
 from micronorm.diagnostics.lipschitz import average_shares, gradient_shares, weight_shares
 from micronorm.nn.sharing import SharedWeights
 from micronorm.ops.weight import row_statistics
@@ -154,6 +154,17 @@ def test_the_measured_gradients_of_a_network_obey_the_decomposition(center, scal
         assert (found.mean.max() > 0) == center
 
 
+def test_the_rest_is_measured_by_the_gradient_that_the_backward_gave():
+    model = network(mn.WS())
+    with effective_gradients(model) as captured:
+        loss_of(model)().backward()
+    right = weight_shares(model, captured)
+    captured["up"].raw *= 2
+    wrong = weight_shares(model, captured)
+    assert_close_to_max(wrong["up"].residual, -3 * right["up"].rest, tol=IDENTITY)
+    assert_close_to_max(wrong["stem"].rest, right["stem"].rest, tol=IDENTITY)
+
+
 def test_before_batch_norm_a_gradient_has_nothing_along_the_weight():
     shares = captured_shares(network(mn.WS(), steps=3))
     assert shares["up"].along.max() < 1e-9  # norm3's own ε is all that its size is seen by
@@ -231,6 +242,8 @@ def test_shared_weights_show_the_gradients_of_all_their_micro_batches(inside, ba
             assert_close_to_max(getattr(shares[name], term), getattr(whole[name], term), tol=IDENTITY, scale=1.0)
         assert_close_to_max(shares[name].square, whole[name].square, tol=IDENTITY)
     assert "weight_in_use" not in vars(model.stem)
+    with weights.shared():
+        assert not model.stem.shared_weight._backward_hooks  # the leaf lives on from block to block
 
 
 def test_a_layer_used_twice_and_checkpointed_counts_each_use_once():
@@ -277,6 +290,8 @@ def test_layers_whose_parameter_is_not_what_they_compute_with_are_not_looked_at(
     )
     model(torch.randn(1, 3, 5, 5)).sum().backward()
     assert list(weight_shares(model)) == ["3"]
+    of_timm = type("StdConv2d", (nn.Conv2d,), {"__module__": "timm.layers.std_conv"})
+    assert weight_layers(nn.Sequential(of_timm(3, 4, 3), nn.Conv2d(3, 4, 3))).keys() == {"1"}
     frozen = nn.Linear(3, 2).requires_grad_(False)
     with pytest.raises(ValueError, match="Linear holds no convolution or linear layer"), effective_gradients(frozen):
         pass
