@@ -117,17 +117,18 @@ def append(run: Run, name: str, rows: list[dict]) -> None:
     if name == records.STEPS:
         run.append_steps(rows)
     else:
+        one = run.append_epoch if name == records.EPOCHS else run.append_diagnostics
         for row in rows:
-            run.append_epoch(row)
+            one(row)
 
 
 def rows_of(run: Run, name: str) -> list[dict]:
     record = read(run.path)
-    return record.steps if name == records.STEPS else record.epochs
+    return {records.STEPS: record.steps, records.EPOCHS: record.epochs}.get(name, record.diagnostics)
 
 
 @pytest.mark.parametrize("rewound", [False, True])
-@pytest.mark.parametrize("name", [records.STEPS, records.EPOCHS])
+@pytest.mark.parametrize("name", [records.STEPS, records.EPOCHS, records.DIAGNOSTICS])
 def test_a_kill_at_any_byte_of_the_last_two_lines_loses_at_most_the_line_it_tore(run, name, rewound):
     rows = [step_row(step) for step in range(1, 6)]
     append(run, name, rows)
@@ -394,3 +395,14 @@ def test_a_writer_killed_in_the_middle_leaves_the_old_file_and_a_partial_that_is
     assert left.read_bytes() == b"half"
     assert remove_partials(tmp_path) == [left]
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_looks_into_the_network_are_read_back_and_rewound_with_the_steps_they_belong_to(tmp_path):
+    run = Run.create(tmp_path, FACTS)
+    looks = [{"step": step, "epoch": 0, "layers": {"bn": {"kind": "norm", "stat_diff": 0.5}}} for step in (0, 2, 4)]
+    for look in looks:
+        run.append_diagnostics(look)
+    assert records.read(tmp_path).diagnostics == looks
+    assert records.read(tmp_path, rows=False).diagnostics == []
+    run.rewind(2)
+    assert records.read(tmp_path).diagnostics == looks[:2]

@@ -5,6 +5,7 @@
 | `run.json` | the facts of the run, keys below | whole, atomically |
 | `steps.jsonl` | a JSON object per optimizer step | appended, a line each |
 | `epochs.jsonl` | a JSON object per evaluation | appended, a line each |
+| `diagnostics.jsonl` | a JSON object per look into the network, where one was asked for | appended, a line each |
 | `outcome.json` | what the run came to; absent until it ends | whole, atomically |
 
 Facts: `format` (1), `recipe` (str), `settings`, `execution`, `data`, `environment` (objects), `revision` (str or null),
@@ -13,6 +14,14 @@ Facts: `format` (1), `recipe` (str), `settings`, `execution`, `data`, `environme
 A row of steps: `step` (completed steps, from 1), `epoch` (from 0), `loss`, `lr`, `samples`, `seconds`, `micro_batch`,
 `memory` (bytes or null), and any counts. A row of epochs: `epoch` (from 0), `step`, `seconds`, and the figures `train`
 and `test`.
+
+A row of diagnostics: `step`, `epoch`, and `layers`, by the name of each layer that was looked at an object with its
+`kind` and figures. Kind "norm": `norm` (the class), `channels`, `groups`, `stat_diff` and `stat_diff_worst` (the mean and
+the largest over groups), `sigma_mean` and `sigma_std` (the spread of the normalized channels' means and deviations),
+`active` (the share of positive outputs), `dead` and `rare` (counts of channels that are never, or hardly ever, active).
+Kind "weight": `weight` (the reparameterization, "none" for a plain one), `along`, `mean`, `rest` and `residual` (the
+shares of the squared gradient), `use` (the least over the mean of the input channels' weights), `norm` and `grad` (of W).
+A figure that was not measured is absent.
 
 JSON has no NaN and no infinity: they are written as {"float": "nan"}, {"float": "inf"} and {"float": "-inf"}, and read
 back as the numbers they were. Other floats are written with the digits that give the same float again.
@@ -24,7 +33,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
 
@@ -32,9 +41,12 @@ FORMAT = 1
 FACTS = "run.json"
 STEPS = "steps.jsonl"
 EPOCHS = "epochs.jsonl"
+DIAGNOSTICS = "diagnostics.jsonl"
 OUTCOME = "outcome.json"
 PARTIAL = ".partial"
 """How the name of a file ends that `write_atomically` has not finished."""
+
+_ROWS = (STEPS, EPOCHS, DIAGNOSTICS)
 
 Row = dict[str, Any]
 
@@ -61,6 +73,7 @@ class Record:
     epochs: list[Row]
     outcome: Row | None
     """None while the run goes on, and where it was killed."""
+    diagnostics: list[Row] = field(default_factory=list)
 
 
 class Run:
@@ -106,7 +119,7 @@ class Run:
         complete = {"format": FORMAT, **facts}
         _check_facts(complete, folder / FACTS)
         text = _document(complete)  # before anything is removed
-        present = [name for name in (FACTS, STEPS, EPOCHS, OUTCOME) if (folder / name).exists()]
+        present = [name for name in (FACTS, STEPS, EPOCHS, DIAGNOSTICS, OUTCOME) if (folder / name).exists()]
         if present and not replace:
             raise FileExistsError(
                 f"{folder} already holds a run ({', '.join(present)}): resume it or name another folder"
@@ -143,11 +156,15 @@ class Run:
         """Append the row of an evaluation, with a `step` not below that of the row before it."""
         self._append(EPOCHS, [row], apart=0)
 
+    def append_diagnostics(self, row: Mapping[str, Any]) -> None:
+        """Append a look into the network, with a `step` not below that of the row before it."""
+        self._append(DIAGNOSTICS, [row], apart=0)
+
     def rewind(self, step: int) -> None:
         """Drop rows of steps above `step`, torn lines, and the outcome: the run goes on from there."""
         (self.path / OUTCOME).unlink(missing_ok=True)
         self._last.clear()
-        for name in (STEPS, EPOCHS):
+        for name in _ROWS:
             file = self.path / name
             if file.exists():
                 kept = b"".join(line for line, row in _read_lines(file) if row["step"] <= step)
@@ -160,7 +177,7 @@ class Run:
 
     def sync(self) -> None:
         """Return when all rows are on the disk: before a checkpoint that relies on them."""
-        for name in (STEPS, EPOCHS):
+        for name in _ROWS:
             with suppress(FileNotFoundError), open(self.path / name, "rb") as file:
                 os.fsync(file.fileno())
 
@@ -194,7 +211,7 @@ def read(path: str | os.PathLike[str], *, rows: bool = True) -> Record:
 
     Args:
         path: the directory.
-        rows: False leaves steps and epochs unread, and their lists empty: a long run has hundreds of thousands.
+        rows: False leaves the rows unread, and their lists empty: a long run has hundreds of thousands.
 
     Raises:
         FileNotFoundError: there is no run.
@@ -202,11 +219,18 @@ def read(path: str | os.PathLike[str], *, rows: bool = True) -> Record:
     """
     folder = Path(path)
     facts = _read_facts(folder)
-    files = [folder / name for name in (STEPS, EPOCHS)]
-    steps, epochs = ([row for _, row in _read_lines(file)] if rows and file.exists() else [] for file in files)
+    files = [folder / name for name in _ROWS]
+    steps, epochs, diagnostics = (
+        [row for _, row in _read_lines(file)] if rows and file.exists() else [] for file in files
+    )
     outcome = folder / OUTCOME
     return Record(
-        folder, facts, steps, epochs, _parse(outcome.read_bytes(), str(outcome)) if outcome.exists() else None
+        folder,
+        facts,
+        steps,
+        epochs,
+        _parse(outcome.read_bytes(), str(outcome)) if outcome.exists() else None,
+        diagnostics,
     )
 
 

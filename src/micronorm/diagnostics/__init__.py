@@ -1,0 +1,1 @@
+"""Numbers that say why a network trains badly: tensors in, numbers out."""
