@@ -1,0 +1,1 @@
+"""Why a network trains badly: measurements of its activations, weights and gradients."""
