@@ -131,7 +131,7 @@ def read_norm(module: nn.Module) -> NormLayer | None:
 
 
 def _layer_norm(module: nn.LayerNorm) -> NormLayer:
-    shape = module.normalized_shape
+    shape: Any = module.normalized_shape
     # timm's and torchvision's LayerNorm2d, and what timm builds from it, move the channels themselves.
     first = len(shape) > 1 or any("2d" in base.__name__ for base in type(module).__mro__)
     return NormLayer(module, "layer", shape[0], 1, channels_last=not first)

@@ -66,7 +66,7 @@ def _use_of(module: nn.Module) -> float | None:
     if not isinstance(module, (*_CONVOLUTIONS, *_TRANSPOSED, nn.Linear)):
         return None
     weight = module.effective_weight() if isinstance(module, Reparameterized) else module.weight
-    if not isinstance(weight, Tensor) or isinstance(weight, nn.parameter.UninitializedTensorMixin):
+    if not isinstance(weight, Tensor) or torch.nn.parameter.is_lazy(weight):
         return None
     if isinstance(module, _TRANSPOSED):  # (groups·I)×(O/groups)×…: every row is one input channel already
         return input_use(weight.transpose(0, 1))

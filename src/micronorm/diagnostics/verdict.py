@@ -1,0 +1,333 @@
+"""Is a network near elimination singularities, where, and what to do about it: a verdict on what `look` saw.
+
+A layer is judged by its first fault, in the order of `PROBLEMS`: a later one is usually its consequence.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, get_args
+
+from torch import Tensor, nn
+
+from micronorm.diagnostics.advice import Problem, advise, would_be_active
+from micronorm.diagnostics.followers import CUTTING
+from micronorm.diagnostics.look import NormLook, Statistics, look
+from micronorm.diagnostics.weights import PAPER_RESNET50, input_uses
+from micronorm.nn.weight import WSConv1d, WSConv2d, WSConv3d
+
+PROBLEMS: tuple[Problem, ...] = get_args(Problem)
+
+TITLES: dict[Problem, str] = {
+    "non_finite": "is given values that are not finite",
+    "estimates": "normalizes by estimates that are far from what it sees",
+    "stat_diff": "normalizes channels together that differ too much",
+    "dead": "has dead channels",
+    "rare": "has under-represented channels",
+}
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """From where on a layer is accused. All of them here, each with its reason.
+
+    "Measured" below: timm's ResNet-18, -50, -50d, DenseNet-121, VGG-11, RegNetX-002, MobileNetV2-050, HRNet-W18-small,
+    Xception-41, DLA-34 and ResNeXt-50 with random weights and their norms replaced by group or by layer normalization
+    without WS, on 96 photographs of 96×96 pixels. Such networks train, so they must pass.
+
+    Args:
+        stat_diff: StatDiff of a layer's worst group. At 4 a channel whose mean is one deviation of the means below the
+            others' is positive in 0.003 % of positions (Φ(−4)): as good as eliminated. Measured: up to 3.4; with WS at
+            most 0.3, and 0 for BN.
+        pushed: share of a layer's channels that are never active behind a ReLU although their normalized values would
+            be: weight and bias push them below zero. Measured: none, a fresh affine does not push. One channel alone
+            accuses no layer, here and below.
+        dead: share of a layer's channels that are never active behind a ReLU, for whatever reason. Measured: up to
+            14 %; none for BN or with WS.
+        rare: share of a layer's channels that are never or hardly ever active. Measured: up to 21 %.
+        offset: median distance of an estimated mean from the data's, in estimated deviations. At 1, half of the
+            channels are shifted so far that another sixth or third of their values fall on the other side of zero.
+        scale: median factor between the estimated deviation and the data's, either way.
+        positions: a channel needs so many to be called dead: never active in 300 positions means, at 95 %, active in
+            less than 1 % (3/n, the rule of three).
+        samples: and so many samples: positions of one image are alike.
+    """
+
+    stat_diff: float = 4.0
+    pushed: float = 0.05
+    dead: float = 0.20
+    rare: float = 0.33
+    offset: float = 1.0
+    scale: float = 2.0
+    positions: int = 300
+    samples: int = 32
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A layer that is accused: of what, by which figures, what to do, and what that would change.
+
+    `severity` is the figure over its threshold; `channels` are those at fault.
+    """
+
+    layer: str
+    norm: str
+    problem: Problem
+    severity: float
+    evidence: dict[str, Any]
+    channels: tuple[int, ...]
+    remedy: str
+    effect: str
+
+    def __str__(self) -> str:
+        numbers = "; ".join(f"{name}: {_show(value)}" for name, value in self.evidence.items())
+        return (
+            f"{self.layer or 'the model'} ({self.norm}) {TITLES[self.problem]} [{self.problem}]\n"
+            f"  evidence: {numbers}\n  fix: {self.remedy}\n  effect: {self.effect}"
+        )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found, the worst first; true where nothing was.
+
+    `judged` counts the norms that an activation was seen to follow; of the others nothing is claimed.
+    """
+
+    findings: list[Finding]
+    looks: dict[str, NormLook]
+    judged: int
+    input_uses: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether no layer is accused."""
+        return not self.findings
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def summary(self) -> str:
+        """The verdict in a sentence or two."""
+        of = f"{self.judged} of {len(self.looks)} norms judged"
+        dead, rare = (sum(int(getattr(seen, kind).sum()) for seen in self._behind_relu()) for kind in ("dead", "rare"))
+        counts = f"{dead} dead and {rare} under-represented channels behind ReLUs in all"
+        if not self.judged and self.ok:
+            return f"Nothing could be judged: no activation was seen behind any of {len(self.looks)} norms."
+        if self.ok:
+            return f"No layer is near an elimination singularity. {of}; {counts}."
+        where = ", ".join(finding.layer or "the model" for finding in self.findings[:3])
+        more = f" and {len(self.findings) - 3} more" if len(self.findings) > 3 else ""
+        return f"{len(self.findings)} LAYERS ARE IN TROUBLE: {where}{more}. {of}; {counts}.".replace(
+            "1 LAYERS ARE", "1 LAYER IS", 1 if len(self.findings) == 1 else 0
+        )
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [self.summary(), *(str(finding) for finding in self.findings), *(f"note: {note}" for note in self.notes)]
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The verdict in JSON's types; figures that are not finite as text."""
+        return _jsonable(
+            {
+                "ok": self.ok,
+                "summary": self.summary(),
+                "judged": self.judged,
+                "findings": [asdict(finding) for finding in self.findings],
+                "layers": {name: described(seen) for name, seen in self.looks.items()},
+                "input_use": self.input_uses,
+                "notes": self.notes,
+            }
+        )
+
+    def _behind_relu(self) -> list[NormLook]:
+        return [seen for seen in self.looks.values() if seen.activation in CUTTING]
+
+
+def described(seen: NormLook) -> dict[str, Any]:
+    """The figures of a look with what they were measured on."""
+    how = {"activation": seen.activation, "residual": seen.residual, "samples": seen.samples}
+    return {**seen.figures(), **how, "positions": seen.positions}
+
+
+def diagnose(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    statistics: Statistics = "estimates",
+    trained: bool = True,
+    thresholds: Thresholds | None = None,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+) -> Verdict:
+    """`look` at a model and judge what was seen.
+
+    Args:
+        model: as in `look`, which leaves it as it was.
+        batches: as in `look`; a verdict on channels needs 32 samples or more, of the kind the network is for.
+        statistics: as in `look`.
+        trained: whether estimates should fit the data by now; those of a fresh network do not.
+        thresholds: from where on a layer is accused.
+        forward: as in `look`.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU())
+        >>> batches = [torch.randn(32, 3, 8, 8)]
+        >>> bool(diagnose(model, batches))
+        True
+        >>> with torch.no_grad():
+        ...     model[0].bias[:2] += 100  # two of the four channels of a group, far from the others
+        >>> verdict = diagnose(model, batches)
+        >>> [(finding.layer, finding.problem) for finding in verdict.findings]
+        [('1', 'stat_diff')]
+    """
+    seen = look(model, batches, statistics=statistics, forward=forward)
+    verdict = judge(seen, standardized=_is_standardized(model), trained=trained, thresholds=thresholds)
+    uses = input_uses(model)
+    if uses:
+        mean = sum(uses.values()) / len(uses)
+        verdict.notes.append(
+            f"min/mean use of input channels, averaged over {len(uses)} layers: {mean:.2f} (the paper's trained "
+            f"ResNet-50: {PAPER_RESNET50}); no verdict rests on it"
+        )
+    unseen = [name for name, use in uses.items() if not math.isfinite(use)]
+    if unseen:
+        verdict.notes.append(f"weights that are not finite: {', '.join(unseen[:4])}")
+    return Verdict(verdict.findings, verdict.looks, verdict.judged, uses, verdict.notes)
+
+
+def judge(
+    looks: Mapping[str, NormLook],
+    *,
+    standardized: bool = False,
+    trained: bool = True,
+    thresholds: Thresholds | None = None,
+) -> Verdict:
+    """A verdict on what `look` saw.
+
+    StatDiff is judged where any activation was seen to follow the norm, dead and rare channels where that is a ReLU,
+    estimates always (unless `trained` is False).
+
+    Args:
+        looks: what `look` returned.
+        standardized: whether the network's convolutions have Weight Standardization, so that no remedy asks for it.
+        trained: as in `diagnose`.
+        thresholds: as in `diagnose`.
+    """
+    limits = thresholds or Thresholds()
+    findings, few = [], []
+    for name, seen in looks.items():
+        found = _find(name, seen, limits, standardized=standardized, trained=trained)
+        if found is not None:
+            findings.append(found)
+        elif seen.activation in CUTTING and not _enough(seen, limits):
+            few.append(name)
+    judged = sum(seen.activation is not None for seen in looks.values())
+    notes = []
+    if few:
+        notes.append(
+            f"{len(few)} layers saw fewer than {limits.samples} samples or {limits.positions} positions, too few to "
+            f"call a channel dead or rare: {', '.join(few[:3])}{', …' if len(few) > 3 else ''}. Give more images."
+        )
+    if judged < len(looks):
+        notes.append(
+            f"{len(looks) - judged} norms have no activation that could be seen behind them: they are listed and not "
+            "judged"
+        )
+    ranked = sorted(findings, key=lambda finding: (PROBLEMS.index(finding.problem) > 0, -finding.severity))
+    return Verdict(ranked, dict(looks), judged, {}, notes)
+
+
+# --- a layer ---------------------------------------------------------------------------------------------------------
+
+
+def _find(name: str, seen: NormLook, limits: Thresholds, *, standardized: bool, trained: bool) -> Finding | None:
+    if not seen.finite:
+        return Finding(
+            name, seen.norm, "non_finite", math.inf, {"input": "not finite"}, (), *advise("non_finite", seen, False)
+        )
+    measured = _measures(seen, limits, trained=trained)
+    for problem, (figure, limit, evidence, channels) in measured.items():
+        if figure > limit:
+            remedy, effect = advise(problem, seen, standardized, name=name, channels=channels)
+            return Finding(name, seen.norm, problem, figure / limit, evidence, channels, remedy, effect)
+    return None
+
+
+_Measure = tuple[float, float, dict[str, Any], tuple[int, ...]]
+
+
+def _measures(seen: NormLook, limits: Thresholds, *, trained: bool) -> dict[Problem, _Measure]:
+    """For each problem the figure, its limit, the evidence and the channels at fault, in the order of `PROBLEMS`."""
+    found: dict[Problem, _Measure] = {}
+    if seen.by_estimates and trained:
+        # After BCN's channel half; of BN the whole.
+        half = seen.grouped if seen.family == "batch-channel" else seen.normalized
+        offset = float(half.mean.abs().median())
+        scale = float((half.var.clamp(min=seen.eps).log() / 2).abs().median().exp())
+        figure = max(offset / limits.offset, math.log(scale) / math.log(limits.scale))
+        evidence = {"median offset in deviations": offset, "median factor of deviations": scale}
+        found["estimates"] = (figure, 1.0, evidence, ())
+    if seen.activation is not None:
+        differences = seen.stat_diff
+        worst = int(differences.argmax())
+        size = seen.channels // seen.groups
+        mean = seen.grouped.mean[worst * size : (worst + 1) * size]
+        evidence = {
+            "StatDiff of the worst group": float(differences[worst]),
+            "mean over groups": float(differences.mean()),
+            "group": f"{worst} of {seen.groups} (channels {worst * size} to {(worst + 1) * size - 1})",
+            "their means": f"{float(mean.min()):.3g} to {float(mean.max()):.3g}",
+            **_activity(seen),
+        }
+        channels = tuple(range(worst * size, (worst + 1) * size))
+        found["stat_diff"] = (float(differences[worst]), limits.stat_diff, evidence, channels)
+    if seen.activation in CUTTING and _enough(seen, limits):
+        dead, either = seen.dead, seen.dead | seen.rare
+        # Of the two reasons to be dead the one that is further beyond its limit.
+        pushed = dead & would_be_active(seen)
+        dying = max(_share(pushed, limits.pushed), _share(dead, limits.dead), key=lambda one: one[0] / one[1])
+        found["dead"] = (*dying[:2], _activity(seen), dying[2])
+        found["rare"] = (*_share(either, limits.rare)[:2], _activity(seen), _where(either))
+    return found
+
+
+def _share(channels: Tensor, limit: float) -> tuple[float, float, tuple[int, ...]]:
+    """The share of channels, its limit and which they are; nothing for a single one."""
+    count = int(channels.sum())
+    return (count / channels.numel() if count > 1 else 0.0, limit, _where(channels))
+
+
+def _enough(seen: NormLook, limits: Thresholds) -> bool:
+    return seen.samples >= limits.samples and seen.positions >= limits.positions
+
+
+def _activity(seen: NormLook) -> dict[str, Any]:
+    counts = f"{int(seen.dead.sum())} and {int(seen.rare.sum())} of {seen.channels}"
+    return {"dead and rare channels": counts, "positions each": seen.positions}
+
+
+def _where(channels: Tensor) -> tuple[int, ...]:
+    return tuple(channels.nonzero().flatten().tolist())
+
+
+def _is_standardized(model: nn.Module) -> bool:
+    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
+    ours = sum(isinstance(module, WSConv1d | WSConv2d | WSConv3d) for module in convolutions)
+    return bool(convolutions) and 2 * ours >= len(convolutions)  # a plan leaves the odd one plain
+
+
+def _show(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _jsonable(v) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no infinity
+    return value
