@@ -5,8 +5,8 @@ A layer is judged by its first fault, in the order of `PROBLEMS`: a later one is
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, get_args
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple, get_args
 
 from torch import Tensor, nn
 
@@ -91,12 +91,14 @@ class Finding:
 class Verdict:
     """What was found, the worst first; true where nothing was.
 
-    `judged` counts the norms that an activation was seen to follow; of the others nothing is claimed.
+    `judged` counts the norms that an activation was seen to follow; of the others nothing is claimed. `severities` has,
+    by layer, the largest of its figures over its threshold.
     """
 
     findings: list[Finding]
     looks: dict[str, NormLook]
     judged: int
+    severities: dict[str, float] = field(default_factory=dict)
     input_uses: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -123,6 +125,20 @@ class Verdict:
             "1 LAYERS ARE", "1 LAYER IS", 1 if len(self.findings) == 1 else 0
         )
 
+    def table(self, rows: int = 10) -> str:
+        """The worst layers, a line each."""
+        head = ("layer", "norm", "then", "StatDiff", "σ_mean", "σ_std", "active", "dead", "rare", "of", "")
+        accused = {finding.layer: finding.problem for finding in self.findings}
+        worst = sorted(self.looks, key=lambda name: -self.severities.get(name, 0.0))[:rows]
+        lines = [head, *(_line(name, self.looks[name], accused.get(name, "")) for name in worst)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        words = (0, 1, 2, len(head) - 1)
+
+        def cell(i: int, text: str) -> str:
+            return text.ljust(widths[i]) if i in words else text.rjust(widths[i])
+
+        return "\n".join("  ".join(cell(i, text) for i, text in enumerate(line)).rstrip() for line in lines)
+
     def __str__(self) -> str:
         return "\n".join(
             [self.summary(), *(str(finding) for finding in self.findings), *(f"note: {note}" for note in self.notes)]
@@ -135,6 +151,7 @@ class Verdict:
                 "ok": self.ok,
                 "summary": self.summary(),
                 "judged": self.judged,
+                "severities": self.severities,
                 "findings": [asdict(finding) for finding in self.findings],
                 "layers": {name: described(seen) for name, seen in self.looks.items()},
                 "input_use": self.input_uses,
@@ -192,10 +209,7 @@ def diagnose(
             f"min/mean use of input channels, averaged over {len(uses)} layers: {mean:.2f} (the paper's trained "
             f"ResNet-50: {PAPER_RESNET50}); no verdict rests on it"
         )
-    unseen = [name for name, use in uses.items() if not math.isfinite(use)]
-    if unseen:
-        verdict.notes.append(f"weights that are not finite: {', '.join(unseen[:4])}")
-    return Verdict(verdict.findings, verdict.looks, verdict.judged, uses, verdict.notes)
+    return replace(verdict, input_uses=uses)
 
 
 def judge(
@@ -217,9 +231,11 @@ def judge(
         thresholds: as in `diagnose`.
     """
     limits = thresholds or Thresholds()
-    findings, few = [], []
+    findings, few, severities = [], [], {}
     for name, seen in looks.items():
-        found = _find(name, seen, limits, standardized=standardized, trained=trained)
+        measures = _measures(seen, limits, trained=trained)
+        severities[name] = max((one.figure / one.limit for one in measures.values()), default=0.0)
+        found = _find(name, seen, measures, standardized=standardized)
         if found is not None:
             findings.append(found)
         elif seen.activation in CUTTING and not _enough(seen, limits):
@@ -237,67 +253,77 @@ def judge(
             "judged"
         )
     ranked = sorted(findings, key=lambda finding: (PROBLEMS.index(finding.problem) > 0, -finding.severity))
-    return Verdict(ranked, dict(looks), judged, {}, notes)
+    return Verdict(ranked, dict(looks), judged, severities, notes=notes)
 
 
 # --- a layer ---------------------------------------------------------------------------------------------------------
 
 
-def _find(name: str, seen: NormLook, limits: Thresholds, *, standardized: bool, trained: bool) -> Finding | None:
-    if not seen.finite:
-        return Finding(
-            name, seen.norm, "non_finite", math.inf, {"input": "not finite"}, (), *advise("non_finite", seen, False)
-        )
-    measured = _measures(seen, limits, trained=trained)
-    for problem, (figure, limit, evidence, channels) in measured.items():
-        if figure > limit:
-            remedy, effect = advise(problem, seen, standardized, name=name, channels=channels)
-            return Finding(name, seen.norm, problem, figure / limit, evidence, channels, remedy, effect)
+class _Measure(NamedTuple):
+    """A figure, its limit, the numbers that tell of it and the channels at fault."""
+
+    figure: float
+    limit: float
+    evidence: dict[str, Any]
+    channels: tuple[int, ...] = ()
+
+
+def _find(name: str, seen: NormLook, measures: dict[Problem, _Measure], *, standardized: bool) -> Finding | None:
+    for problem in PROBLEMS:
+        one = measures.get(problem)
+        if one is not None and one.figure > one.limit:
+            remedy, effect = advise(problem, seen, standardized, name=name, channels=one.channels)
+            severity = one.figure / one.limit
+            return Finding(name, seen.norm, problem, severity, one.evidence, one.channels, remedy, effect)
     return None
 
 
-_Measure = tuple[float, float, dict[str, Any], tuple[int, ...]]
-
-
 def _measures(seen: NormLook, limits: Thresholds, *, trained: bool) -> dict[Problem, _Measure]:
-    """For each problem the figure, its limit, the evidence and the channels at fault, in the order of `PROBLEMS`."""
+    if not seen.finite:  # nothing else can be measured then
+        return {"non_finite": _Measure(math.inf, 1.0, {"input": "not finite"})}
     found: dict[Problem, _Measure] = {}
     if seen.by_estimates and trained:
-        # After BCN's channel half; of BN the whole.
-        half = seen.grouped if seen.family == "batch-channel" else seen.normalized
-        offset = float(half.mean.abs().median())
-        scale = float((half.var.clamp(min=seen.eps).log() / 2).abs().median().exp())
-        figure = max(offset / limits.offset, math.log(scale) / math.log(limits.scale))
-        evidence = {"median offset in deviations": offset, "median factor of deviations": scale}
-        found["estimates"] = (figure, 1.0, evidence, ())
+        found["estimates"] = _estimates(seen, limits)
     if seen.activation is not None:
-        differences = seen.stat_diff
-        worst = int(differences.argmax())
-        size = seen.channels // seen.groups
-        mean = seen.grouped.mean[worst * size : (worst + 1) * size]
-        evidence = {
-            "StatDiff of the worst group": float(differences[worst]),
-            "mean over groups": float(differences.mean()),
-            "group": f"{worst} of {seen.groups} (channels {worst * size} to {(worst + 1) * size - 1})",
-            "their means": f"{float(mean.min()):.3g} to {float(mean.max()):.3g}",
-            **_activity(seen),
-        }
-        channels = tuple(range(worst * size, (worst + 1) * size))
-        found["stat_diff"] = (float(differences[worst]), limits.stat_diff, evidence, channels)
+        found["stat_diff"] = _differences(seen, limits)
     if seen.activation in CUTTING and _enough(seen, limits):
         dead, either = seen.dead, seen.dead | seen.rare
+        pushed = _share(seen, dead & would_be_active(seen), limits.pushed)
         # Of the two reasons to be dead the one that is further beyond its limit.
-        pushed = dead & would_be_active(seen)
-        dying = max(_share(pushed, limits.pushed), _share(dead, limits.dead), key=lambda one: one[0] / one[1])
-        found["dead"] = (*dying[:2], _activity(seen), dying[2])
-        found["rare"] = (*_share(either, limits.rare)[:2], _activity(seen), _where(either))
+        found["dead"] = max(pushed, _share(seen, dead, limits.dead), key=lambda one: one.figure / one.limit)
+        found["rare"] = _share(seen, either, limits.rare)
     return found
 
 
-def _share(channels: Tensor, limit: float) -> tuple[float, float, tuple[int, ...]]:
-    """The share of channels, its limit and which they are; nothing for a single one."""
+def _estimates(seen: NormLook, limits: Thresholds) -> _Measure:
+    """How far from mean 0 and deviation 1 the channels are that were normalized by estimates."""
+    half = seen.grouped if seen.family == "batch-channel" else seen.normalized  # the half that has them
+    offset = float(half.mean.abs().median())
+    factor = float((half.var.clamp(min=seen.eps).log() / 2).abs().median().exp())
+    figure = max(offset / limits.offset, math.log(factor) / math.log(limits.scale))
+    return _Measure(figure, 1.0, {"median offset in deviations": offset, "median factor of deviations": factor})
+
+
+def _differences(seen: NormLook, limits: Thresholds) -> _Measure:
+    differences = seen.stat_diff
+    worst, size = int(differences.argmax()), seen.channels // seen.groups
+    channels = tuple(range(worst * size, (worst + 1) * size))
+    mean = seen.grouped.mean[list(channels)]
+    evidence = {
+        "StatDiff of the worst group": float(differences[worst]),
+        "mean over groups": float(differences.mean()),
+        "group": f"{worst} of {seen.groups}, channels {channels[0]} to {channels[-1]}",
+        "their means": f"{float(mean.min()):.3g} to {float(mean.max()):.3g}",
+        **_activity(seen),
+    }
+    return _Measure(float(differences[worst]), limits.stat_diff, evidence, channels)
+
+
+def _share(seen: NormLook, channels: Tensor, limit: float) -> _Measure:
+    """The share of these channels; a single one is none."""
     count = int(channels.sum())
-    return (count / channels.numel() if count > 1 else 0.0, limit, _where(channels))
+    share = count / channels.numel() if count > 1 else 0.0
+    return _Measure(share, limit, _activity(seen), tuple(channels.nonzero().flatten().tolist()))
 
 
 def _enough(seen: NormLook, limits: Thresholds) -> bool:
@@ -309,8 +335,12 @@ def _activity(seen: NormLook) -> dict[str, Any]:
     return {"dead and rare channels": counts, "positions each": seen.positions}
 
 
-def _where(channels: Tensor) -> tuple[int, ...]:
-    return tuple(channels.nonzero().flatten().tolist())
+def _line(name: str, seen: NormLook, problem: str) -> tuple[str, ...]:
+    figures = seen.figures()
+    then = f"{'+ ' if seen.residual else ''}{seen.activation or '?'}"
+    numbers = [f"{figures[key]:.2f}" for key in ("stat_diff_worst", "sigma_mean", "sigma_std", "active")]
+    counts = [str(figures[key]) for key in ("dead", "rare", "channels")]
+    return (name or "the model", seen.norm, then, *numbers, *counts, problem)
 
 
 def _is_standardized(model: nn.Module) -> bool:
