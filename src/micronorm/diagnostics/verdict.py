@@ -89,7 +89,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found, the worst first; true where nothing was.
+    """What was found, in the order in which the layers run; true where nothing was.
+
+    The first is to be mended first: what lies behind it may be its consequence. `table` has the worst first.
 
     `judged` counts the norms that an activation was seen to follow; of the others nothing is claimed. `severities` has,
     by layer, the largest of its figures over its threshold.
@@ -252,8 +254,7 @@ def judge(
             f"{len(looks) - judged} norms have no activation that could be seen behind them: they are listed and not "
             "judged"
         )
-    ranked = sorted(findings, key=lambda finding: (PROBLEMS.index(finding.problem) > 0, -finding.severity))
-    return Verdict(ranked, dict(looks), judged, severities, notes=notes)
+    return Verdict(findings, dict(looks), judged, severities, notes=notes)
 
 
 # --- a layer ---------------------------------------------------------------------------------------------------------
