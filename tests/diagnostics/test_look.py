@@ -363,3 +363,15 @@ def test_a_model_compiled_in_place_is_refused():
     model[0]._compiled_call_impl = model[0]._call_impl  # what .compile() sets, without the compiler
     with pytest.raises(ValueError, match="0: compiled by"):
         look(model, [torch.ones(2, 4)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("norm", [mn.BCN(groups=2), mn.GN(groups=2), mn.BN()])
+def test_a_gpu_gives_the_figures_of_the_cpu(norm):
+    model, x = SmallResNet(norm), torch.randn(8, 3, 8, 8)
+    expected = look(model, [x])
+    found = look(model.cuda(), [x.cuda()])
+    for name, one in expected.items():
+        assert found[name].activation == one.activation
+        assert_close_to_max(found[name].normalized.mean, one.normalized.mean, tol=1e-4, scale=1.0)
+        assert (found[name].active - one.active).abs().max() <= 2 / one.positions  # a value may round across zero

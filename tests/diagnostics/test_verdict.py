@@ -126,6 +126,15 @@ def test_estimates_that_do_not_fit_are_found_unless_the_network_is_fresh(norm):
     assert ("down_norm", "estimates") not in found(diagnose(model, images().split(16), trained=False))
 
 
+@pytest.mark.parametrize("layer, conv", [("norm", "stem"), ("block1.norm1", "block1.conv1"), ("down_norm", "down")])
+@pytest.mark.parametrize("norm", ["BN", "BCN"])
+def test_an_offset_that_came_after_the_estimates_is_found_in_its_layer_before_its_consequences(norm, layer, conv):
+    model = network(norm)
+    offset(model.get_submodule(conv), 2, 300.0)
+    first = diagnose(model, images().split(16)).findings[0]
+    assert (first.layer, first.problem, first.channels) == (layer, "estimates", (0, 1))
+
+
 def test_batch_normalization_by_the_batch_takes_an_offset_away():
     model = network("BN")
     offset(model.down, 2, 300.0)

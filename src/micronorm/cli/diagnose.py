@@ -193,12 +193,24 @@ def _examine(model: nn.Module, images: Tensor, device: str, *, by: str, fresh: b
     pieces = images.to(place).tensor_split(-(-len(images) // _BATCH))
     statistics = ("batch" if fresh else "estimates") if by == "auto" else by
     try:
-        return examine(model, pieces, statistics=statistics, trained=not fresh)  # type: ignore[arg-type]
-    except (RuntimeError, AssertionError, IndexError) as error:
-        shape = "×".join(map(str, images.shape))
-        raise TargetError(f"the model fails on images of {shape} ({type(error).__name__}: {error}); try --size") from (
-            error
-        )
+        return examine(model, pieces, statistics=statistics, trained=not fresh, forward=_call)  # type: ignore[arg-type]
+    except _ModelFault as fault:
+        shape, error = "×".join(map(str, images.shape)), fault.__cause__
+        raise TargetError(
+            f"the model fails on images of {shape} ({type(error).__name__}: {error}); try --size, or a factory whose "
+            "model takes a batch of images"
+        ) from error
+
+
+class _ModelFault(Exception):
+    """What a model raised in its forward."""
+
+
+def _call(model: nn.Module, images: Tensor) -> None:
+    try:
+        model(images)
+    except Exception as error:  # other people's models fail in their own ways
+        raise _ModelFault from error
 
 
 # --- the report ------------------------------------------------------------------------------------------------------

@@ -47,6 +47,8 @@ class Thresholds:
         rare: share of a layer's channels that are never or hardly ever active. Measured: up to 21 %.
         offset: median distance of an estimated mean from the data's, in estimated deviations. At 1, half of the
             channels are shifted so far that another sixth or third of their values fall on the other side of zero.
+        far: distance of the second furthest of them. At 8, no value of a normal channel lies on the side of zero where
+            it should; a channel that is nearly constant may do so by itself, two are an event.
         scale: median factor between the estimated deviation and the data's, either way.
         positions: a channel needs so many to be called dead: never active in 300 positions means, at 95 %, active in
             less than 1 % (3/n, the rule of three).
@@ -58,6 +60,7 @@ class Thresholds:
     dead: float = 0.20
     rare: float = 0.33
     offset: float = 1.0
+    far: float = 8.0
     scale: float = 2.0
     positions: int = 300
     samples: int = 32
@@ -299,10 +302,17 @@ def _measures(seen: NormLook, limits: Thresholds, *, trained: bool) -> dict[Prob
 def _estimates(seen: NormLook, limits: Thresholds) -> _Measure:
     """How far from mean 0 and deviation 1 the channels are that were normalized by estimates."""
     half = seen.grouped if seen.family == "batch-channel" else seen.normalized  # the half that has them
-    offset = float(half.mean.abs().median())
+    distances = half.mean.abs()
+    offset, second = float(distances.median()), float(distances.sort().values[-2:][0])
     factor = float((half.var.clamp(min=seen.eps).log() / 2).abs().median().exp())
-    figure = max(offset / limits.offset, math.log(factor) / math.log(limits.scale))
-    return _Measure(figure, 1.0, {"median offset in deviations": offset, "median factor of deviations": factor})
+    figure = max(offset / limits.offset, second / limits.far, math.log(factor) / math.log(limits.scale))
+    evidence = {
+        "offset in deviations, median": offset,
+        "second largest": second,
+        "factor of deviations, median": factor,
+    }
+    far = (distances > limits.far).nonzero().flatten().tolist()
+    return _Measure(figure, 1.0, evidence, tuple(far))
 
 
 def _differences(seen: NormLook, limits: Thresholds) -> _Measure:
