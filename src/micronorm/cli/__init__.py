@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 import micronorm
-from micronorm.cli import bench, check, demo, doctor, fold, plan, reproduce, train
+from micronorm.cli import bench, check, demo, diagnose, doctor, fold, plan, reproduce, train
 
 app = typer.Typer(
     name="micronorm",
@@ -18,6 +18,7 @@ app.command()(demo.demo)
 app.command()(train.train)
 app.command()(reproduce.reproduce)
 app.command()(check.check)
+app.command()(diagnose.diagnose)
 app.command()(plan.plan)
 app.command()(fold.fold)
 app.command()(bench.bench)

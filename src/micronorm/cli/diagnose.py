@@ -1,0 +1,231 @@
+"""`micronorm diagnose`: is this network near elimination singularities, where, and what to do about it?"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import torch
+import typer
+from rich.console import Console
+from rich.text import Text
+from torch import Tensor, nn
+
+from micronorm.cli.pictures import read_images
+from micronorm.cli.specs import Groups, Norm, Weight, norm_spec, weight_spec
+from micronorm.cli.targets import MISUSE, TargetError, resolve
+from micronorm.convert import convert
+from micronorm.convert.foreign import read_state
+from micronorm.data.pixels import Standardization
+from micronorm.diagnostics.verdict import Verdict
+from micronorm.diagnostics.verdict import diagnose as examine
+
+FOUND = 1
+"""The exit code where a layer is accused."""
+
+_BATCH = 32
+_PREFIXES = ("module.", "_orig_mod.")  # of DataParallel and DistributedDataParallel, and of torch.compile
+
+
+class _Subject(NamedTuple):
+    """A model, the images that came with it, and what its recipe is trained on."""
+
+    model: nn.Module
+    images: Tensor | None = None
+    data: str | None = None
+
+
+def diagnose(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="timm:NAME, torchvision:NAME, recipe:TABLE/ROW, or package.module:factory, which returns a model, or "
+            "(model, batch, …) whose batch begins with images.",
+        ),
+    ],
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Its state dict: .safetensors, or torch.save's, read as tensors alone.")
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="digits, random, a folder of pictures, or a file with a tensor N×C×H×W. Use real images."),
+    ] = None,
+    images: Annotated[int, typer.Option(min=1, help="How many of them; 32 at least for a verdict on channels.")] = 128,
+    size: Annotated[int | None, typer.Option(min=1, help="Their height and width.")] = None,
+    norm: Norm = "none",
+    groups: Groups = None,
+    weight: Weight = "none",
+    by: Annotated[
+        Literal["auto", "estimates", "batch"],
+        typer.Option(
+            help="Batch normalization by its running statistics or by each batch of 32; auto takes the latter for a "
+            "network without --checkpoint whose statistics are fresh."
+        ),
+    ] = "auto",
+    layers: Annotated[int, typer.Option(min=0, help="How many of the worst layers to list.")] = 10,
+    device: Annotated[str, typer.Option(help="Where to run.")] = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Run a network over images and say which of its layers are near elimination singularities, and what to do.
+
+    Looked at are channels that ReLU keeps dead or nearly so, statistics that differ too much between channels that are
+    normalized together (StatDiff), and estimates that do not fit the images. With --norm or --weight the model is
+    converted before the checkpoint is loaded.
+
+    Exit code 0: no layer is accused. 1: some are. 2: the model, the checkpoint, the data or an option is wrong.
+    """
+    try:
+        subject = _resolve(target)
+        model = subject.model
+        wanted = norm_spec(norm, groups=groups), weight_spec(weight)
+        if any(spec is not None for spec in wanted):
+            model = convert(model, *wanted)
+        fresh = _is_fresh(model) and checkpoint is None
+        if checkpoint is not None:
+            _load(model, checkpoint)
+        source, batch = _images(subject, target, data, images, size)
+        verdict = _examine(model, batch, device, by=by, fresh=fresh)
+    except (TargetError, ValueError, TypeError) as error:
+        message = " ".join(str(error).split())
+        typer.echo(f"micronorm diagnose: {message[:500]}{'…' * (len(message) > 500)}", err=True)
+        raise typer.Exit(MISUSE) from None
+    facts = {"target": target, "checkpoint": str(checkpoint) if checkpoint else None, "data": source}
+    if source == "random":
+        verdict.notes.append("random images tell little of the channels that real ones would use: give --data")
+    if as_json:
+        typer.echo(json.dumps({**facts, "images": len(batch), **verdict.to_dict()}, indent=1, ensure_ascii=False))
+    else:
+        shape = "×".join(map(str, batch.shape))
+        _print(Console(highlight=False), f"{target} on {source}, {shape}", verdict, target, rows=layers)
+    raise typer.Exit(0 if verdict.ok else FOUND)
+
+
+def _resolve(target: str) -> _Subject:
+    if target.startswith("recipe:"):
+        from micronorm import recipes
+
+        recipe = recipes.find(target.removeprefix("recipe:"))
+        return _Subject(recipe.build(seed=0), data=recipe.data if recipe.data == "digits" else None)
+    made = resolve(target)
+    if isinstance(made, nn.Module):
+        return _Subject(made)
+    model = made[0] if made else None
+    if not isinstance(model, nn.Module):
+        raise TargetError(f"{target} must give a model or a tuple that begins with one, got {type(model).__name__}")
+    first: Any = made[1] if len(made) > 1 else None
+    while isinstance(first, tuple | list) and first:
+        first = first[0]
+    return _Subject(model, images=first if isinstance(first, Tensor) and first.ndim > 1 else None)
+
+
+# --- the checkpoint --------------------------------------------------------------------------------------------------
+
+
+def _load(model: nn.Module, checkpoint: Path) -> None:
+    """Load a state dict whole: a key too many or too few is an error."""
+    if not checkpoint.is_file():
+        raise TargetError(f"no file {checkpoint}")
+    expected = model.state_dict()
+    state = _strip(read_state(checkpoint), expected)
+    # Tied tensors are written once; files of torch before 0.4.1 do not count batches.
+    given = {expected[key].data_ptr() for key in state.keys() & expected.keys() if expected[key].numel()}
+    missing = [
+        key
+        for key, tensor in expected.items()
+        if key not in state and tensor.data_ptr() not in given and not key.endswith("num_batches_tracked")
+    ]
+    foreign = [key for key in state if key not in expected]
+    if missing or foreign:
+        parts = [f"{what}: {', '.join(keys[:4])}{' …' * (len(keys) > 4)}" for what, keys in
+                 (("missing in it", missing), ("not in the model", foreign)) if keys]  # fmt: skip
+        raise TargetError(
+            f"{checkpoint} does not fit the model ({'; '.join(parts)}). If it was saved from a converted model, say so "
+            "with --norm, --groups and --weight"
+        )
+    try:
+        model.load_state_dict(state, strict=False)
+    except RuntimeError as error:
+        raise TargetError(f"{checkpoint} does not fit the model: {error}") from error
+
+
+def _strip(state: dict[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Without what wrappers put before every key."""
+    for prefix in _PREFIXES * 2:
+        if all(key.startswith(prefix) for key in state) and not any(key.startswith(prefix) for key in expected):
+            state = {key.removeprefix(prefix): value for key, value in state.items()}
+    return state
+
+
+def _is_fresh(model: nn.Module) -> bool:
+    """Whether there are running statistics and all stand where they began, at mean 0 and variance 1."""
+    pairs = [(getattr(m, "running_mean", None), getattr(m, "running_var", None)) for m in model.modules()]
+    kept = [(mean, var) for mean, var in pairs if isinstance(mean, Tensor) and isinstance(var, Tensor)]
+    return bool(kept) and all(bool((mean == 0).all() and (var == 1).all()) for mean, var in kept)
+
+
+# --- the images ------------------------------------------------------------------------------------------------------
+
+
+def _images(subject: _Subject, target: str, data: str | None, count: int, size: int | None) -> tuple[str, Tensor]:
+    """Where the images come from, and these."""
+    if data is None and subject.images is not None:
+        return "its own batch", subject.images[:count]
+    source = data or subject.data or "random"
+    known: Any = getattr(subject.model, "pretrained_cfg", None)  # timm's: what the network is given
+    config = known if isinstance(known, Mapping) else {}
+    if size is None and source not in ("digits",) and not Path(source).is_file():
+        size = config.get("input_size", (3, 224, 224))[-1] if target.startswith(("timm:", "torchvision:")) else 64
+    standardization = None
+    if config.get("mean") and config.get("std"):
+        standardization = Standardization(*(tuple(255 * v for v in config[key]) for key in ("mean", "std")))
+    channels = next((m.in_channels for m in subject.model.modules() if isinstance(m, nn.Conv2d)), 3)
+    return source, read_images(source, count=count, size=size, channels=channels, standardization=standardization)
+
+
+def _examine(model: nn.Module, images: Tensor, device: str, *, by: str, fresh: bool) -> Verdict:
+    try:
+        place = torch.device(device)
+        model.to(place)
+    except (RuntimeError, AssertionError) as error:
+        raise TargetError(f"--device {device}: {error}") from error
+    # Even pieces: a last batch of one sample would have no statistics of its own.
+    pieces = images.to(place).tensor_split(-(-len(images) // _BATCH))
+    statistics = ("batch" if fresh else "estimates") if by == "auto" else by
+    try:
+        return examine(model, pieces, statistics=statistics, trained=not fresh, forward=_call)  # type: ignore[arg-type]
+    except _ModelFault as fault:
+        shape, error = "×".join(map(str, images.shape)), fault.__cause__
+        raise TargetError(
+            f"the model fails on images of {shape} ({type(error).__name__}: {error}); try --size, or a factory whose "
+            "model takes a batch of images"
+        ) from error
+
+
+class _ModelFault(Exception):
+    """What a model raised in its forward."""
+
+
+def _call(model: nn.Module, images: Tensor) -> None:
+    try:
+        model(images)
+    except Exception as error:  # other people's models fail in their own ways
+        raise _ModelFault from error
+
+
+# --- the report ------------------------------------------------------------------------------------------------------
+
+
+def _print(console: Console, head: str, verdict: Verdict, target: str, *, rows: int) -> None:
+    lines = [head, str(verdict)]
+    if rows:
+        lines.insert(1, f"worst layers:\n{verdict.table(rows)}")
+    if any(finding.remedy.startswith("mn.convert") for finding in verdict.findings):
+        lines.append(f"what a conversion would do: micronorm plan {target}")
+    text = Text("\n".join(lines))
+    if console.is_terminal:
+        text.highlight_words([finding.layer for finding in verdict.findings] + ["fix:", "effect:"], "bold")
+        text.highlight_regex(r"\d+ LAYERS? (ARE|IS) IN TROUBLE", "bold red")
+        text.highlight_regex("No layer is near an elimination singularity", "green")
+    # A terminal breaks lines between words; a file gets whole lines, for whoever searches in it.
+    console.print(text, soft_wrap=not console.is_terminal)

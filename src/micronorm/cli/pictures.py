@@ -1,0 +1,147 @@
+"""Images for commands that run a model on some: digits, a folder of pictures, a file of tensors, or random ones."""
+
+import math
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from micronorm.cli.targets import TargetError
+from micronorm.data.folders import SUFFIXES
+from micronorm.data.pixels import IMAGENET, Standardization
+
+TENSORS = (".pt", ".pth", ".npy", ".safetensors")
+
+
+def read_images(
+    source: str, *, count: int, size: int | None, channels: int, standardization: Standardization | None = None
+) -> Tensor:
+    """`count` images, N×channels×H×W in float32, or as many as there are.
+
+    Args:
+        source: "digits" (scikit-learn's, its test part), "random" (see `random_images`), a folder with pictures at any
+            depth, of which every so-many-th is taken, or a file with a tensor N×C×H×W that is taken as it is, bytes
+            standardized.
+        count: how many images.
+        size: height and width; None for those of the data, 224 for pictures and random images.
+        channels: what the model takes. Grey images are repeated, colours averaged.
+        standardization: of pictures and bytes, in pixels from 0 to 255; ImageNet's where None.
+
+    Raises:
+        TargetError: there is no such source, or no image in it.
+    """
+    if source == "digits":
+        from micronorm.data.digits import read_digits
+
+        images = read_digits().test.images[:count]
+    elif source == "random":
+        return random_images(count, channels=channels, size=size or 224)
+    elif Path(source).is_dir():
+        images = _standardize(_read_folder(Path(source), count, size or 224), standardization)
+    elif Path(source).is_file():
+        images = _read_tensors(Path(source))[:count]
+        if not images.is_floating_point():
+            images = _standardize(images, standardization)
+    else:
+        raise TargetError(f"no data {source!r}: give digits, random, a folder of pictures or a file of tensors")
+    images = _with_channels(images.to(torch.float32), channels)
+    if size is not None and tuple(images.shape[2:]) != (size, size):
+        images = F.interpolate(images, size=(size, size), mode="bilinear", antialias=True)
+    return images
+
+
+def random_images(count: int, *, channels: int, size: int, seed: int = 0) -> Tensor:
+    """Images of noise with the spectrum of photographs: amplitudes fall as 1/f, and colours vary together.
+
+    Mean 0 and deviation 1 over all. White noise would not do: a convolution averages it away.
+
+    Example:
+        >>> images = random_images(4, channels=3, size=32)
+        >>> images.shape, round(images.std().item(), 3)
+        (torch.Size([4, 3, 32, 32]), 1.0)
+    """
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(count, 1 + channels, size, size, generator=generator)
+    frequency = torch.hypot(torch.fft.fftfreq(size)[:, None], torch.fft.rfftfreq(size)[None])
+    amplitude = 1 / frequency.clamp(min=1 / size)  # the mean of an image varies as its slowest wave does
+    waves = torch.fft.irfft2(torch.fft.rfft2(noise) * amplitude, s=(size, size))
+    images = waves[:, :1] + waves[:, 1:] / 2
+    return (images - images.mean()) / images.std()
+
+
+def _read_folder(folder: Path, count: int, size: int) -> Tensor:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise TargetError("pictures are read by Pillow, which is not installed: pip install pillow") from error
+    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+    if not files:
+        raise TargetError(f"no pictures ({', '.join(SUFFIXES)}) in {folder}, at whatever depth")
+    chosen = [files[i * len(files) // count] for i in range(count)] if len(files) > count else files
+    images = torch.empty(len(chosen), 3, size, size, dtype=torch.uint8)
+    for n, file in enumerate(chosen):
+        try:
+            with Image.open(file) as opened:
+                image = opened.convert("RGB")
+        except Exception as error:  # each of PIL's decoders fails in its own way
+            raise TargetError(f"{file} is not a readable picture ({type(error).__name__}: {error})") from error
+        # The usual evaluation crop: the shorter side to 256/224 of the size, then the middle.
+        scale = size * 256 / 224 / min(image.size)
+        wide, high = (max(size, math.ceil(side * scale)) for side in image.size)
+        left, top = (wide - size) // 2, (high - size) // 2
+        image = image.resize((wide, high), Image.Resampling.BILINEAR).crop((left, top, left + size, top + size))
+        images[n] = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(size, size, 3).permute(2, 0, 1)
+    return images
+
+
+def _read_tensors(file: Path) -> Tensor:
+    if file.suffix not in TENSORS:
+        raise TargetError(f"{file} holds no tensors by its name: it would end in {', '.join(TENSORS)}")
+    try:
+        found: Any = _load(file)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError) as error:
+        raise TargetError(f"{file} cannot be read as tensors alone: {error}") from error
+    values = list(found.values()) if isinstance(found, dict) else found if isinstance(found, Sequence) else [found]
+    images = next((value for value in values if isinstance(value, Tensor) and value.ndim == 4), None)
+    if images is None or not len(images):
+        raise TargetError(f"{file} holds no tensor of images, N×C×H×W")
+    return images
+
+
+def _load(file: Path) -> Any:
+    """What the file holds; nothing in it is executed."""
+    if file.suffix == ".safetensors":
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            return load_file(file)
+        except SafetensorError as error:
+            raise ValueError(str(error)) from error
+    if file.suffix == ".npy":
+        import numpy as np
+
+        return torch.from_numpy(np.load(file, allow_pickle=False))
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def _standardize(images: Tensor, standardization: Standardization | None) -> Tensor:
+    mean, std = (torch.tensor(part) for part in standardization or IMAGENET)
+    images = images.to(torch.float32)
+    if images.shape[1] != len(mean):  # grey: by the mean colour
+        mean, std = mean.mean(0, keepdim=True), std.mean(0, keepdim=True)
+    return (images - mean[:, None, None]) / std[:, None, None]
+
+
+def _with_channels(images: Tensor, channels: int) -> Tensor:
+    if images.shape[1] == channels:
+        return images
+    if images.shape[1] == 1:
+        return images.expand(-1, channels, -1, -1)
+    if channels == 1:
+        return images.mean(1, keepdim=True)
+    raise TargetError(f"the images have {images.shape[1]} channels, the model takes {channels}")

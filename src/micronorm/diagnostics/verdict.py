@@ -1,0 +1,374 @@
+"""Is a network near elimination singularities, where, and what to do about it: a verdict on what `look` saw.
+
+A layer is judged by its first fault, in the order of `PROBLEMS`: a later one is usually its consequence.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple, get_args
+
+from torch import Tensor, nn
+
+from micronorm.diagnostics.advice import Problem, advise, would_be_active
+from micronorm.diagnostics.followers import CUTTING
+from micronorm.diagnostics.look import NormLook, Statistics, look
+from micronorm.diagnostics.weights import PAPER_RESNET50, input_uses
+from micronorm.nn.weight import WSConv1d, WSConv2d, WSConv3d
+
+PROBLEMS: tuple[Problem, ...] = get_args(Problem)
+
+TITLES: dict[Problem, str] = {
+    "non_finite": "is given values that are not finite",
+    "estimates": "normalizes by estimates that are far from what it sees",
+    "stat_diff": "normalizes channels together that differ too much",
+    "dead": "has dead channels",
+    "rare": "has under-represented channels",
+}
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """From where on a layer is accused. All of them here, each with its reason.
+
+    "Measured" below: timm's ResNet-18, -50, -50d, DenseNet-121, VGG-11, RegNetX-002, MobileNetV2-050, HRNet-W18-small,
+    Xception-41, DLA-34 and ResNeXt-50 with random weights and their norms replaced by group or by layer normalization
+    without WS, on 96 photographs of 96×96 pixels. Such networks train, so they must pass.
+
+    Args:
+        stat_diff: StatDiff of a layer's worst group. At 4 a channel whose mean is one deviation of the means below the
+            others' is positive in 0.003 % of positions (Φ(−4)): as good as eliminated. Measured: up to 3.4; with WS at
+            most 0.3, and 0 for BN.
+        pushed: share of a layer's channels that are never active behind a ReLU although their normalized values would
+            be: weight and bias push them below zero. Measured: 1 % (of resnet50_gn), by channels that are not normally
+            distributed, since a fresh affine does not push. One channel alone accuses no layer, here and below.
+        dead: share of a layer's channels that are never active behind a ReLU, for whatever reason. Measured: up to
+            14 %; none for BN or with WS.
+        rare: share of a layer's channels that are never or hardly ever active. Measured: up to 21 %.
+        offset: median distance of an estimated mean from the data's, in estimated deviations. At 1, half of the
+            channels are shifted so far that another sixth or third of their values fall on the other side of zero.
+        far: distance of the second furthest of them. At 8, no value of a normal channel lies on the side of zero where
+            it should; a channel that is nearly constant may do so by itself, two are an event.
+        scale: median factor between the estimated deviation and the data's, either way.
+        positions: a channel needs so many to be called dead: never active in 300 positions means, at 95 %, active in
+            less than 1 % (3/n, the rule of three).
+        samples: and so many samples: positions of one image are alike.
+    """
+
+    stat_diff: float = 4.0
+    pushed: float = 0.05
+    dead: float = 0.20
+    rare: float = 0.33
+    offset: float = 1.0
+    far: float = 8.0
+    scale: float = 2.0
+    positions: int = 300
+    samples: int = 32
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A layer that is accused: of what, by which figures, what to do, and what that would change.
+
+    `severity` is the figure over its threshold; `channels` are those at fault.
+    """
+
+    layer: str
+    norm: str
+    problem: Problem
+    severity: float
+    evidence: dict[str, Any]
+    channels: tuple[int, ...]
+    remedy: str
+    effect: str
+
+    def __str__(self) -> str:
+        numbers = "; ".join(f"{name}: {_show(value)}" for name, value in self.evidence.items())
+        return (
+            f"{self.layer or 'the model'} ({self.norm}) {TITLES[self.problem]} [{self.problem}]\n"
+            f"  evidence: {numbers}\n  fix: {self.remedy}\n  effect: {self.effect}"
+        )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found, in the order in which the layers run; true where nothing was.
+
+    The first is to be mended first: what lies behind it may be its consequence. `table` has the worst first.
+
+    `judged` counts the norms that an activation was seen to follow; of the others nothing is claimed. `severities` has,
+    by layer, the largest of its figures over its threshold.
+    """
+
+    findings: list[Finding]
+    looks: dict[str, NormLook]
+    judged: int
+    severities: dict[str, float] = field(default_factory=dict)
+    input_uses: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether no layer is accused."""
+        return not self.findings
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def summary(self) -> str:
+        """The verdict in a sentence or two."""
+        of = f"{self.judged} of {len(self.looks)} norms judged"
+        dead, rare = (sum(int(getattr(seen, kind).sum()) for seen in self._behind_relu()) for kind in ("dead", "rare"))
+        counts = f"{dead} dead and {rare} under-represented channels behind ReLUs in all"
+        if not self.judged and self.ok:
+            return f"Nothing could be judged: no activation was seen behind any of {len(self.looks)} norms."
+        if self.ok:
+            return f"No layer is near an elimination singularity. {of}; {counts}."
+        where = ", ".join(finding.layer or "the model" for finding in self.findings[:3])
+        more = f" and {len(self.findings) - 3} more" if len(self.findings) > 3 else ""
+        return f"{len(self.findings)} LAYERS ARE IN TROUBLE: {where}{more}. {of}; {counts}.".replace(
+            "1 LAYERS ARE", "1 LAYER IS", 1 if len(self.findings) == 1 else 0
+        )
+
+    def table(self, rows: int = 10) -> str:
+        """The worst layers, a line each."""
+        head = ("layer", "norm", "then", "StatDiff", "σ_mean", "σ_std", "active", "dead", "rare", "of", "")
+        accused = {finding.layer: finding.problem for finding in self.findings}
+        worst = sorted(self.looks, key=lambda name: -self.severities.get(name, 0.0))[:rows]
+        lines = [head, *(_line(name, self.looks[name], accused.get(name, "")) for name in worst)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        words = (0, 1, 2, len(head) - 1)
+
+        def cell(i: int, text: str) -> str:
+            return text.ljust(widths[i]) if i in words else text.rjust(widths[i])
+
+        return "\n".join("  ".join(cell(i, text) for i, text in enumerate(line)).rstrip() for line in lines)
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [self.summary(), *(str(finding) for finding in self.findings), *(f"note: {note}" for note in self.notes)]
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The verdict in JSON's types; figures that are not finite as text."""
+        return _jsonable(
+            {
+                "ok": self.ok,
+                "summary": self.summary(),
+                "judged": self.judged,
+                "severities": self.severities,
+                "findings": [asdict(finding) for finding in self.findings],
+                "layers": {name: described(seen) for name, seen in self.looks.items()},
+                "input_use": self.input_uses,
+                "notes": self.notes,
+            }
+        )
+
+    def _behind_relu(self) -> list[NormLook]:
+        return [seen for seen in self.looks.values() if seen.activation in CUTTING]
+
+
+def described(seen: NormLook) -> dict[str, Any]:
+    """The figures of a look with what they were measured on."""
+    how = {"activation": seen.activation, "residual": seen.residual, "samples": seen.samples}
+    return {**seen.figures(), **how, "positions": seen.positions}
+
+
+def diagnose(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    statistics: Statistics = "estimates",
+    trained: bool = True,
+    thresholds: Thresholds | None = None,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+) -> Verdict:
+    """`look` at a model and judge what was seen.
+
+    Args:
+        model: as in `look`, which leaves it as it was.
+        batches: as in `look`; a verdict on channels needs 32 samples or more, of the kind the network is for.
+        statistics: as in `look`.
+        trained: whether estimates should fit the data by now; those of a fresh network do not.
+        thresholds: from where on a layer is accused.
+        forward: as in `look`.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU())
+        >>> batches = [torch.randn(32, 3, 8, 8)]
+        >>> bool(diagnose(model, batches))
+        True
+        >>> with torch.no_grad():
+        ...     model[0].bias[:2] += 100  # two of the four channels of a group, far from the others
+        >>> verdict = diagnose(model, batches)
+        >>> [(finding.layer, finding.problem) for finding in verdict.findings]
+        [('1', 'stat_diff')]
+    """
+    seen = look(model, batches, statistics=statistics, forward=forward)
+    verdict = judge(seen, standardized=_is_standardized(model), trained=trained, thresholds=thresholds)
+    uses = input_uses(model)
+    if uses:
+        mean = sum(uses.values()) / len(uses)
+        verdict.notes.append(
+            f"min/mean use of input channels, averaged over {len(uses)} layers: {mean:.2f} (the paper's trained "
+            f"ResNet-50: {PAPER_RESNET50}); no verdict rests on it"
+        )
+    return replace(verdict, input_uses=uses)
+
+
+def judge(
+    looks: Mapping[str, NormLook],
+    *,
+    standardized: bool = False,
+    trained: bool = True,
+    thresholds: Thresholds | None = None,
+) -> Verdict:
+    """A verdict on what `look` saw.
+
+    StatDiff is judged where any activation was seen to follow the norm, dead and rare channels where that is a ReLU,
+    estimates always (unless `trained` is False).
+
+    Args:
+        looks: what `look` returned.
+        standardized: whether the network's convolutions have Weight Standardization, so that no remedy asks for it.
+        trained: as in `diagnose`.
+        thresholds: as in `diagnose`.
+    """
+    limits = thresholds or Thresholds()
+    findings, few, severities = [], [], {}
+    for name, seen in looks.items():
+        measures = _measures(seen, limits, trained=trained)
+        severities[name] = max((one.figure / one.limit for one in measures.values()), default=0.0)
+        found = _find(name, seen, measures, standardized=standardized)
+        if found is not None:
+            findings.append(found)
+        elif seen.activation in CUTTING and not _enough(seen, limits):
+            few.append(name)
+    judged = sum(seen.activation is not None for seen in looks.values())
+    notes = []
+    if few:
+        notes.append(
+            f"{len(few)} layers saw fewer than {limits.samples} samples or {limits.positions} positions, too few to "
+            f"call a channel dead or rare: {', '.join(few[:3])}{', …' if len(few) > 3 else ''}. Give more images."
+        )
+    if judged < len(looks):
+        notes.append(
+            f"{len(looks) - judged} norms have no activation that could be seen behind them: they are listed and not "
+            "judged"
+        )
+    return Verdict(findings, dict(looks), judged, severities, notes=notes)
+
+
+# --- a layer ---------------------------------------------------------------------------------------------------------
+
+
+class _Measure(NamedTuple):
+    """A figure, its limit, the numbers that tell of it and the channels at fault."""
+
+    figure: float
+    limit: float
+    evidence: dict[str, Any]
+    channels: tuple[int, ...] = ()
+
+
+def _find(name: str, seen: NormLook, measures: dict[Problem, _Measure], *, standardized: bool) -> Finding | None:
+    for problem in PROBLEMS:
+        one = measures.get(problem)
+        if one is not None and one.figure > one.limit:
+            remedy, effect = advise(problem, seen, standardized, name=name, channels=one.channels)
+            severity = one.figure / one.limit
+            return Finding(name, seen.norm, problem, severity, one.evidence, one.channels, remedy, effect)
+    return None
+
+
+def _measures(seen: NormLook, limits: Thresholds, *, trained: bool) -> dict[Problem, _Measure]:
+    if not seen.finite:  # nothing else can be measured then
+        return {"non_finite": _Measure(math.inf, 1.0, {"input": "not finite"})}
+    found: dict[Problem, _Measure] = {}
+    if seen.by_estimates and trained:
+        found["estimates"] = _estimates(seen, limits)
+    if seen.activation is not None:
+        found["stat_diff"] = _differences(seen, limits)
+    if seen.activation in CUTTING and _enough(seen, limits):
+        dead, either = seen.dead, seen.dead | seen.rare
+        pushed = _share(seen, dead & would_be_active(seen), limits.pushed)
+        # Of the two reasons to be dead the one that is further beyond its limit.
+        found["dead"] = max(pushed, _share(seen, dead, limits.dead), key=lambda one: one.figure / one.limit)
+        found["rare"] = _share(seen, either, limits.rare)
+    return found
+
+
+def _estimates(seen: NormLook, limits: Thresholds) -> _Measure:
+    """How far from mean 0 and deviation 1 the channels are that were normalized by estimates."""
+    half = seen.grouped if seen.family == "batch-channel" else seen.normalized  # the half that has them
+    distances = half.mean.abs()
+    offset, second = float(distances.median()), float(distances.sort().values[-2:][0])
+    factor = float((half.var.clamp(min=seen.eps).log() / 2).abs().median().exp())
+    figure = max(offset / limits.offset, second / limits.far, math.log(factor) / math.log(limits.scale))
+    evidence = {
+        "offset in deviations, median": offset,
+        "second largest": second,
+        "factor of deviations, median": factor,
+    }
+    far = (distances > limits.far).nonzero().flatten().tolist()
+    return _Measure(figure, 1.0, evidence, tuple(far))
+
+
+def _differences(seen: NormLook, limits: Thresholds) -> _Measure:
+    differences = seen.stat_diff
+    worst, size = int(differences.argmax()), seen.channels // seen.groups
+    channels = tuple(range(worst * size, (worst + 1) * size))
+    mean = seen.grouped.mean[list(channels)]
+    evidence = {
+        "StatDiff of the worst group": float(differences[worst]),
+        "mean over groups": float(differences.mean()),
+        "group": f"{worst} of {seen.groups}, channels {channels[0]} to {channels[-1]}",
+        "their means": f"{float(mean.min()):.3g} to {float(mean.max()):.3g}",
+        **_activity(seen),
+    }
+    return _Measure(float(differences[worst]), limits.stat_diff, evidence, channels)
+
+
+def _share(seen: NormLook, channels: Tensor, limit: float) -> _Measure:
+    """The share of these channels; a single one is none."""
+    count = int(channels.sum())
+    share = count / channels.numel() if count > 1 else 0.0
+    return _Measure(share, limit, _activity(seen), tuple(channels.nonzero().flatten().tolist()))
+
+
+def _enough(seen: NormLook, limits: Thresholds) -> bool:
+    return seen.samples >= limits.samples and seen.positions >= limits.positions
+
+
+def _activity(seen: NormLook) -> dict[str, Any]:
+    counts = f"{int(seen.dead.sum())} and {int(seen.rare.sum())} of {seen.channels}"
+    return {"dead and rare channels": counts, "positions each": seen.positions}
+
+
+def _line(name: str, seen: NormLook, problem: str) -> tuple[str, ...]:
+    figures = seen.figures()
+    then = f"{'+ ' if seen.residual else ''}{seen.activation or '?'}"
+    numbers = [f"{figures[key]:.2f}" for key in ("stat_diff_worst", "sigma_mean", "sigma_std", "active")]
+    counts = [str(figures[key]) for key in ("dead", "rare", "channels")]
+    return (name or "the model", seen.norm, then, *numbers, *counts, problem)
+
+
+def _is_standardized(model: nn.Module) -> bool:
+    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
+    ours = sum(isinstance(module, WSConv1d | WSConv2d | WSConv3d) for module in convolutions)
+    return bool(convolutions) and 2 * ours >= len(convolutions)  # a plan leaves the odd one plain
+
+
+def _show(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _jsonable(v) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no infinity
+    return value

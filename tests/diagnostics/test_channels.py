@@ -1,0 +1,115 @@
+"""Channels: merged moments, activity, the distance to BN, and normalization told from moments alone."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from micronorm.diagnostics.channels import (
+    RunningMoments,
+    channel_normalized,
+    dead_channels,
+    distance_to_bn,
+    group_normalized,
+    positives,
+    rare_channels,
+)
+from micronorm.ops.moments import Moments, moments
+from tests.tolerances import assert_close_to_max, tolerance
+
+WIDE = torch.float64
+EXACT = tolerance("output", WIDE) * 10
+
+
+@pytest.mark.parametrize("cut", [(10,), (1,) * 10, (3, 7), (9, 1)])
+def test_merged_moments_are_those_of_all_elements_however_they_were_cut(cut):
+    x = torch.randn(10, 4, 5, 3, dtype=WIDE) * torch.tensor([1.0, 2, 3, 4]).view(4, 1, 1) + 100
+    running = RunningMoments()
+    for part in x.split(cut):
+        running.add(moments(part), positions=15)
+    assert running.count == 150
+    assert_close_to_max(running.moments.mean, x.mean((0, 2, 3)), tol=EXACT)
+    condition = 100.0
+    assert_close_to_max(running.moments.var, x.var((0, 2, 3), correction=0), tol=EXACT * condition)
+
+
+def test_nothing_added_moves_nothing_and_has_no_moments():
+    running = RunningMoments()
+    with pytest.raises(RuntimeError, match="nothing was added yet"):
+        running.moments  # noqa: B018
+    running.add(Moments(torch.empty(0, 3), torch.empty(0, 3)), positions=4)
+    assert running.count == 0
+
+
+def test_a_mean_far_from_zero_costs_no_digits_of_the_variance():
+    x = torch.randn(40, 2, 6, dtype=WIDE) * 1e-3 + 1e4
+    running = RunningMoments()
+    for part in x.split(8):
+        running.add(moments(part), positions=6)
+    assert_close_to_max(running.moments.var, (x - 1e4).var((0, 2), correction=0), tol=1e-6)
+
+
+@pytest.mark.parametrize("axis", [1, -1, 2])
+def test_positives_are_counted_along_any_axis_and_zero_is_none(axis):
+    y = torch.randn(3, 4, 5)
+    y[0] = 0
+    expected = [int((part > 0).sum()) for part in y.unbind(axis)]
+    assert positives(y, axis=axis).tolist() == expected
+
+
+def test_a_channel_is_dead_or_rare_or_neither():
+    rate = torch.tensor([0.0, 1e-6, 0.0099, 0.01, 0.5])
+    assert dead_channels(rate).tolist() == [True, False, False, False, False]
+    assert rare_channels(rate).tolist() == [False, True, True, False, False]
+    assert rare_channels(rate, below=0.6).tolist() == [False, True, True, True, True]
+    with pytest.raises(ValueError, match="a share between 0 and 1, got 2"):
+        rare_channels(rate, below=2)
+
+
+def test_the_distance_to_bn_recovers_the_deviations_that_the_paper_draws_from():
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.randn(2, 200_000, generator=generator, dtype=WIDE)
+    mean, log_std = 0.7 * draws[0], 1.3 * draws[1]
+    sigma_mean, sigma_std = distance_to_bn(mean, (2 * log_std).exp(), eps=0.0)
+    assert abs(sigma_mean - 0.7) < 0.01  # a standard error is σ/sqrt(2n), 0.001 and 0.002
+    assert abs(sigma_std - 1.3) < 0.015
+
+
+def test_a_constant_channel_counts_as_one_of_deviation_root_eps():
+    distance = distance_to_bn(torch.zeros(2), torch.tensor([1.0, 0.0]), eps=1e-4)
+    assert distance.sigma_mean == 0
+    assert math.isclose(distance.sigma_std, math.log(100) / 2)
+    assert math.isfinite(distance_to_bn(torch.zeros(2), torch.tensor([1.0, 0.0]), eps=0.0).sigma_std)
+
+
+def test_bad_moments_are_refused_by_the_distance():
+    with pytest.raises(ValueError, match="C numbers each"):
+        distance_to_bn(torch.zeros(2), torch.ones(3))
+    with pytest.raises(ValueError, match="must not be below 0"):
+        distance_to_bn(torch.zeros(2), torch.ones(2), eps=-1.0)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4, 8])
+def test_group_normalization_of_moments_is_that_of_the_data(groups):
+    x = torch.randn(5, 8, 6, dtype=WIDE) * 3 + torch.arange(8.0).view(8, 1)
+    found = group_normalized(moments(x), groups=groups, eps=1e-3)
+    y = F.group_norm(x, groups, eps=1e-3)
+    assert_close_to_max(found.mean, y.mean(-1), tol=EXACT, scale=1.0)
+    assert_close_to_max(found.var, y.var(-1, correction=0), tol=EXACT)
+
+
+def test_a_blend_of_0_is_the_identity():
+    data = moments(torch.randn(5, 8, 6, dtype=WIDE))
+    found = group_normalized(data, groups=2, eps=1e-3, blend=0.0)
+    assert torch.equal(found.mean, data.mean)
+    assert torch.equal(found.var, data.var)
+
+
+def test_channel_normalization_of_moments_is_that_of_the_data():
+    x = torch.randn(5, 3, 6, dtype=WIDE) + 2
+    statistics = Moments(torch.randn(3, dtype=WIDE), torch.rand(3, dtype=WIDE))
+    found = channel_normalized(moments(x), statistics, eps=1e-3)
+    y = F.batch_norm(x, *statistics, eps=1e-3)
+    assert_close_to_max(found.mean, y.mean(-1), tol=EXACT, scale=1.0)
+    assert_close_to_max(found.var, y.var(-1, correction=0), tol=EXACT)

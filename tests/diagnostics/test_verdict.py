@@ -1,0 +1,216 @@
+"""The verdict: networks broken on purpose are found in the right layer, and their healthy twins are not accused."""
+
+import copy
+import json
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import micronorm as mn
+from micronorm.diagnostics.look import look
+from micronorm.diagnostics.verdict import PROBLEMS, Thresholds, Verdict, diagnose, judge
+from tests.networks import SmallResNet
+
+SPECS = {
+    "BN": nn.BatchNorm2d,
+    "GN": partial(nn.GroupNorm, 4),
+    "LN": partial(nn.GroupNorm, 1),
+    "IN": lambda channels: nn.InstanceNorm2d(channels, affine=True),
+    "BCN": mn.BCN(groups=4),
+}
+
+
+def images() -> Tensor:
+    return torch.randn(48, 3, 8, 8, generator=torch.Generator().manual_seed(1)) * 1.5 + 0.5
+
+
+def network(norm: str) -> Any:
+    """A fresh network whose estimates fit the images."""
+    return copy.deepcopy(_network(norm))
+
+
+@cache
+def _network(norm: str) -> nn.Module:
+    torch.manual_seed(0)
+    return settled(SmallResNet(SPECS[norm], channels=16))
+
+
+def settled(model: nn.Module) -> nn.Module:
+    """The model with estimates that fit; each of its six layers of norms follows those before it."""
+    if any(hasattr(module, "running_mean") for module in model.modules() if not isinstance(module, nn.InstanceNorm2d)):
+        for _ in range(6):
+            mn.calibrate(model, images().split(16))
+    return model
+
+
+def found(verdict: Verdict) -> list[tuple[str, str]]:
+    return [(finding.layer, finding.problem) for finding in verdict.findings]
+
+
+def offset(conv: Any, channels: int, by: float) -> None:
+    """Shift some output channels of a convolution that has no bias."""
+    conv.bias = nn.Parameter(torch.zeros(conv.out_channels))
+    with torch.no_grad():
+        conv.bias[:channels] += by
+
+
+@pytest.mark.parametrize("norm", SPECS)
+def test_a_healthy_network_is_not_accused(norm):
+    verdict = diagnose(network(norm), images().split(16))
+    assert verdict.ok
+    assert bool(verdict)
+    assert verdict.judged == len(verdict.looks) == 6
+    assert verdict.summary().startswith("No layer is near an elimination singularity. 6 of 6 norms judged")
+
+
+@pytest.mark.parametrize(
+    "norm, layer",
+    [
+        *((norm, layer) for norm in SPECS for layer in ("norm", "block1.norm1", "down_norm")),
+        # not BCN: the group half bounds what the bias of its channel half does, and the shortcut outweighs it
+        *((norm, layer) for norm in SPECS if norm != "BCN" for layer in ("block1.norm2", "block2.norm2")),
+    ],
+)
+def test_dead_channels_are_found_in_their_layer_and_blamed_on_its_bias(norm, layer):
+    model = network(norm)
+    with torch.no_grad():
+        model.get_submodule(layer).bias[[1, 2, 5]] = -50.0
+    verdict = diagnose(model, images().split(16), trained=False)
+    assert found(verdict) == [(layer, "dead")]
+    finding = verdict.findings[0]
+    assert finding.channels == (1, 2, 5)
+    assert f"get_submodule('{layer}').bias.data[[1, 2, 5]] = 0" in finding.remedy
+    assert finding.severity > 1
+
+
+@pytest.mark.parametrize("layer, conv", [("norm", "stem"), ("block1.norm1", "block1.conv1"), ("down_norm", "down")])
+@pytest.mark.parametrize("norm", ["GN", "LN"])
+def test_a_huge_offset_of_some_channels_of_a_group_is_found_in_its_layer(norm, layer, conv):
+    model = network(norm)
+    offset(model.get_submodule(conv), 2, 300.0)
+    verdict = diagnose(model, images().split(16))
+    assert found(verdict)[0] == (layer, "stat_diff")
+    if norm == "GN":  # of one group the whole layer is crushed, and what follows sees constants
+        assert len(verdict.findings) == 1
+    finding = verdict.findings[0]
+    assert verdict.severities[layer] == max(verdict.severities.values()) == finding.severity
+    assert set(finding.channels) >= {0, 1}
+    assert finding.remedy.startswith("mn.convert(model, mn.BCN(), mn.WS())")
+    assert "to 0 as BCN's estimates settle" in finding.effect
+
+
+def test_the_conversion_that_is_advised_mends_it():
+    model = network("GN")
+    offset(model.down, 2, 300.0)
+    assert found(diagnose(model, images().split(16))) == [("down_norm", "stat_diff")]
+    assert diagnose(settled(mn.convert(model, mn.BCN(groups=4), None)), images().split(16)).ok
+
+
+def test_a_network_that_is_standardized_already_is_not_told_to_be():
+    model = mn.convert(network("GN"), None, mn.WS())
+    offset(model.down, 2, 300.0)
+    verdict = diagnose(model, images().split(16))
+    assert verdict.findings[0].remedy.startswith("mn.convert(model, mn.BCN(), None)")
+
+
+@pytest.mark.parametrize("norm", ["BN", "BCN"])
+def test_estimates_that_do_not_fit_are_found_unless_the_network_is_fresh(norm):
+    model = network(norm)
+    offset(model.down, 32, 20.0)
+    verdict = diagnose(model, images().split(16))
+    assert ("down_norm", "estimates") in found(verdict)
+    assert "mn.calibrate" in verdict.findings[0].remedy
+    assert ("down_norm", "estimates") not in found(diagnose(model, images().split(16), trained=False))
+
+
+@pytest.mark.parametrize("layer, conv", [("norm", "stem"), ("block1.norm1", "block1.conv1"), ("down_norm", "down")])
+@pytest.mark.parametrize("norm", ["BN", "BCN"])
+def test_an_offset_that_came_after_the_estimates_is_found_in_its_layer_before_its_consequences(norm, layer, conv):
+    model = network(norm)
+    offset(model.get_submodule(conv), 2, 300.0)
+    first = diagnose(model, images().split(16)).findings[0]
+    assert (first.layer, first.problem, first.channels) == (layer, "estimates", (0, 1))
+
+
+def test_batch_normalization_by_the_batch_takes_an_offset_away():
+    model = network("BN")
+    offset(model.down, 2, 300.0)
+    assert diagnose(model, images().split(16), statistics="batch").ok
+
+
+def test_values_that_are_not_finite_come_first():
+    model = network("GN")
+    with torch.no_grad():
+        model.down.weight[0, 0, 0, 0] = torch.nan
+    verdict = diagnose(model, images().split(16))
+    assert found(verdict)[0] == ("down_norm", "non_finite")
+    json.loads(json.dumps(verdict.to_dict(), allow_nan=False))
+
+
+def test_rare_channels_are_found_where_many_are_nearly_dead():
+    model = nn.Sequential(nn.BatchNorm2d(8), nn.ReLU())
+    with torch.no_grad():
+        model[0].bias[:4] = -2.9  # a normal channel is positive in 0.2 % of positions
+    x = torch.randn(64, 8, 8, 8)
+    assert found(diagnose(model, [x], statistics="batch")) == [("0", "rare")]
+    with torch.no_grad():
+        model[0].bias[2:4] = 0
+    assert diagnose(model, [x], statistics="batch").ok
+
+
+def test_few_samples_are_no_evidence_and_the_report_says_so():
+    model = network("BN")
+    with torch.no_grad():
+        model.norm.bias[:4] = -50.0
+    verdict = diagnose(model, [images()[:16]], trained=False)
+    assert verdict.ok
+    assert any("too few to call a channel dead" in note for note in verdict.notes)
+    assert found(diagnose(model, [images()[:16]], trained=False, thresholds=Thresholds(samples=8))) == [
+        ("norm", "dead")
+    ]
+
+
+def test_one_dead_channel_is_counted_and_accuses_no_layer():
+    model = network("BN")
+    with torch.no_grad():
+        model.norm.bias[4] = -50.0
+    verdict = diagnose(model, images().split(16), trained=False)
+    assert verdict.ok
+    assert "1 dead" in verdict.summary()
+    assert verdict.to_dict()["layers"]["norm"]["dead"] == 1
+
+
+def test_norms_without_a_visible_activation_are_listed_and_not_judged():
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.GroupNorm(2, 8), nn.Conv2d(8, 4, 1))
+    with torch.no_grad():
+        model[0].bias[:2] += 300
+    verdict = diagnose(model, images().split(16))
+    assert (verdict.judged, verdict.ok, list(verdict.looks)) == (0, True, ["1"])
+    assert verdict.summary().startswith("Nothing could be judged")
+    assert any("not judged" in " ".join(note.split()) for note in verdict.notes)
+
+
+def test_findings_come_in_the_order_of_layers_and_the_table_s_worst_first():
+    model = network("GN")
+    offset(model.stem, 2, 100.0)
+    offset(model.down, 2, 1000.0)
+    verdict = diagnose(model, images().split(16))
+    assert found(verdict) == [("norm", "stat_diff"), ("down_norm", "stat_diff")]
+    assert verdict.summary().startswith("2 LAYERS ARE IN TROUBLE: norm, down_norm.")
+    head, first, second, *rest = verdict.table(rows=4).splitlines()
+    assert head.split()[:3] == ["layer", "norm", "then"]
+    assert (first.split()[0], second.split()[0], len(rest)) == ("down_norm", "norm", 2)
+    assert "stat_diff" in first
+    assert "[stat_diff]" in str(verdict)
+    assert "fix: mn.convert" in str(verdict)
+
+
+def test_judging_what_was_seen_is_the_verdict_of_diagnose():
+    model = network("GN")
+    offset(model.down, 2, 300.0)
+    again = judge(look(model, images().split(16)))
+    assert again.findings == diagnose(model, images().split(16)).findings
+    assert all(finding.problem in PROBLEMS for finding in again.findings)
