@@ -264,7 +264,7 @@ def write_predictions(path: str | os.PathLike[str], samples: Iterable[Mapping[st
 def _read_predictions(file: Path) -> list[Row]:
     if not file.exists():
         return []
-    samples = _parse(file.read_bytes(), str(file)).get("samples")
+    samples: Any = _parse(file.read_bytes(), str(file)).get("samples")
     _check_predictions(samples, file)
     return samples
 
@@ -274,7 +274,7 @@ def _check_predictions(samples: Any, file: Path) -> None:
         raise ValueError(f"{file}: a list of samples was expected, got {type(samples).__name__}")
     for number, sample in enumerate(samples):
         where = f"{file}, sample {number}"
-        sides = [sample.get(name) for name in ("height", "width")] if isinstance(sample, dict) else []
+        sides: list[Any] = [sample.get(name) for name in ("height", "width")] if isinstance(sample, dict) else []
         if not sides or not all(_is_count(side) and side for side in sides) or sample.get("channels") not in (1, 3):
             raise ValueError(f"{where}: height and width from 1 on and 1 or 3 channels were expected")
         for name in ("pixels", "label", "prediction"):

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 import micronorm
-from micronorm.cli import bench, check, demo, doctor, fold, plan, reproduce, train
+from micronorm.cli import bench, check, demo, doctor, fold, plan, report, reproduce, train
 
 app = typer.Typer(
     name="micronorm",
@@ -21,6 +21,7 @@ app.command()(check.check)
 app.command()(plan.plan)
 app.command()(fold.fold)
 app.command()(bench.bench)
+app.command()(report.report)
 app.command()(doctor.doctor)
 
 
