@@ -1,17 +1,41 @@
 """Chromium without a window, driven over its DevTools protocol through two pipes: standard library only."""
 
 import base64
+import fcntl
 import json
 import os
 import select
 import shutil
-import subprocess
+import signal
 import time
 from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 LIMIT = 60.0
+OPTIONS = (
+    "--headless=new",
+    "--remote-debugging-pipe",
+    "--no-sandbox",  # what CI runs as root has none
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--hide-scrollbars",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-default-apps",
+    "--disable-extensions",
+    "--disable-sync",
+)
+
+
+def _high_pipe() -> tuple[int, int]:
+    """A pipe whose numbers are not those that the browser wants its own to have."""
+    found = []
+    for end in os.pipe():
+        found.append(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10))
+        os.close(end)
+    return found[0], found[1]
 
 
 def find() -> str | None:
@@ -23,22 +47,20 @@ class Browser:
     """One page of a browser; what it logs and asks the network for is kept."""
 
     def __init__(self, binary: str, profile: Path, *, size: tuple[int, int] = (1280, 900)) -> None:
-        ours_in, theirs_out = os.pipe()
-        theirs_in, ours_out = os.pipe()
-        # The browser reads commands from file 3 and answers on file 4; a shell puts the pipes there.
-        options = (
-            "--headless=new --remote-debugging-pipe --no-sandbox --disable-gpu --no-first-run --hide-scrollbars "
-            "--disable-dev-shm-usage --disable-background-networking --disable-component-update "
-            "--disable-default-apps --disable-extensions --disable-sync"
+        ours_in, theirs_out = _high_pipe()
+        theirs_in, ours_out = _high_pipe()
+        nothing = ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY))
+        # The browser reads commands from file 3 and answers on file 4.
+        self._process = os.posix_spawn(
+            binary,
+            [binary, *OPTIONS, f"--user-data-dir={profile}", "about:blank"],
+            os.environ,
+            file_actions=[
+                *((os.POSIX_SPAWN_OPEN, number, os.devnull, mode, 0) for number, mode in nothing),
+                (os.POSIX_SPAWN_DUP2, theirs_in, 3),
+                (os.POSIX_SPAWN_DUP2, theirs_out, 4),
+            ],
         )
-        self._process = subprocess.Popen(
-            ["sh", "-c", f'exec "$0" {options} "$1" about:blank 3<&{theirs_in} 4>&{theirs_out}', binary,
-             f"--user-data-dir={profile}"],
-            pass_fds=(theirs_in, theirs_out),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )  # fmt: skip
         os.close(theirs_in)
         os.close(theirs_out)
         self._in, self._out, self._rest, self._number = ours_in, ours_out, b"", 0
@@ -61,11 +83,7 @@ class Browser:
         finally:
             os.close(self._in)
             os.close(self._out)
-            try:
-                self._process.wait(10)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+            self._wait(10.0)
 
     def resize(self, width: int, height: int) -> None:
         phone = width < 500
@@ -123,6 +141,15 @@ class Browser:
             if event.get("method") == "Network.requestWillBeSent"
         ]
         return [url for url in urls if not url.startswith("data:")]
+
+    def _wait(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while os.waitpid(self._process, os.WNOHANG) == (0, 0):
+            if time.monotonic() > end:
+                os.kill(self._process, signal.SIGKILL)
+                os.waitpid(self._process, 0)
+                return
+            time.sleep(0.02)
 
     # --- the protocol ------------------------------------------------------------------------------------------------
 

@@ -30,16 +30,16 @@ body {
   margin: 0; background: var(--page); color: var(--text);
   font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif;
 }
-main { max-width: 70rem; margin: 0 auto; padding: 2.4rem 1.2rem 3rem; }
-h1 { font-size: 2rem; line-height: 1.2; letter-spacing: -.015em; margin: 0 0 .3rem; overflow-wrap: anywhere; }
+main { max-width: 70rem; margin: 0 auto; padding: 2.4rem 1.2rem 3rem; overflow-wrap: anywhere; }
+h1 { font-size: 2rem; line-height: 1.2; letter-spacing: -.015em; margin: 0 0 .3rem; }
 h2 { font-size: 1.2rem; letter-spacing: -.005em; margin: 0 0 .5rem; }
-h3 { font-size: 1rem; margin: 1.3rem 0 .5rem; overflow-wrap: anywhere; }
+h3 { font-size: 1rem; margin: 1.3rem 0 .5rem; }
 p { margin: 0 0 .7rem; }
 p:last-child { margin-bottom: 0; }
 .lead, .note, .about, footer { color: var(--quiet); }
 .lead { margin-bottom: 1rem; }
 .about { max-width: 46rem; margin-bottom: 1rem; }
-.verdict { font-size: 1.2rem; line-height: 1.45; max-width: 52rem; margin: 0 0 1.2rem; overflow-wrap: anywhere; }
+.verdict { font-size: 1.2rem; line-height: 1.45; max-width: 52rem; margin: 0 0 1.2rem; }
 .note { font-weight: normal; font-size: .88rem; }
 nav { display: flex; flex-wrap: wrap; gap: .4rem; margin: 0 0 1.5rem; font-size: .9rem; }
 nav a {
@@ -53,10 +53,10 @@ section {
 }
 section.absent { background: none; border-style: dashed; padding: .9rem 1.4rem; color: var(--quiet); }
 section.absent h2 { font-size: 1rem; margin: 0 0 .15rem; }
-.findings { margin: 0; padding-left: 1.2rem; max-width: 60rem; overflow-wrap: anywhere; }
+.findings { margin: 0; padding-left: 1.2rem; max-width: 60rem; }
 .findings li + li { margin-top: .45rem; }
 .scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+table { border-collapse: collapse; width: 100%; overflow-wrap: break-word; font-variant-numeric: tabular-nums; }
 th, td { padding: .45rem .9rem .45rem 0; border-bottom: 1px solid var(--rule); text-align: left; vertical-align: top; }
 th { font-weight: 600; font-size: .88rem; color: var(--quiet); }
 tbody tr:last-child > * { border-bottom: 0; }
@@ -78,14 +78,14 @@ th:last-child, td:last-child { padding-right: 0; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 23rem), 1fr)); gap: 1.6rem 2rem; }
 .charts + h3, .charts + .scroll { margin-top: 1.4rem; }
 figure { margin: 0; min-width: 0; max-width: 40rem; }
-figcaption { font-weight: 600; line-height: 1.35; margin-bottom: .45rem; overflow-wrap: anywhere; }
+figcaption { font-weight: 600; line-height: 1.35; margin-bottom: .45rem; }
 figcaption .note { display: block; }
 svg { display: block; width: 100%; height: auto; overflow: visible; }
 figure svg { touch-action: pan-y; }
 svg text { font-size: 12px; }
 svg .cursor { stroke: var(--quiet); stroke-dasharray: 2 3; }
 .legend { list-style: none; display: flex; flex-wrap: wrap; gap: .25rem 1.4rem; margin: 0 0 1.1rem; padding: 0; }
-.legend li { display: flex; align-items: center; gap: .5rem; overflow-wrap: anywhere; }
+.legend li { display: flex; align-items: center; gap: .5rem; }
 .legend li { font-size: .95rem; }
 .legend svg { width: 26px; flex: none; }
 .tiles {
@@ -109,9 +109,9 @@ svg .cursor { stroke: var(--quiet); stroke-dasharray: 2 3; }
 .wrong span { color: var(--bad); }
 .facts { display: grid; grid-template-columns: 8rem minmax(0, 1fr); gap: .3rem 1.2rem; margin: 0; }
 .facts dt, .name { color: var(--quiet); }
-.facts dd { margin: 0; overflow-wrap: anywhere; }
+.facts dd { margin: 0; }
 details { border-top: 1px solid var(--rule); padding-top: .6rem; margin-top: .8rem; }
-summary { cursor: pointer; font-weight: 600; overflow-wrap: anywhere; }
+summary { cursor: pointer; font-weight: 600; }
 details .facts { padding-top: .6rem; }
 code { font: .9em ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
 footer { font-size: .9rem; padding: 0 .2rem; }
