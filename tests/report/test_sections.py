@@ -6,7 +6,7 @@ from io import BytesIO
 import pytest
 from PIL import Image
 
-from micronorm.records import read
+from micronorm.records import read, write_predictions
 from micronorm.report.drawing import Circle, Path
 from micronorm.report.heat import Table, heat_plot, scale_top
 from micronorm.report.lines import Series, line_plot
@@ -180,13 +180,30 @@ def test_pictures_are_shown_as_they_were_and_wrong_answers_are_marked(tmp_path):
     shown = section(text, "predictions")
     assert "4 of 16 wrong" in shown
     assert shown.count('<li class="wrong">') == 4
-    assert "✗ 1 <small>50 %</small><br><small>is 0</small>" in shown
+    assert "✗ 1 <small>50\N{NO-BREAK SPACE}%</small><br><small>is 0</small>" in shown
     files = re.findall('src="data:image/png;base64,(.*?)"', shown)
     for k, file in enumerate(files):
         image = Image.open(BytesIO(base64.b64decode(file)))
         assert image.mode == ("L" if k % 2 else "RGB")
         assert image.tobytes() == base64.b64decode(prediction(k)["pixels"])
     assert len(files) == 16
+
+
+def test_pictures_that_several_runs_were_shown_stand_once_with_the_answers_that_were_wrong(tmp_path):
+    runs = {name: full_run(tmp_path / name, epochs=1) for name in ("first", "second")}
+    right = [{**prediction(k), "prediction": str(k % 10)} for k in range(16)]
+    write_predictions(runs["second"], right)
+    text, parsed = page(tmp_path, runs)
+    shown = section(text, "predictions")
+    assert parsed.count("img") == 16
+    assert re.findall(r"</i>(\w+: \d+)</li>", shown) == ["first: 4", "second: 0"]
+    assert shown.count('<i class="dot c0"></i>✗') == 4
+    assert '<i class="dot c1"></i>✗' not in shown
+
+
+def test_a_learning_rate_that_falls_to_nothing_keeps_a_linear_scale(tmp_path):
+    assert "logarithmic" not in plot([full_run(tmp_path / "a")], "learning-rate").note
+    assert "logarithmic" in plot([full_run(tmp_path / "b", epochs=60, steps_per_epoch=2)], "test-top1").note
 
 
 # --- the pieces ------------------------------------------------------------------------------------------------------

@@ -266,7 +266,7 @@ def test_examples_are_taken_evenly_say_what_the_model_says_and_leave_it_as_it_wa
 
 
 def test_large_examples_are_shrunk_and_a_flat_or_broken_one_is_black():
-    class Large(Nothing):
+    class Large:
         def __len__(self):
             return 3
 

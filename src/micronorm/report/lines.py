@@ -37,16 +37,19 @@ def line_plot(
     below: str,
     limit: int = 400,
     note: str = "",
+    log: bool | None = None,
 ) -> Plot | None:
-    """The series over one another; None where no point is finite. Series of more points than `limit` are thinned."""
+    """The series over one another; None where no point is finite. Series of more points than `limit` are thinned.
+
+    The scale is logarithmic where `log` says so, or where it says nothing and the values span magnitudes.
+    """
     pieces = [_pieces(line, limit) for line in series]
     finite = [piece for line in pieces for piece in line if not math.isnan(piece.mean)]
     if not finite:
         return None
     x_axis = count_axis([piece.x for piece in finite], FRAME)
-    y_axis = value_axis(
-        [value for piece in finite for value in (piece.low, piece.high)], FRAME.height - FRAME.bottom, FRAME.top
-    )
+    values = [value for piece in finite for value in (piece.low, piece.high)]
+    y_axis = value_axis(values, FRAME.height - FRAME.bottom, FRAME.top, log=log)
     items = axes_items(x_axis, y_axis, FRAME, below)
     for line, thinned in zip(series, pieces, strict=True):
         items += _band(line, thinned, x_axis, y_axis)

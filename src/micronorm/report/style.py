@@ -107,6 +107,8 @@ svg .cursor { stroke: var(--quiet); stroke-dasharray: 2 3; }
 .samples small { color: var(--quiet); }
 .wrong img { border-color: var(--bad); }
 .wrong span { color: var(--bad); }
+.wrong .dot { margin-right: .3em; }
+.legend .dot { margin-right: 0; }
 .facts { display: grid; grid-template-columns: 8rem minmax(0, 1fr); gap: .3rem 1.2rem; margin: 0; }
 .facts dt, .name { color: var(--quiet); }
 .facts dd { margin: 0; }

@@ -15,6 +15,11 @@ _ABSENT = (
     "None of these run directories holds predictions.json; micronorm train writes it at the end of a run, unless the "
     "model is compiled or sharded."
 )
+_ABOUT = (
+    "Test samples taken evenly from all of them. A cross marks an answer that is wrong; per cents are how sure the "
+    "network is of its own."
+)
+_LETTERS = 40
 MOST = 32
 """Samples of a run that are shown."""
 
@@ -24,26 +29,64 @@ def predictions(runs: Sequence[NamedRun], detail: Detail) -> Section:
     found = [run for run in runs if run.record.predictions]
     if not found:
         return Section("predictions", _HEADING, absent=_ABSENT)
-    body = ""
+    groups: dict[tuple[Any, ...], list[NamedRun]] = {}
     for run in found:
-        samples = run.record.predictions
-        wrong = sum(sample["prediction"] != sample["label"] for sample in samples)
-        name = f'<i class="dot {run.colour}"></i>{escape(run.name)}: ' if len(runs) > 1 else ""
-        body += f"<h3>{name}{wrong} of {len(samples)} wrong</h3>"
-        body += f'<ul class="samples">{"".join(map(_item, samples[:MOST]))}</ul>'
-    about = "Test samples taken evenly from all of them, with the network's answer and how sure it is of it."
-    return Section("predictions", _HEADING, about, body=body)
+        pictures = tuple((sample["pixels"], sample["label"]) for sample in run.record.predictions)
+        groups.setdefault(pictures, []).append(run)
+    body = "".join(_alone(group[0], runs) if len(group) == 1 else _together(group) for group in groups.values())
+    return Section("predictions", _HEADING, _ABOUT, body=body)
+
+
+def _is_wrong(sample: dict[str, Any]) -> bool:
+    return sample["prediction"] != sample["label"]
+
+
+def _alone(run: NamedRun, runs: Sequence[NamedRun]) -> str:
+    samples = run.record.predictions
+    name = f"{_dot(run)}{escape(run.name)}: " if len(runs) > 1 else ""
+    items = "".join(map(_item, samples[:MOST]))
+    return f'<h3>{name}{sum(map(_is_wrong, samples))} of {len(samples)} wrong</h3><ul class="samples">{items}</ul>'
+
+
+def _together(group: Sequence[NamedRun]) -> str:
+    """Runs that were shown the same pictures: each picture once, with the answers that were wrong."""
+    number = len(group[0].record.predictions)
+    counts = "".join(
+        f"<li>{_dot(run)}{escape(run.name)}: {sum(map(_is_wrong, run.record.predictions))}</li>" for run in group
+    )
+    items = ""
+    for k, sample in enumerate(group[0].record.predictions[:MOST]):
+        wrong = [run for run in group if _is_wrong(run.record.predictions[k])]
+        answers = "".join(f"<br>{_dot(run)}✗ {_short(run.record.predictions[k]['prediction'])}" for run in wrong)
+        look = ' class="wrong"' if wrong else ""
+        items += f"<li{look}>{_image(sample)}{_short(sample['label'])}<span>{answers}</span></li>"
+    return f'<h3>Wrong of {number}</h3><ul class="legend">{counts}</ul><ul class="samples">{items}</ul>'
+
+
+def _dot(run: NamedRun) -> str:
+    return f'<i class="dot {run.colour}"></i>'
 
 
 def _item(sample: dict[str, Any]) -> str:
-    label, said = escape(sample["label"][:40]), escape(sample["prediction"][:40])
+    label = _short(sample["label"])
+    if _is_wrong(sample):
+        return f'<li class="wrong">{_image(sample)}<span>✗ {_said(sample)}<br><small>is {label}</small></span></li>'
+    return f"<li>{_image(sample)}<span>{_said(sample)}</span></li>"
+
+
+def _said(sample: dict[str, Any]) -> str:
     sure = sample.get("probability")
-    percent = f" <small>{100 * sure:.0f} %</small>" if is_number(sure) and sure == sure else ""
-    right = sample["prediction"] == sample["label"]
-    answer = f"{said}{percent}" if right else f"✗ {said}{percent}<br><small>is {label}</small>"
-    image = f'<img alt="a sample of class {label}" src="data:image/png;base64,{_png(sample)}">'
-    look = "" if right else ' class="wrong"'
-    return f"<li{look}>{image}<span>{answer}</span></li>"
+    percent = f" <small>{100 * sure:.0f}\N{NO-BREAK SPACE}%</small>" if is_number(sure) and sure == sure else ""
+    return _short(sample["prediction"]) + percent
+
+
+def _short(text: str) -> str:
+    return escape(text[:_LETTERS])
+
+
+def _image(sample: dict[str, Any]) -> str:
+    label = _short(sample["label"])
+    return f'<img alt="a sample of class {label}" src="data:image/png;base64,{_png(sample)}">'
 
 
 def _png(sample: dict[str, Any]) -> str:

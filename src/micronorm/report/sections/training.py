@@ -23,7 +23,9 @@ def training(runs: Sequence[NamedRun], detail: Detail) -> Section:
     for name, caption, below, found in wanted:
         if any(found):
             series = [Series(r.name, r.colour, p, r.role) for r, p in zip(runs, found, strict=True)]
-            plot = line_plot(name, series, caption=caption, below=below, limit=detail.points)
+            # A cosine's rate ends near 0: its last steps would fill a logarithmic scale.
+            log = False if name == "learning-rate" else None
+            plot = line_plot(name, series, caption=caption, below=below, limit=detail.points, log=log)
             plots += [] if plot is None else [plot]
             empty += [caption] if plot is None else []
     if not plots and not empty:
