@@ -7,26 +7,34 @@
 | `epochs.jsonl` | a JSON object per evaluation | appended, a line each |
 | `diagnostics.jsonl` | a JSON object per look into the network, where one was asked for | appended, a line each |
 | `outcome.json` | what the run came to; absent until it ends | whole, atomically |
+| `predictions.json` | what the network says of a few test samples, where its task can tell | whole, atomically |
 
 Facts: `format` (1), `recipe` (str), `settings`, `execution`, `data`, `environment` (objects), `revision` (str or null),
-`command` (str), `date` (ISO 8601), and whatever else the writer knows, such as `resumptions`.
+`command` (str), `date` (ISO 8601), and whatever else the writer knows, such as `resumptions`. Of a recipe `paper` holds
+the paper's figures by the names of the run's own, or null where the paper has none, and `title` its row for people.
 
 A row of steps: `step` (completed steps, from 1), `epoch` (from 0), `loss`, `lr`, `samples`, `seconds`, `micro_batch`,
 `memory` (bytes or null), and any counts. A row of epochs: `epoch` (from 0), `step`, `seconds`, and the figures `train`
 and `test`.
 
 A row of diagnostics: `step`, `epoch`, and `layers`, by the name of each layer that was looked at an object with its
-`kind` and figures. Kind "norm": `norm` (the class), `channels`, `groups`, `stat_diff` and `stat_diff_worst` (the mean and
-the largest over groups), `sigma_mean` and `sigma_std` (the spread of the normalized channels' means and deviations),
-`active` (the share of positive outputs), `dead` and `rare` (counts of channels that are never, or hardly ever, active).
-Kind "weight": `weight` (the reparameterization, "none" for a plain one), `along`, `mean`, `rest` and `residual` (the
-shares of the squared gradient), `use` (the least over the mean of the input channels' weights), `norm` and `grad` (of W).
-A figure that was not measured is absent.
+`kind` and figures. Kind "norm": `norm` (the class), `channels`, `groups`, `stat_diff` and `stat_diff_worst` (the mean
+and the largest over groups), `sigma_mean` and `sigma_std` (the spread of the normalized channels' means and
+deviations), `active` (the share of positive outputs), `dead` and `rare` (counts of channels that are never, or hardly
+ever, active). Kind "weight": `weight` (the reparameterization, "none" for a plain one), `along`, `mean`, `rest` and
+`residual` (the shares of the squared gradient), `use` (the least over the mean of the input channels' weights), `norm`
+and `grad` (of W). A figure that was not measured is absent.
+
+Predictions: `samples`, a list of objects with `height`, `width` and `channels` (1 or 3) of a small picture, `pixels`
+(base64 of so many bytes, row by row, the channels of a pixel together), `label` and `prediction` (str), and
+`probability` (what the network gives its own answer).
 
 JSON has no NaN and no infinity: they are written as {"float": "nan"}, {"float": "inf"} and {"float": "-inf"}, and read
 back as the numbers they were. Other floats are written with the digits that give the same float again.
 """
 
+import base64
+import binascii
 import json
 import math
 import os
@@ -43,10 +51,12 @@ STEPS = "steps.jsonl"
 EPOCHS = "epochs.jsonl"
 DIAGNOSTICS = "diagnostics.jsonl"
 OUTCOME = "outcome.json"
+PREDICTIONS = "predictions.json"
 PARTIAL = ".partial"
 """How the name of a file ends that `write_atomically` has not finished."""
 
 _ROWS = (STEPS, EPOCHS, DIAGNOSTICS)
+_ALL = (FACTS, *_ROWS, OUTCOME, PREDICTIONS)
 
 Row = dict[str, Any]
 
@@ -74,6 +84,7 @@ class Record:
     outcome: Row | None
     """None while the run goes on, and where it was killed."""
     diagnostics: list[Row] = field(default_factory=list)
+    predictions: list[Row] = field(default_factory=list)
 
 
 class Run:
@@ -119,7 +130,7 @@ class Run:
         complete = {"format": FORMAT, **facts}
         _check_facts(complete, folder / FACTS)
         text = _document(complete)  # before anything is removed
-        present = [name for name in (FACTS, STEPS, EPOCHS, DIAGNOSTICS, OUTCOME) if (folder / name).exists()]
+        present = [name for name in _ALL if (folder / name).exists()]
         if present and not replace:
             raise FileExistsError(
                 f"{folder} already holds a run ({', '.join(present)}): resume it or name another folder"
@@ -161,8 +172,9 @@ class Run:
         self._append(DIAGNOSTICS, [row], apart=0)
 
     def rewind(self, step: int) -> None:
-        """Drop rows of steps above `step`, torn lines, and the outcome: the run goes on from there."""
-        (self.path / OUTCOME).unlink(missing_ok=True)
+        """Drop rows of steps above `step`, torn lines, and what was written at the end: the run goes on from there."""
+        for name in (OUTCOME, PREDICTIONS):
+            (self.path / name).unlink(missing_ok=True)
         self._last.clear()
         for name in _ROWS:
             file = self.path / name
@@ -211,7 +223,7 @@ def read(path: str | os.PathLike[str], *, rows: bool = True) -> Record:
 
     Args:
         path: the directory.
-        rows: False leaves the rows unread, and their lists empty: a long run has hundreds of thousands.
+        rows: False leaves rows and predictions unread, and their lists empty: a long run has hundreds of thousands.
 
     Raises:
         FileNotFoundError: there is no run.
@@ -231,7 +243,50 @@ def read(path: str | os.PathLike[str], *, rows: bool = True) -> Record:
         epochs,
         _parse(outcome.read_bytes(), str(outcome)) if outcome.exists() else None,
         diagnostics,
+        _read_predictions(folder / PREDICTIONS) if rows else [],
     )
+
+
+def write_predictions(path: str | os.PathLike[str], samples: Iterable[Mapping[str, Any]]) -> None:
+    """Write what the trained network says of some samples into a run directory, in place of what was there.
+
+    Raises:
+        FileNotFoundError: there is no run.
+        ValueError: a sample lacks something, or its pixels are not as many as its size says.
+    """
+    file = Path(path) / PREDICTIONS
+    kept = [dict(sample) for sample in samples]
+    _check_predictions(kept, file)
+    _read_facts(Path(path))
+    write_atomically(file, _document({"samples": kept}))
+
+
+def _read_predictions(file: Path) -> list[Row]:
+    if not file.exists():
+        return []
+    samples: Any = _parse(file.read_bytes(), str(file)).get("samples")
+    _check_predictions(samples, file)
+    return samples
+
+
+def _check_predictions(samples: Any, file: Path) -> None:
+    if not isinstance(samples, list):
+        raise ValueError(f"{file}: a list of samples was expected, got {type(samples).__name__}")
+    for number, sample in enumerate(samples):
+        where = f"{file}, sample {number}"
+        sides: list[Any] = [sample.get(name) for name in ("height", "width")] if isinstance(sample, dict) else []
+        if not sides or not all(_is_count(side) and side for side in sides) or sample.get("channels") not in (1, 3):
+            raise ValueError(f"{where}: height and width from 1 on and 1 or 3 channels were expected")
+        for name in ("pixels", "label", "prediction"):
+            if not isinstance(sample.get(name), str):
+                raise ValueError(f"{where}: {name} must be str, got {type(sample.get(name)).__name__}")
+        try:
+            found = len(base64.b64decode(sample["pixels"], validate=True))
+        except (binascii.Error, ValueError) as error:
+            raise ValueError(f"{where}: its pixels are no base64 ({error})") from None
+        wanted = math.prod(sides) * sample["channels"]
+        if found != wanted:
+            raise ValueError(f"{where}: {found} bytes of pixels where its size gives {wanted}")
 
 
 def find_runs(folder: str | os.PathLike[str]) -> list[Path]:

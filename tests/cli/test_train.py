@@ -5,6 +5,7 @@ import random
 import shlex
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,17 @@ def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 def whole(tmp_path_factory) -> dict[str, torch.Tensor]:
     """The weights after the steps, computed on one rank without a cut."""
     return train(tmp_path_factory.mktemp("whole"), micro_batch=32)
+
+
+def test_the_record_holds_the_papers_figure_and_what_the_network_says_of_some_images(tmp_path):
+    train(tmp_path / "ours", dtype="float32", steps=1)
+    record = records.read(tmp_path / "ours")
+    assert record.facts["paper"] is None
+    assert record.facts["title"] == find("digits").title
+    assert len(record.predictions) == 16
+    theirs = replace(find("digits"), paper={"top1": 6.31})
+    run_recipe(theirs, out=tmp_path / "theirs", execution=Execution(device=torch.device("cpu"), steps=1))
+    assert records.read(tmp_path / "theirs").facts["paper"] == {"top1": 6.31}
 
 
 # --- cuts ------------------------------------------------------------------------------------------------------------

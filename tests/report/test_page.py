@@ -1,60 +1,21 @@
+import base64
+import hashlib
+import json
 import math
 import re
-from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from micronorm.records import Run
+from micronorm.records import STEPS, Run
 from micronorm.report import Cuts, Table, write_page
-
-EVIL = "<script>alert(1)</script>\"'&<img src=x onerror=alert(1)>"
-VOID = {"meta", "img", "br", "link"}
-
-
-class Parsed(HTMLParser):
-    """The elements of a page, its text, and whether every element is closed in order."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict]] = []
-        self.text: list[str] = []
-        self.open: list[str] = []
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if self.open and self.open[-1] != "style":
-            self.text.append(data)
-
-    def count(self, tag: str, of_class: str | None = None) -> int:
-        return sum(t == tag and (of_class is None or of_class in a.get("class", "").split()) for t, a in self.tags)
+from tests.report.build import EVIL, begin, full_run
+from tests.report.parsed import page, section, table_rows
 
 
-def make_run(folder: Path, *, epochs: int = 3, outcome: dict | None = None, evil: str = "", **facts) -> Path:
-    base = {
-        "recipe": "digits",
-        "settings": {"epochs": epochs, "step_batch": 32, "seed": 0, "note": evil},
-        "execution": {"micro_batch": 1},
-        "data": {"name": f"digits{evil}", "train": 1297, "test": 500},
-        "environment": {"torch": "2.11", "cpu": {"model": f"a processor{evil}"}},
-        "revision": "0123abc",
-        "command": f"micronorm train digits {evil}",
-        "date": "2025-01-02T03:04:05+00:00",
-    }
-    run = Run.create(folder, {**base, **facts})
+def make_run(folder: Path, *, epochs: int = 3, outcome: dict | None = None, **facts) -> Path:
+    run = begin(folder, **facts)
     for epoch in range(epochs):
         run.append_steps(
             [{"step": epoch + 1, "epoch": epoch, "loss": 2.0 / (epoch + 1), "samples": 32, "seconds": 0.5}]
@@ -64,21 +25,6 @@ def make_run(folder: Path, *, epochs: int = 3, outcome: dict | None = None, evil
     if outcome is not None:
         run.finish(outcome)
     return run.path
-
-
-def page(tmp_path: Path, runs, **options) -> tuple[str, Parsed]:
-    text = write_page(tmp_path / "out" / "report.html", runs=runs, **options).read_text("utf-8")
-    parsed = Parsed(text)
-    assert parsed.open == []
-    return text, parsed
-
-
-def table_rows(text: str) -> dict[str, list[str]]:
-    found = {}
-    for row in re.findall(r"<tr>(.*?)</tr>", text):
-        first, *rest = (re.sub("<.*?>", "", cell) for cell in re.findall(r"<t[hd].*?>.*?</t[hd]>", row))
-        found[first] = rest
-    return found
 
 
 def test_results_charts_findings_and_facts_are_on_the_page(tmp_path):
@@ -106,11 +52,12 @@ def test_results_charts_findings_and_facts_are_on_the_page(tmp_path):
         "3 runs, data: digits, 2025-01-02",
     ):
         assert expected in words
-    assert parsed.count("figure") == 2
-    # a line and its marks for each run in each chart, and a line in the legend
-    assert parsed.count("path", "line") == 3 * 3
-    assert parsed.count("circle") == 2 * (3 + 2 + 1)
-    assert parsed.count("title") == 1 + 2 * (3 + 2 + 1)
+    # loss and error by epoch, loss and speed by step
+    assert parsed.count("figure") == 4
+    # a line and its marks for each run in each chart, and a line in the legend of either section
+    assert parsed.count("path", "line") == 3 * (4 + 2)
+    assert parsed.count("circle") == 4 * (3 + 2 + 1)
+    assert parsed.count("title") == 1 + 4 * (3 + 2 + 1)
 
 
 def test_errors_are_called_errors(tmp_path):
@@ -123,48 +70,68 @@ def test_errors_are_called_errors(tmp_path):
 
 def test_points_stand_at_completed_epochs_with_their_values(tmp_path):
     text, _ = page(tmp_path, [make_run(tmp_path / "a", name="GN", epochs=2)])
-    assert re.findall(r"<title>(GN.*?)</title>", text) == ["GN, 1: 2", "GN, 2: 1", "GN, 1: 12.5", "GN, 2: 11.5"]
+    found = re.findall(r"<title>(GN.*?)</title>", section(text, "training"))
+    assert found[:4] == ["GN, 1: 2", "GN, 2: 1", "GN, 1: 12.5", "GN, 2: 11.5"]
 
 
 def test_text_from_runs_is_text_wherever_it_stands(tmp_path):
-    run = make_run(tmp_path / "a", name=EVIL, evil=EVIL, outcome={"finished": True})
+    run = full_run(tmp_path / "a", name=EVIL, evil=EVIL, recipe=f"{EVIL}/{EVIL}", paper={"top1": 1.0, EVIL: 2.0})
     other = make_run(tmp_path / "b", recipe=EVIL)
     writer = Run.open(run)
-    writer.append_epoch({"epoch": 3, "step": 4, "test": {EVIL: 1.0}})
+    writer.append_epoch({"epoch": 6, "step": 240, "test": {EVIL: 1.0, "top1": 2.0}})
     writer.add_facts(**{EVIL: {EVIL: EVIL}})
-    text, parsed = page(
-        tmp_path,
-        [run, other],
-        title=EVIL,
-        findings=[EVIL],
-        tables=[Table(EVIL, [EVIL, "b"], [[EVIL, EVIL]])],
-        cuts=Cuts(1e-6, 1e-6, EVIL),
-    )
-    assert parsed.count("script") == parsed.count("img") == 0
+    for runs in ([run, other], [run]):
+        text, parsed = page(
+            tmp_path,
+            runs,
+            title=EVIL,
+            findings=[EVIL],
+            tables=[Table(EVIL, [EVIL, "b"], [[EVIL, EVIL]])],
+            cuts=Cuts(1e-6, 1e-6, EVIL),
+        )
+        assert_harmless(text, parsed)
+        assert "alert(1)" in " ".join(parsed.text)
+        assert all(parsed.sections().values())
+
+
+def assert_harmless(text: str, parsed) -> None:
+    assert parsed.count("script") == text.count("<script") == 1  # our own
+    assert all(a["src"].startswith("data:image/png;base64,") for tag, a in parsed.tags if tag == "img")
     assert not [name for _, attributes in parsed.tags for name in attributes if name.startswith("on")]
-    assert "<script" not in text
-    assert "alert(1)" in " ".join(parsed.text)
 
 
 def test_a_run_named_by_the_caller_is_escaped_too(tmp_path):
-    _, parsed = page(tmp_path, {EVIL: make_run(tmp_path / "a")})
-    assert parsed.count("script") == parsed.count("img") == 0
+    text, parsed = page(tmp_path, {EVIL: make_run(tmp_path / "a"), "b": make_run(tmp_path / "b")})
+    assert_harmless(text, parsed)
     assert EVIL in parsed.text
 
 
 def test_no_request_leaves_the_page(tmp_path):
-    text, parsed = page(tmp_path, [make_run(tmp_path / "a")], cuts=Cuts(1e-6, 1e-6))
-    assert not re.search(r"https?:|url\(|@import|//", text)
-    loading = {"src", "href", "srcset", "data", "action", "poster", "xlink:href"}
-    assert not [(tag, attributes) for tag, attributes in parsed.tags if loading & attributes.keys()]
-    assert {tag for tag, _ in parsed.tags}.isdisjoint({"link", "script", "iframe", "object", "embed", "base", "form"})
+    text, parsed = page(tmp_path, [full_run(tmp_path / "a")], cuts=Cuts(1e-6, 1e-6))
+    shown = re.sub(r'src="data:image/png;base64,[A-Za-z0-9+/=]*"', "", text)
+    shown = re.sub(r"'sha256-[A-Za-z0-9+/=]*'", "", shown)
+    assert not re.search(r"https?:|url\(|@import|//|fetch|XMLHttp|import\(", shown)
+    loading = {"href", "srcset", "data", "action", "poster", "xlink:href", "style"}
+    assert {tag for tag, attributes in parsed.tags if loading & attributes.keys()} == {"a"}
+    assert all(attributes["href"].startswith("#") for tag, attributes in parsed.tags if tag == "a")
+    assert {tag for tag, _ in parsed.tags}.isdisjoint({"link", "iframe", "object", "embed", "base", "form"})
+
+
+def test_the_policy_names_the_one_script_and_the_one_style_by_their_hashes(tmp_path):
+    text, parsed = page(tmp_path, [full_run(tmp_path / "a")])
     (policy,) = (a["content"] for t, a in parsed.tags if a.get("http-equiv") == "Content-Security-Policy")
-    assert policy == "default-src 'none'; style-src 'unsafe-inline'"
+    named = dict(part.split(" ", 1) for part in policy.split("; "))
+    for directive, tag in (("script-src", "script"), ("style-src", "style")):
+        (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert named.pop(directive) == f"'sha256-{digest}'"
+    assert named == {"default-src": "'none'", "img-src": "data:", "base-uri": "'none'", "form-action": "'none'"}
 
 
 def test_light_and_dark_and_phones_are_provided_for(tmp_path):
     text, parsed = page(tmp_path, [make_run(tmp_path / "a")])
-    assert "@media (prefers-color-scheme: dark)" in text
+    assert "@media screen and (prefers-color-scheme: dark)" in text
+    assert "@media print" in text
     assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in [a for _, a in parsed.tags]
 
 
@@ -197,8 +164,8 @@ def test_values_that_are_not_finite_break_the_line_and_are_counted(tmp_path, bad
         run.append_epoch({"epoch": epoch, "step": epoch, "train": {"loss": loss}})
     text, parsed = page(tmp_path, [run.path])
     assert parsed.count("circle") == 3
-    (path,) = re.findall(r'<figure>.*?<path class="line c0" d="(.*?)"', text)
-    assert re.sub("[^ML]", "", path) == "MML"
+    (path,) = (a["d"] for tag, a in parsed.tags if tag == "path" and a["class"] == "line c0")
+    assert [len(piece.split()) for piece in path.split("M")] == [0, 2, 4]
     assert "1 values that are not finite left out" in text
 
 
@@ -206,7 +173,8 @@ def test_a_run_without_a_finite_value_has_a_page(tmp_path):
     run = Run.open(make_run(tmp_path / "a", epochs=0))
     run.append_epoch({"epoch": 0, "step": 1, "train": {"loss": math.nan}, "test": {"error": math.nan}})
     text, parsed = page(tmp_path, [run.path])
-    assert parsed.text.count("No finite values.") == 2
+    assert "No finite values: Training loss, Test error." in parsed.text
+    assert "digits: no finite figure, training has diverged." in parsed.text
     assert table_rows(text)["digits"][0] == "nan"
 
 
@@ -290,3 +258,92 @@ def test_what_cannot_be_put_on_a_page_is_refused(tmp_path):
 def test_text_that_is_no_text_spoils_nothing(tmp_path):
     text, _ = page(tmp_path, [make_run(tmp_path / "a", command="run \udcff")])
     assert "run ?" in text
+
+
+def test_every_section_is_there_and_those_without_data_say_how_to_get_it_in_a_line(tmp_path):
+    keys = ["results", "paper", "training", "stat-diff", "singularities", "shares", "resources", "predictions", "facts"]
+    text, parsed = page(tmp_path, [full_run(tmp_path / "full", paper={"top1": 6.31})])
+    assert parsed.sections() == dict.fromkeys(keys, True)
+    links = [a["href"] for tag, a in parsed.tags if tag == "a"]
+    assert links == [f"#{key}" for key in keys]
+    text, parsed = page(tmp_path, [begin(tmp_path / "empty").path])
+    assert parsed.sections() == {key: key in ("results", "facts") for key in keys}
+    for key in ("stat-diff", "singularities", "shares"):
+        assert "--observe 50" in section(text, key)
+    assert "micronorm reproduce" in section(text, "paper")
+    assert "predictions.json" in section(text, "predictions")
+    for key in ("training", "resources"):
+        assert "micronorm train" in section(text, key)
+    for key, shown in parsed.sections().items():
+        assert shown or section(text, key).count("<p") == 1
+
+
+def test_a_run_of_a_hundred_thousand_steps_has_a_page_under_three_megabytes(tmp_path):
+    path = full_run(tmp_path / "long", epochs=80, steps_per_epoch=0, layers=40)
+    rows = [
+        {"step": k, "epoch": k // 1251, "loss": 2.0 + (k == 54_321) * 7.5, "samples": 64, "seconds": 0.1}
+        for k in range(1, 100_001)
+    ]
+    (path / STEPS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text, parsed = page(tmp_path, [path])
+    assert len(text.encode()) < 3_000_000
+    assert "2.03 (2 to 9.5)" in text  # the one high value among 250 is on the page
+    assert all(parsed.sections()[key] for key in ("training", "stat-diff", "shares"))
+
+
+def test_a_page_that_would_be_too_large_shows_less_detail(tmp_path, monkeypatch):
+    paths = [full_run(tmp_path / str(k), epochs=20, steps_per_epoch=10, layers=30) for k in range(2)]
+    whole, _ = page(tmp_path, paths)
+    monkeypatch.setattr("micronorm.report.page.LARGEST", len(whole.encode()) // 2)
+    less, parsed = page(tmp_path, paths)
+    assert len(less.encode()) < len(whole.encode()) // 2
+    assert "each row the largest of" in less
+    assert sum(parsed.sections().values()) >= 8
+    monkeypatch.setattr("micronorm.report.page.LARGEST", 10_000)
+    with pytest.raises(ValueError, match="give fewer runs at a time"):
+        page(tmp_path, paths)
+
+
+def test_a_fact_as_long_as_a_book_is_cut(tmp_path):
+    text, _ = page(tmp_path, [begin(tmp_path / "a", command="x" * 10_000).path])
+    assert "(8,000 more characters)" in text
+    assert "x" * 2001 not in text
+
+
+def test_a_run_has_the_same_colour_in_every_section(tmp_path):
+    paths = {name: full_run(tmp_path / name, looks=name != "first") for name in ("first", "second")}
+    _, parsed = page(tmp_path, paths)
+    named = {
+        (a["data-n"], a["class"].split()[1])
+        for tag, a in parsed.tags
+        if tag == "path" and a.get("data-n") in paths and "line" in a["class"]
+    }
+    assert named == {("first", "c0"), ("second", "c1")}
+
+
+@pytest.mark.parametrize(
+    "facts, sentence",
+    [
+        ({}, "6.60 % test error after 120 steps in 2.9 s."),
+        ({"paper": {"top1": 6.31}}, "6.60 % test error after 120 steps in 2.9 s; the paper gives 6.31 %."),
+        (
+            {"paper": {"top1": 6.31}, "definition": {"epochs": 200, "step_batch": 64}},
+            "the paper gives 6.31 %, but not of the same: epochs 3 where the recipe has 200.",
+        ),
+    ],
+)
+def test_the_verdict_on_one_run_is_its_figure_beside_the_papers(tmp_path, facts, sentence):
+    text, _ = page(tmp_path, [full_run(tmp_path / "a", epochs=3, **facts)])
+    (verdict,) = re.findall('<p class="verdict">(.*?)</p>', text)
+    assert verdict.endswith(sentence)
+
+
+def test_the_verdict_on_several_runs_names_the_ends_and_what_is_not_finished(tmp_path):
+    paths = {name: full_run(tmp_path / name, level=level, finished=name != "b", recipe=name)
+             for name, level in (("a", 2.0), ("b", 1.0), ("c", 3.0))}  # fmt: skip
+    text, _ = page(tmp_path, paths)
+    (verdict,) = re.findall('<p class="verdict">(.*?)</p>', text)
+    lowest = "Lowest test error of 3 runs: b with 3.19 %; highest: c with 9.56 %."
+    assert verdict == f"{lowest} One seed each. Not finished: b."
+    text, _ = page(tmp_path, [begin(tmp_path / "d").path])
+    assert '<p class="verdict">No evaluation yet.</p>' in text

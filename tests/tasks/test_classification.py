@@ -1,3 +1,4 @@
+import base64
 import itertools
 import math
 
@@ -244,3 +245,37 @@ def test_batches_appear_on_the_device(tmp_path):
         images, labels = next(iter(problem.train.load([(0, torch.arange(2))], seed=0)))
         assert images.is_cuda
         assert labels.is_cuda
+
+
+def test_examples_are_taken_evenly_say_what_the_model_says_and_leave_it_as_it_was():
+    of_digits = open_classification("digits")
+    model = nn.Sequential(nn.Dropout(0.5), nn.Flatten(), nn.Linear(64, 10)).train()
+    found = of_digits.examples(model, count=5)
+    assert model.training
+    batches = list(of_digits.test.load([(0, torch.tensor([0, 125, 250, 374, 499]))], seed=0))
+    images, labels = batches[0]
+    with torch.no_grad():
+        probability, said = model.eval()(images).softmax(1).max(1)
+    assert [sample["label"] for sample in found] == [str(label) for label in labels.tolist()]
+    assert [sample["prediction"] for sample in found] == [str(label) for label in said.tolist()]
+    assert [sample["probability"] for sample in found] == pytest.approx(probability.tolist(), rel=1e-5)
+    for sample, image in zip(found, images, strict=True):
+        pixels = torch.tensor(list(base64.b64decode(sample["pixels"]))).reshape(8, 8)
+        expected = (image[0] - image.min()) / (image.max() - image.min()) * 255
+        assert (pixels - expected).abs().max() <= 0.5
+
+
+def test_large_examples_are_shrunk_and_a_flat_or_broken_one_is_black():
+    class Large:
+        def __len__(self):
+            return 3
+
+        def load(self, shares, *, seed):
+            for k, _ in enumerate(shares):
+                images = torch.rand(1, 3, 100, 130) if k == 0 else torch.full((1, 3, 4, 4), (0.0, math.nan)[k - 1])
+                yield images, torch.tensor([1])
+
+    model = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 2))
+    large, flat, broken = Classification(Nothing(), Large(), classes=2).examples(model)
+    assert (large["height"], large["width"], large["channels"]) == (34, 44, 3)
+    assert base64.b64decode(flat["pixels"]) == base64.b64decode(broken["pixels"]) == bytes(48)

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 import micronorm
-from micronorm.cli import bench, check, demo, diagnose, doctor, fold, plan, reproduce, train
+from micronorm.cli import bench, check, demo, diagnose, doctor, fold, plan, report, reproduce, train
 
 app = typer.Typer(
     name="micronorm",
@@ -22,6 +22,7 @@ app.command()(diagnose.diagnose)
 app.command()(plan.plan)
 app.command()(fold.fold)
 app.command()(bench.bench)
+app.command()(report.report)
 app.command()(doctor.doctor)
 
 

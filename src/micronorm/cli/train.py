@@ -100,10 +100,17 @@ def run_recipe(
     )
     asked = {f.name: getattr(variation, f.name) for f in fields(variation)}
     facts = {"recipe": recipe.name, "command": command, "variation": asked, "definition": recipe.definition()}
+    facts |= {"title": recipe.title, "paper": None if recipe.paper is None else dict(recipe.paper)}
     facts["data"] = {"name": recipe.data, "train": len(task.train), "test": len(task.test)}
     if variation.unverified:
         facts["data"]["verified"] = False
-    return train_model(model, task, settings, execution, out=out, resume=resume, facts=facts, listener=listener)
+    outcome = train_model(model, task, settings, execution, out=out, resume=resume, facts=facts, listener=listener)
+    # Shards go through collective forwards, and compiled code would be compiled again for one image.
+    cheap = execution.parallel != "fsdp" and not execution.compile and outcome.signal is None
+    # Predictions that are there belong to a finished run that was resumed: nothing has changed.
+    if cheap and outcome.first and out is not None and not (out / records.PREDICTIONS).exists():
+        records.write_predictions(out, task.examples(model))
+    return outcome
 
 
 def _data_device(recipe: Recipe, execution: Execution) -> torch.device | str:

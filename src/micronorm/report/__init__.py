@@ -1,5 +1,8 @@
-"""Run directories in, one self-contained HTML page out."""
+"""Run directories in, one self-contained HTML page out, and its plots as files."""
 
-from micronorm.report.page import Cuts, Table, write_page
+from micronorm.report.files import write_plots
+from micronorm.report.page import write_page
+from micronorm.report.sections.extras import Cuts
+from micronorm.report.text import Table
 
-__all__ = ["Cuts", "Table", "write_page"]
+__all__ = ["Cuts", "Table", "write_page", "write_plots"]

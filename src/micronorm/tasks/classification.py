@@ -1,5 +1,6 @@
 """Classification: cross entropy of logits, and how many answers are wrong."""
 
+import base64
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,9 @@ from micronorm.data.search import find_data, locate, search_folders
 
 NAMES = ("digits", "cifar10", "cifar100", "imagenet")
 """The data sets that `open_classification` knows."""
+
+LARGEST_PICTURE = 48
+"""Height and width, at most, of the pictures that `Classification.examples` gives."""
 
 
 class LabelledSamples(Protocol):
@@ -103,6 +107,34 @@ class Classification:
         figures = {"loss": sums["loss"] / count, "top1": 100 * sums["wrong"] / count}
         return {**figures, "top5": 100 * sums["wrong5"] / count} if "wrong5" in sums else figures
 
+    @torch.no_grad()
+    def examples(self, model: nn.Module, *, count: int = 16) -> list[dict[str, Any]]:
+        """What the model says of `count` test images, taken evenly from all of them, as a record keeps it.
+
+        Pictures are stretched to black and white, image by image, and shrunk to 48 pixels at most: to look at, not to
+        compute with. An image at a time, so that whatever could be trained on fits.
+
+        Example:
+            >>> task = Classification(*open_digits(), classes=10)
+            >>> found = task.examples(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), count=2)
+            >>> [(sample["label"], sample["height"], sample["channels"]) for sample in found]
+            [('4', 8, 1), ('8', 8, 1)]
+        """
+        indices = torch.linspace(0, len(self.test) - 1, min(count, len(self.test))).round().long()
+        parameter = next(model.parameters())
+        was_training = model.training
+        model.eval()
+        try:
+            found = []
+            for images, labels in self.test.load(((0, index[None]) for index in indices), seed=0):
+                logits = self._logits(model, images.to(parameter.device, parameter.dtype))
+                probability, prediction = logits.softmax(1).max(1)
+                said = {"label": str(labels.item()), "prediction": str(prediction.item())}
+                found.append(_picture(images[0]) | said | {"probability": probability.item()})
+            return found
+        finally:
+            model.train(was_training)
+
     def _logits(self, model: nn.Module, images: Tensor) -> Tensor:
         logits = model(images)
         if not isinstance(logits, Tensor):
@@ -124,6 +156,19 @@ def _ahead(logits: Tensor, labels: Tensor) -> Tensor:
     earlier = torch.arange(logits.shape[1], device=logits.device) < labels[:, None]
     # Not `>`: whatever cannot be compared, because it is not a number, comes before.
     return (~(logits <= own) | ((logits == own) & earlier)).sum(1)
+
+
+def _picture(image: Tensor) -> dict[str, Any]:
+    """A C×H×W image as bytes; of other numbers of channels than 1 and 3 the first is shown."""
+    shown = image.detach().float().cpu()
+    shown = shown if len(shown) in (1, 3) else shown[:1]
+    factor = -(-max(shown.shape[1:]) // LARGEST_PICTURE)
+    shown = F.avg_pool2d(shown, factor, ceil_mode=True)
+    low, high = shown.aminmax()
+    pixels = ((shown - low) / (high - low).clamp_min(1e-12) * 255).round().nan_to_num().to(torch.uint8)
+    channels, height, width = pixels.shape
+    text = base64.b64encode(bytes(pixels.permute(1, 2, 0).flatten().tolist())).decode()
+    return {"height": height, "width": width, "channels": channels, "pixels": text}
 
 
 def open_classification(

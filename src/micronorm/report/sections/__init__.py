@@ -1,0 +1,1 @@
+"""What a page tells, a module per section: each takes the runs and how much detail to show, and gives a Section."""

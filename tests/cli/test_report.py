@@ -1,0 +1,79 @@
+import pytest
+from typer.testing import CliRunner, Result
+
+from micronorm.cli import app, report
+from tests.report.build import begin, full_run
+
+
+def invoke(*arguments) -> Result:
+    return CliRunner().invoke(app, ["report", *map(str, arguments)])
+
+
+def test_runs_become_a_page_and_files(tmp_path):
+    runs = [full_run(tmp_path / "runs" / name, epochs=2, steps_per_epoch=0, looks=False) for name in ("one", "two")]
+    result = invoke(*runs, "--out", tmp_path / "page.html", "--plots", tmp_path / "plots")
+    assert result.exit_code == 0, result.output
+    assert f"{tmp_path / 'page.html'}: 2 runs" in result.output
+    page = (tmp_path / "page.html").read_text("utf-8")
+    assert "<h1>2 runs</h1>" in page
+    assert (tmp_path / "plots" / "training-loss.png").exists()
+    assert f"{len(list((tmp_path / 'plots').iterdir()))} files" in result.output
+
+
+def test_a_folder_stands_for_the_runs_below_it_each_once(tmp_path, monkeypatch):
+    first, _ = (full_run(tmp_path / "runs" / name) for name in ("one", "two"))
+    monkeypatch.chdir(tmp_path)
+    result = invoke("runs", first)
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("report.html: 2 runs")
+
+
+def test_a_single_run_gives_the_page_its_name_unless_another_is_given(tmp_path):
+    path = full_run(tmp_path / "<b>run")
+    assert invoke(path, "--out", tmp_path / "a.html").exit_code == 0
+    assert "<h1>&lt;b&gt;run</h1>" in (tmp_path / "a.html").read_text("utf-8")
+    assert invoke(path, "--out", tmp_path / "b.html", "--title", "Mine").exit_code == 0
+    assert "<h1>Mine</h1>" in (tmp_path / "b.html").read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lambda folder: folder, "holds no run: there is no run.json in it or below"),
+        (lambda folder: folder / "nowhere", "no folder"),
+        (lambda folder: damaged(folder), "not JSON"),
+    ],
+)
+def test_what_is_no_run_is_refused_in_one_line(tmp_path, damage, message):
+    result = invoke(damage(tmp_path), "--out", tmp_path / "page.html")
+    assert result.exit_code == 2
+    assert message in result.output
+    assert len(result.output.splitlines()) == 1
+    assert not (tmp_path / "page.html").exists()
+
+
+def damaged(folder):
+    run = begin(folder / "run")
+    (run.path / "epochs.jsonl").write_text("{\n")
+    return run.path
+
+
+def test_a_missing_matplotlib_leaves_the_page_and_ends_with_a_reason(tmp_path, monkeypatch):
+    def refuse(*args, **options):
+        raise ImportError("plots as PNG need matplotlib")
+
+    monkeypatch.setattr(report, "write_plots", refuse)
+    result = invoke(full_run(tmp_path / "a"), "--out", tmp_path / "page.html", "--plots", tmp_path / "plots")
+    assert result.exit_code == 1
+    assert "micronorm report: plots as PNG need matplotlib" in result.output
+    assert (tmp_path / "page.html").exists()
+
+
+def test_the_page_is_opened_only_when_asked(tmp_path, monkeypatch):
+    opened = []
+    monkeypatch.setattr(report.webbrowser, "open", opened.append)
+    path = full_run(tmp_path / "a")
+    assert invoke(path, "--out", tmp_path / "page.html").exit_code == 0
+    assert opened == []
+    assert invoke(path, "--out", tmp_path / "page.html", "--open").exit_code == 0
+    assert opened == [(tmp_path / "page.html").as_uri()]

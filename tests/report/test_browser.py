@@ -1,0 +1,135 @@
+"""The page in a browser: what only a browser can tell. Skipped where there is none."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from micronorm.report import Cuts, write_page
+from tests.report import browser
+from tests.report.build import EVIL, begin, full_run
+
+BINARY = browser.find()
+pytestmark = [
+    pytest.mark.skipif(BINARY is None, reason=f"no browser: none of {', '.join(browser.NAMES)} is installed"),
+    pytest.mark.skipif(os.name != "posix", reason="the pipes to the browser are those of a POSIX shell"),
+]
+SECTIONS = ["results", "paper", "training", "cuts", "stat-diff", "singularities", "shares", "resources"]
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory):
+    assert BINARY is not None
+    with browser.Browser(BINARY, tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("pages")
+    evil = full_run(folder / "evil", name=EVIL, evil=EVIL, paper={"top1": 6.31})
+    other = full_run(folder / "other", name="other", level=1.4, paper={"top1": 6.31})
+    empty = begin(folder / "empty").path
+    cuts = Cuts(1e-6, 1e-6, EVIL)
+    return {
+        "several": write_page(folder / "several.html", runs=[evil, other], title=EVIL, cuts=cuts),
+        "one": write_page(folder / "one.html", runs=[other]),
+        "empty": write_page(folder / "empty.html", runs=[empty]),
+    }
+
+
+@pytest.mark.parametrize("name", ["several", "one", "empty"])
+def test_the_page_opens_without_complaint_and_asks_for_nothing(chromium, pages, name):
+    chromium.open(pages[name])
+    assert chromium.evaluate("document.querySelectorAll('.tip').length") == 1  # the script has run
+    assert chromium.complaints() == []
+    assert chromium.requests() == [pages[name].as_uri()]
+
+
+def test_every_section_is_present_and_drawn(chromium, pages):
+    chromium.open(pages["several"])
+    found = chromium.evaluate("[...document.querySelectorAll('section')].map(s => [s.id, s.offsetHeight])")
+    assert [key for key, _ in found] == [*SECTIONS, "predictions", "facts"]
+    assert min(height for _, height in found) > 50
+    pictures = chromium.evaluate("[...document.images].map(i => i.complete && i.naturalWidth)")
+    assert pictures == [8] * 32
+
+
+def test_text_from_runs_does_no_harm(chromium, pages):
+    chromium.open(pages["several"])
+    assert chromium.evaluate("document.scripts.length") == 1
+    assert chromium.evaluate("document.querySelectorAll('img:not([src^=\"data:\"]), [onerror]').length") == 0
+    assert chromium.evaluate("document.title") == EVIL
+    assert EVIL in chromium.evaluate("document.querySelector('.legend').innerText")
+
+
+def test_the_policy_refuses_scripts_styles_and_requests_that_are_not_the_pages_own(chromium, pages):
+    chromium.open(pages["one"])
+    plant = """
+        window.hit = 0;
+        const s = document.createElement("script"); s.textContent = "window.hit = 1"; document.body.append(s);
+        const i = document.createElement("img"); i.src = "https://example.org/x.png"; document.body.append(i);
+        window.hit
+    """
+    assert chromium.evaluate(plant) == 0
+    refused = " ".join(chromium.complaints())
+    assert "script-src" in refused
+    assert "img-src" in refused
+
+
+@pytest.mark.parametrize("width", [1280, 360])
+@pytest.mark.parametrize("scheme, background", [("light", "rgb(245, 246, 248)"), ("dark", "rgb(18, 21, 26)")])
+def test_the_page_fits_wide_and_narrow_windows_in_either_scheme(chromium, pages, width, scheme, background):
+    chromium.resize(width, 900)
+    chromium.prefer(scheme)
+    chromium.open(pages["several"])
+    try:
+        assert chromium.evaluate("document.documentElement.scrollWidth") == width
+        assert chromium.evaluate("getComputedStyle(document.body).backgroundColor") == background
+        wide = "[...document.querySelectorAll('figure svg')].every(s => s.getBoundingClientRect().right <= innerWidth)"
+        assert chromium.evaluate(wide)
+        # letters of a plot as they stand on the screen
+        size = "(() => { const t = document.querySelector('figure svg text'); const s = t.ownerSVGElement;"
+        size += " return parseFloat(getComputedStyle(t).fontSize) * s.getBoundingClientRect().width / 420 })()"
+        assert chromium.evaluate(size) >= 9.5
+    finally:
+        chromium.resize(1280, 900)
+        chromium.prefer("light")
+
+
+@pytest.mark.parametrize(
+    "selector, expected",
+    [
+        ("#training svg[data-below=epoch]", r"epoch \d[\s\S]*: [\d.]+\n[\s\S]*other: [\d.]+"),
+        ("#stat-diff svg[data-frame]", r"layer\d\.\d\.bn.*\nepoch \d: [\d.]+"),
+        ("#shares svg[data-below=epoch]", r"epoch \d[\s\S]*reaches W: [\d.]+%"),
+        ("#singularities circle.mark", r"layer\d\.\d\.bn.*: [\d.]+, [\d.]+"),
+    ],
+)
+def test_values_follow_the_pointer(chromium, pages, selector, expected):
+    chromium.open(pages["several"])
+    box = chromium.evaluate(
+        f"(() => {{ const e = document.querySelector({selector!r});"
+        " e.scrollIntoView({block: 'center', behavior: 'instant'});"
+        " const r = e.getBoundingClientRect(); return [r.x + r.width * .6, r.y + r.height * .4] })()"
+    )
+    # the pointer moves once the scrolling that hides the values is over
+    chromium.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    chromium.move(*box)
+    assert chromium.evaluate("document.querySelector('.tip').hidden") is False
+    assert re.search(expected, chromium.evaluate("document.querySelector('.tip').innerText"))
+    chromium.move(2, 2)
+    assert chromium.evaluate("document.querySelector('.tip').hidden") is True
+
+
+def test_it_prints_in_dark_schemes_too(chromium, pages, tmp_path):
+    chromium.prefer("dark")
+    chromium.open(pages["one"])
+    try:
+        chromium.print(tmp_path / "page.pdf")
+        data = (tmp_path / "page.pdf").read_bytes()
+        assert data.startswith(b"%PDF")
+        assert 2 <= len(re.findall(rb"/Type\s*/Page\b", data)) <= 8
+    finally:
+        chromium.prefer("light")
