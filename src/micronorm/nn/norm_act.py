@@ -185,10 +185,18 @@ def with_activation(
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody looks at this module's calls, so that it must be called."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    """Whether somebody looks at this module's calls, so that it must be called.
+
+    Hooks with a true attribute `onlooker` do not count: they take calls as they come, fused or not, and change nothing.
+    """
+    tables: tuple[dict[int, Any], ...] = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
     )
+    # `any` first: this is asked in every forward, and tables are empty as a rule.
+    return any(tables) and any(not getattr(hook, "onlooker", False) for table in tables for hook in table.values())
 
 
 def takes_over(norm: Any) -> bool:

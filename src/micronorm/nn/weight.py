@@ -3,6 +3,7 @@
 Each layer subclasses its torch.nn counterpart, so signatures, state-dict keys and isinstance checks stay.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,8 @@ class Reparameterized:
     bias: Any
     shared_weight: Tensor | None = None
     """The effective weight, where somebody computed it for several forwards (`micronorm.nn.sharing`)."""
+    onlookers: tuple[Callable[[Tensor], object], ...] = ()
+    """Are shown the effective weight of every forward, such as to see its gradient, which nothing else keeps."""
 
     def rows(self, weight: Tensor) -> Tensor:
         """`weight` as O×…."""
@@ -52,6 +55,12 @@ class Reparameterized:
 
     def weight_in_use(self) -> Tensor:
         """The effective weight of this forward: the shared one, where there is one."""
+        weight = self._weight_in_use()
+        for look in self.onlookers:
+            look(weight)
+        return weight
+
+    def _weight_in_use(self) -> Tensor:
         shared = self.shared_weight
         return self.effective_weight() if shared is None or self._is_apart(shared) else shared
 
@@ -152,9 +161,9 @@ class _WS(Reparameterized):
     def effective_weight(self) -> Tensor:
         return self._effective_weight(None)
 
-    def weight_in_use(self) -> Tensor:
+    def _weight_in_use(self) -> Tensor:
         dtype = None if self.shared_weight is not None else self._autocast_dtype()
-        return super().weight_in_use() if dtype is None else self._effective_weight(dtype)
+        return super()._weight_in_use() if dtype is None else self._effective_weight(dtype)
 
     def _autocast_dtype(self) -> torch.dtype | None:
         """The dtype autocast would cast Ŵ to, where a kernel can round to it at once: to the same bits."""
