@@ -4,6 +4,7 @@ from micronorm import export, functional, nn
 from micronorm.check import check_cuts
 from micronorm.commit import attach
 from micronorm.convert import calibrate, convert, plan
+from micronorm.diagnostics.observe import observe
 from micronorm.export import fold
 from micronorm.nn.batch import BN
 from micronorm.nn.batch_renorm import BRN
@@ -38,6 +39,7 @@ __all__ = [
     "fold",
     "functional",
     "nn",
+    "observe",
     "plan",
     "recompute",
 ]

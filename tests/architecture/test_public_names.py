@@ -31,6 +31,8 @@ PUBLIC = {
         "calibrate",
         # the law on a model of your own
         "check_cuts",
+        # a look into the network while it trains
+        "observe",
         # inference
         "fold",
         # modules
