@@ -15,6 +15,7 @@ from torch import nn
 from micronorm import records
 from micronorm.cli.progress import TrainingProgress
 from micronorm.cli.targets import MISUSE
+from micronorm.diagnostics.observe import observe as observe_model
 from micronorm.engine.listener import Listener
 from micronorm.engine.loop import train as train_model
 from micronorm.engine.parallel import own_device
@@ -104,7 +105,17 @@ def run_recipe(
     facts["data"] = {"name": recipe.data, "train": len(task.train), "test": len(task.test)}
     if variation.unverified:
         facts["data"]["verified"] = False
-    outcome = train_model(model, task, settings, execution, out=out, resume=resume, facts=facts, listener=listener)
+    outcome = train_model(
+        model,
+        task,
+        settings,
+        execution,
+        out=out,
+        resume=resume,
+        facts=facts,
+        listener=listener,
+        observer=observe_model,
+    )
     # Shards go through collective forwards, and compiled code would be compiled again for one image.
     cheap = execution.parallel != "fsdp" and not execution.compile and outcome.signal is None
     # Predictions that are there belong to a finished run that was resumed: nothing has changed.
@@ -152,6 +163,9 @@ def train(
     parallel: Annotated[str, typer.Option(help="How ranks share the model: ddp or fsdp.")] = "ddp",
     save_every: Annotated[int | None, typer.Option(min=1, help="Steps between checkpoints within an epoch.")] = None,
     evaluate_every: Annotated[int, typer.Option(min=1, help="Epochs between evaluations; the last is evaluated.")] = 1,
+    observe: Annotated[
+        int | None, typer.Option(min=1, help="Look into the network every so many steps: diagnostics.jsonl, events.")
+    ] = None,
 ) -> None:
     """Train a recipe. The micro-batch, the ranks, kills and out-of-memory errors change nothing but rounding.
 
@@ -186,6 +200,7 @@ def train(
             steps=steps,
             save_steps=save_every,
             evaluate_epochs=evaluate_every,
+            observe=observe,
         )
     except ValueError as fault:
         raise _said(fault, MISUSE) from None
@@ -264,7 +279,7 @@ def _how(execution: Execution, workers: int) -> list[str]:
         "device": "--device",
         "parallel": "--parallel",
     }
-    names |= {"save_steps": "--save-every", "evaluate_epochs": "--evaluate-every", "recompute": "--recompute"}
+    names |= {"save_steps": "--save-every", "evaluate_epochs": "--evaluate-every", "observe": "--observe"}
     for field, option in names.items():
         value = getattr(execution, field)
         if value != getattr(usual, field):

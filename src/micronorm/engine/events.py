@@ -40,7 +40,17 @@ class Events:
         if self._writer is not None:
             for name, value in values.items():
                 if value is not None:
-                    self._writer.add_scalar(name, value, step)
+                    self.add_scalar(name, value, step)
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        """As SummaryWriter's, for those who write to one."""
+        if self._writer is not None:
+            self._writer.add_scalar(tag, scalar_value, global_step)
+
+    def add_histogram(self, tag: str, values: Any, global_step: int, bins: Any = "tensorflow") -> None:
+        """As SummaryWriter's."""
+        if self._writer is not None:
+            self._writer.add_histogram(tag, values, global_step, bins=bins)
 
     def flush(self) -> None:
         """Return when the operating system has everything: before a checkpoint, since steps before it do not recur."""

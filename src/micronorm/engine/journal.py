@@ -96,6 +96,11 @@ class Journal:
             for split in ("train", "test"):
                 self.events.scalars(row["step"], {f"{split}/{name}": v for name, v in row.get(split, {}).items()})
 
+    def write_look(self, row: Mapping[str, Any]) -> None:
+        """Append a look into the network; its events the observer writes itself."""
+        if self.record is not None:
+            self.record.append_diagnostics(row)
+
     def end(self, outcome: Outcome) -> None:
         """Write the weights and what the run came to. Collective."""
         if self.folder is not None:

@@ -4,6 +4,7 @@ The run is a sequence of optimizer steps, numbered from 0. Which samples step k 
 is a function of the seed, the epoch and the sample's index, so the number of the next step is the run's whole position.
 """
 
+import contextlib
 import math
 import signal
 import time
@@ -24,6 +25,7 @@ from micronorm.engine.journal import Journal
 from micronorm.engine.listener import Listener, Silent
 from micronorm.engine.meter import Meter
 from micronorm.engine.microbatch import MicroBatch, describe_randomness
+from micronorm.engine.observer import Observer
 from micronorm.engine.parallel import Sharded, Wishes, open_ranks
 from micronorm.engine.probe import describe_dependence
 from micronorm.engine.savepoint import RandomState
@@ -55,6 +57,7 @@ def train(
     resume: bool = False,
     facts: dict[str, Any] | None = None,
     listener: Listener | None = None,
+    observer: Observer | None = None,
 ) -> Outcome:
     """Train a model, and write what happened into a run directory.
 
@@ -67,13 +70,19 @@ def train(
         resume: go on from the newest checkpoint in `out`.
         facts: more for the record, such as the recipe's name and the command.
         listener: is told of steps, epochs and messages.
+        observer: looks into the network where `execution.observe` says so: `mn.observe`. On rank 0, at its samples.
 
     Returns:
         Where the run ended. After SIGTERM or Ctrl-C the step in progress is finished and saved, and `finished` is
         False.
     """
     folder = None if out is None else Path(out)
-    run = _TrainingRun(model, task, settings, execution or Execution(), folder, listener or Silent())
+    execution = execution or Execution()
+    if execution.observe is not None and (observer is None or folder is None):
+        lacking = "an observer, observer=mn.observe," if observer is None else "a run directory to write to"
+        raise ValueError(f"observe={execution.observe} needs {lacking} as well")
+    run = _TrainingRun(model, task, settings, execution, folder, listener or Silent())
+    run.observer = observer
     callers = RandomState.get(run.device)
     try:
         # For what draws from the global generators in spite of the keys; ranks must not draw the same.
@@ -109,6 +118,7 @@ class _TrainingRun:
         self.figures: dict[str, float] = {}
         self.signal: int | None = None
         self.recomputation: Recomputation | None = None
+        self.observer: Observer | None = None
         self.untouched = False
         self.step = self._make_step(model)
         self.take_step = GraphedStep(self.step, settings.step_batch) if execution.cuda_graph else self.step
@@ -162,13 +172,27 @@ class _TrainingRun:
         with Signals(say=self.first) as signals:
             try:
                 if self.done < self.last:
-                    self._all_steps(signals)
+                    with self._observed():
+                        self._all_steps(signals)
             except ShardOutOfMemory as error:
                 self.journal.remember_size(error.micro_batch)
                 raise
             finally:
                 self.listener.on_end()
         return self._end()
+
+    @contextlib.contextmanager
+    def _observed(self) -> Iterator[None]:
+        every = self.execution.observe
+        if every is None or self.observer is None or not self.first:
+            yield
+            return
+        events = self.journal.events
+        writer = events if events is not None and events.available else None
+        options: dict[str, Any] = {"writer": writer, "sink": self.journal.write_look, "start": self.done}
+        with self.observer(self.step.model, every=every, **options) as self.step.watch:
+            yield
+        self.step.watch = None
 
     def _all_steps(self, signals: Signals) -> None:
         upcoming: deque[_Position] = deque()
@@ -184,6 +208,8 @@ class _TrainingRun:
             if self.done == 0:
                 self._look_ahead(portion)
             factor = self._set_rate()
+            if self.step.watch is not None:
+                self.step.watch.epoch = position.epoch
             wishes = Wishes(stop=signals.received is not None, save=self._wants_checkpoint())
             result = self.take_step(portion, wishes)
             self.done += 1

@@ -73,6 +73,7 @@ class Execution:
         save_steps: steps between checkpoints within an epoch; None for checkpoints at the end of epochs and every ten
             minutes.
         evaluate_epochs: evaluate after every so many epochs, and after the last.
+        observe: look into the network every so many steps; None for never. Not with `compile` and `cuda_graph`.
     """
 
     micro_batch: int | None = None
@@ -85,9 +86,10 @@ class Execution:
     steps: int | None = None
     save_steps: int | None = None
     evaluate_epochs: int = 1
+    observe: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("micro_batch", "steps", "save_steps", "evaluate_epochs"):
+        for name in ("micro_batch", "steps", "save_steps", "evaluate_epochs", "observe"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -96,6 +98,10 @@ class Execution:
         if self.compile and self.recompute:
             raise ValueError(
                 "recompute has no effect in compiled code, which decides itself what it keeps; leave one of them out"
+            )
+        if self.observe is not None and (self.compile or self.cuda_graph):
+            raise ValueError(
+                "observe looks by hooks, which neither compiled nor captured code runs; leave one of them out"
             )
         if self.parallel not in ("ddp", "fsdp"):
             raise ValueError(f'parallel must be "ddp" or "fsdp", got {self.parallel!r}')

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from micronorm.commit.transaction import Transaction
 from micronorm.engine.inputs import check_batch, check_loss
 from micronorm.engine.microbatch import MemoryProbe, MicroBatch, is_out_of_memory, release_memory
+from micronorm.engine.observer import Watch
 from micronorm.engine.parallel import NO_WISHES, Alone, Sharded, Verdict, Wishes
 from micronorm.engine.savepoint import Savepoint
 from micronorm.engine.task import Batch, Task
@@ -100,6 +101,7 @@ class Step:
         self.scaler = torch.amp.GradScaler(self.device.type, init_scale=scale, enabled=dtype == torch.float16)
         self.names: list[str] = []
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.watch: Watch | None = None
 
     def __call__(self, portion: Portion, wishes: Wishes = NO_WISHES) -> StepResult:
         """Take one step; the wishes are told to the other ranks, and theirs come back with these."""
@@ -121,6 +123,8 @@ class Step:
     def _attempt(self, portion: Portion, wishes: Wishes) -> tuple[dict[str, Any] | None, Verdict]:
         """Compute the micro-batches. None where a rank ran out of memory: then all of them are where they were."""
         self.savepoint.take()
+        if self.watch is not None:
+            self.watch.discard()  # of an attempt before this one, or of a look ahead
         sums, error, failed = None, None, False
         try:
             sums = self.accumulate(portion)
@@ -206,7 +210,8 @@ class Step:
         part = self.place(tuple(column[:1] for column in portion.batch))
         half = torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype in HALF)
         keys = dropout_keys(portion.keys[:1])  # without them dropout would draw from the global generator
-        with self.parallel.accumulating(last=last), self.transaction.paused(), half, keys:
+        unseen = contextlib.nullcontext() if self.watch is None else self.watch.paused()
+        with self.parallel.accumulating(last=last), self.transaction.paused(), unseen, half, keys:
             (self.task.loss(self.model, part).sum * 0).backward()
         with torch.no_grad():
             torch._foreach_copy_(list(self.model.buffers()), buffers)
