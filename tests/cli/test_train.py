@@ -77,6 +77,16 @@ def test_a_run_that_recomputes_ends_with_the_same_digest_and_records_it(tmp_path
     assert (plain.facts["execution"]["recompute"], sparing.facts["execution"]["recompute"]) == (False, True)
 
 
+def test_a_run_is_observed_by_an_option_that_its_resumption_is_told_to_repeat(tmp_path):
+    how = ("--step-batch", "16", "--steps", "3", "--device", "cpu", "--observe", "2")
+    done = CliRunner().invoke(app, ["train", "digits", *how, "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "--observe 2" in done.output.split("to go on:")[1]
+    looks = records.read(tmp_path).diagnostics
+    assert [row["step"] for row in looks] == [1, 3]
+    assert {layer["kind"] for layer in looks[0]["layers"].values()} == {"norm", "weight"}
+
+
 @pytest.mark.parametrize("micro_batch", [1, 3, 8])
 def test_a_run_does_not_depend_on_the_micro_batch(tmp_path, whole, micro_batch):
     cut = train(tmp_path, micro_batch=micro_batch)

@@ -28,7 +28,7 @@ def test_settings_refuse_what_cannot_be_computed(changes, message):
         make(**changes)
 
 
-@pytest.mark.parametrize("name", ["micro_batch", "steps", "save_steps", "evaluate_epochs"])
+@pytest.mark.parametrize("name", ["micro_batch", "steps", "save_steps", "evaluate_epochs", "observe"])
 def test_execution_refuses_counts_below_one(name):
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
         Execution(**{name: 0})

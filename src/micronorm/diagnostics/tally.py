@@ -179,12 +179,12 @@ def _tensors(shares: Shares) -> list[str]:
 
 
 def _sample(weight: Tensor) -> Tensor:
-    """Up to `_SAMPLE` numbers at equal distances in memory."""
+    """Up to `_SAMPLE` numbers at equal distances in memory; a copy, since the optimizer is about to move them."""
     flat = weight.detach()
     if not flat.is_contiguous():  # any dense layout holds the same numbers; a view of them costs nothing
         flat = flat.permute(sorted(range(flat.ndim), key=flat.stride, reverse=True))
     flat = flat.reshape(-1)
-    return flat[:: -(-flat.numel() // _SAMPLE)]
+    return flat[:: -(-flat.numel() // _SAMPLE)].clone()
 
 
 def to_host(tensors: Iterable[Tensor]) -> list[Tensor]:
