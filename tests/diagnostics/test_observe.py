@@ -14,6 +14,8 @@ from torch.optim import optimizer as optim
 from torch.utils.checkpoint import checkpoint
 
 import micronorm as mn
+from micronorm.diagnostics.capture import effective_gradients
+from micronorm.diagnostics.lipschitz import weight_shares
 from micronorm.nn.sharing import SharedWeights
 from micronorm.surgery import restore_forwards
 from tests.networks import SmallResNet, samples
@@ -158,6 +160,28 @@ def test_the_figures_of_a_standardized_weight_are_the_shares_of_its_gradient():
     assert_close_to_max(found, expected, tol=tolerance("gradient", torch.float64))
     assert row["norm"] == pytest.approx(before, rel=tolerance("output", torch.float64))  # as it was in the forward
     assert row["along"] + row["mean"] + row["rest"] + row["residual"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    "weight", [mn.WS(), mn.WS(scale=False), mn.WS(center=False), mn.WN(), mn.CWN(), lambda layer: layer]
+)
+def test_layers_are_divided_into_shares_together_as_they_would_be_alone(weight):
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        model = SmallResNet(NORMS["GN"], weight).double().train()
+        first = model.stem
+        if hasattr(first, "absorb"):
+            first.absorb()
+        return model
+
+    found, model = looked_at(build(), (4, 4)), build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with effective_gradients(model) as captured:
+        take_step(model, optimizer, (4, 4))
+    for name, shares in weight_shares(model, captured).items():
+        assert found[name].keys() == shares.figures().keys()
+        ours, theirs = ({name: row} for row in (found[name], shares.figures()))
+        assert_same_figures(ours, theirs, tol=tolerance("gradient", torch.float64))
 
 
 def test_a_plain_weight_is_seen_by_its_parameters_gradient():
@@ -469,6 +493,16 @@ def test_a_writer_gets_figures_and_histograms_and_a_sink_the_rows():
     drawn = pen.histograms["weights/stem", 1]  # 216 weights: all of them
     assert torch.equal(drawn.sort().values, before["stem.weight"].flatten().sort().values)
     assert pen.histograms["channel_means/down_norm", 1].shape == (16,)
+
+
+def test_histograms_come_with_every_tenth_look():
+    model, pen = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2)), Pen()
+    with mn.observe(model, every=2, writer=pen, start=18) as watch:
+        for _ in range(6):
+            model(torch.randn(4, 3)).sum().backward()
+            watch.step()
+    assert sorted({step for _, step in pen.scalars}) == [19, 21, 23]
+    assert sorted({step for _, step in pen.histograms}) == [21]
 
 
 def test_numbers_that_are_not_finite_are_told_and_not_drawn():

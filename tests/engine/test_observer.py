@@ -68,8 +68,8 @@ def test_looks_are_events_too(tmp_path):
     steps = list(range(1, STEPS + 1, EVERY))
     assert [event.step for event in events.Scalars("stat_diff/1")] == steps
     assert [event.step for event in events.Scalars("weight_rest/0")] == steps
-    assert [event.step for event in events.Histograms("weights/6")] == steps
-    assert [event.step for event in events.Histograms("channel_means/1")] == steps
+    assert [event.step for event in events.Histograms("weights/6")] == [1]
+    assert [event.step for event in events.Histograms("channel_means/1")] == [1]
 
 
 def seen_step(size: int, *fail_at: int, idle: bool = False) -> dict[str, Any]:

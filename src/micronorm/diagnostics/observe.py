@@ -17,14 +17,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from micronorm.diagnostics.hooks import Look, Taken
 from micronorm.diagnostics.layers import weight_layers
-from micronorm.diagnostics.norms import fits, read_norm
-from micronorm.diagnostics.tally import NormTally, WeightNumbers, WeightTally, to_host
-from micronorm.nn.recompute import inside_backward
-from micronorm.nn.weight import Reparameterized
+from micronorm.diagnostics.norms import read_norm
 from micronorm.surgery import refuse_wrappers
 
 Row = dict[str, Any]
+
+# A histogram costs ten times what a scalar does, and looks like the one before it: every so many looks give some.
+_DRAWN = 10
+_BINS = 32
 
 _REFUSED = {
     "DataParallel": "its replicas run in threads of their own; use DistributedDataParallel",
@@ -70,8 +72,8 @@ def observe(
     Args:
         model: the network, also in DistributedDataParallel.
         every: steps from one look to the next.
-        writer: such as torch.utils.tensorboard.SummaryWriter: gets the figures as scalars, and histograms of weights
-            and of the channels' means before normalization.
+        writer: such as torch.utils.tensorboard.SummaryWriter: gets the figures as scalars, and of every tenth look
+            histograms of weights (1,024 of a layer's, or all) and of the channels' means before normalization.
         sink: is called with each row; the rows are then not kept.
         start: steps that were done before, in a run that is resumed.
 
@@ -110,27 +112,6 @@ def observe(
     return Watch(model, every=every, writer=writer, sink=sink, start=start)
 
 
-class _Onlooker:
-    """A hook that changes nothing, and sees nothing in a copy of the model, which nobody observes."""
-
-    onlooker = True  # for `micronorm.nn.norm_act.has_hooks`: norms stay fused with what follows them
-
-    def __init__(self, see: Callable[..., None]) -> None:
-        self.see = see
-
-    def __call__(self, *args: Any) -> None:
-        self.see(*args)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Onlooker":
-        return _Onlooker(_see_nothing)
-
-    def __reduce__(self) -> Any:
-        return _Onlooker, (_see_nothing,)
-
-
-def _see_nothing(*args: Any) -> None: ...
-
-
 class Watch:
     """What `mn.observe` returns: looks at the model while its `with` block lasts."""
 
@@ -153,8 +134,8 @@ class Watch:
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         self._writer = None if distributed and torch.distributed.get_rank() else writer
         self._sink = sink
-        self._look: _Look | None = None
-        self._taken: _Taken | None = None
+        self._look: Look | None = None
+        self._taken: Taken | None = None
         self._paused = 0
         self._warned = False
         self._hooks: list[Any] = []
@@ -267,7 +248,7 @@ class Watch:
         if due or not self._parameters:
             self._parameters = {id(parameter) for parameter in self.model.parameters()}
         if due:
-            self._look = _Look(self.model, is_open=lambda: not self._paused and self.model.training)
+            self._look = Look(self.model, is_open=lambda: not self._paused and self.model.training)
 
     def _end_look(self) -> None:
         if self._look is not None:
@@ -283,7 +264,8 @@ class Watch:
         if look is None:
             return
         if look.has_seen:
-            self._taken = _Taken(look, scale=scale, weights=weights, samples=self._writer is not None)
+            draws = self._writer is not None and self.steps // self.every % _DRAWN == 0
+            self._taken = Taken(look, scale=scale, weights=weights, draws=draws)
         elif not self._warned:
             self._warned = True
             warnings.warn(
@@ -293,7 +275,7 @@ class Watch:
                 stacklevel=4,
             )
 
-    def _emit(self, taken: "_Taken") -> None:
+    def _emit(self, taken: Taken) -> None:
         figures, pictures = taken.read()
         row: Row = {"step": self.steps, "epoch": self.epoch, "layers": figures}
         self.latest = row
@@ -303,121 +285,6 @@ class Watch:
             self._sink(row)
         if self._writer is not None:
             _write(self._writer, self.steps, figures, pictures)
-
-
-class _Look:
-    """The hooks of one step, and what they have seen."""
-
-    def __init__(self, model: nn.Module, *, is_open: Callable[[], bool]) -> None:
-        self.model, self._is_open = model, is_open
-        self.norms: dict[str, NormTally] = {}
-        self.gradients: dict[str, WeightTally] = {}
-        # A shard is not the weight; what was seen of it is whole, but belongs to nothing that could be read here.
-        self.weights = {
-            name: layer for name, layer in weight_layers(model).items() if not hasattr(layer.weight, "placements")
-        }
-        self.has_seen = False
-        self._hooks: list[Any] = []
-        self._watched: list[tuple[Any, _Onlooker]] = []
-        for name, module in model.named_modules():
-            norm = read_norm(module)
-            if norm is not None:
-                self.norms[name] = NormTally(norm)
-                hook = _Onlooker(self._norm_hook(name))
-                self._hooks.append(module.register_forward_hook(hook, with_kwargs=True))
-        for name, layer in self.weights.items():
-            if isinstance(layer, Reparameterized):
-                self._watch(name, layer)
-        if not self.norms:
-            hook = _Onlooker(self._forward_hook)
-            self._hooks.append(model.register_forward_hook(hook))
-
-    def _watch(self, name: str, layer: Any) -> None:
-        tally = self.gradients[name] = WeightTally()
-
-        def see(weight: Tensor) -> None:
-            if self._is_open():
-                tally.watch(weight)
-
-        onlooker = _Onlooker(see)
-        layer.onlookers = (*layer.onlookers, onlooker)
-        self._watched.append((layer, onlooker))
-
-    def _forward_hook(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Of a model without norms: there was a forward."""
-        self.has_seen = self.has_seen or (self._is_open() and not torch.compiler.is_compiling())
-
-    def _norm_hook(self, name: str) -> Callable[..., None]:
-        def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if torch.compiler.is_compiling() or not self._is_open() or inside_backward():
-                return
-            tally = self.norms[name]
-            x = args[0] if args else kwargs.get("input", kwargs.get("x"))
-            if not isinstance(x, Tensor) or not fits(tally.norm, x) or _is_no_data(x):
-                return
-            with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-                tally.add(x.detach(), output.detach(), alone=kwargs.get("residual") is None)
-            self.has_seen = True
-
-        return see
-
-    def clear(self) -> None:
-        for name, tally in self.norms.items():
-            self.norms[name] = NormTally(tally.norm)
-        for gradient in self.gradients.values():
-            gradient.clear()
-        self.has_seen = False
-
-    def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        for gradient in self.gradients.values():
-            gradient.close()
-        for layer, onlooker in self._watched:
-            left = tuple(other for other in layer.onlookers if other is not onlooker)
-            if left:
-                layer.onlookers = left
-            else:
-                vars(layer).pop("onlookers", None)
-        self._hooks, self._watched = [], []
-
-
-def _is_no_data(x: Tensor) -> bool:
-    """Whether x is a symbol of something, or of a forward that is being captured and will run later."""
-    capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
-    return x.is_meta or capturing or torch._C._are_functorch_transforms_active()
-
-
-class _Taken:
-    """A look whose numbers lie on the devices."""
-
-    def __init__(self, look: _Look, *, scale: Tensor | None, weights: bool, samples: bool) -> None:
-        self.norms = {name: tally for name, tally in look.norms.items() if not tally.is_empty}
-        numbers = {name: tally.numbers() for name, tally in self.norms.items()}
-        self.weights: WeightNumbers | None = None
-        if weights:
-            self.weights = WeightNumbers(look.model, look.weights, look.gradients, samples=samples)
-            numbers |= self.weights.numbers(scale)
-        # In the order of the network.
-        self.numbers = {name: numbers[name] for name, _ in look.model.named_modules() if name in numbers}
-
-    def read(self) -> tuple[dict[str, Row], dict[str, Tensor]]:
-        """The figures by layer, and what to draw histograms of. This waits for the devices, once."""
-        flat = iter(to_host(tensor for numbers in self.numbers.values() for tensor in numbers))
-        figures, pictures = {}, {}
-        for name, numbers in self.numbers.items():
-            on_host = [next(flat) for _ in numbers]
-            if name in self.norms:
-                figures[name] = self.norms[name].figures(on_host)
-                pictures[f"channel_means/{name}"] = on_host[0]
-            else:
-                assert self.weights is not None
-                figures[name] = self.weights.figures(name, on_host)
-                pictures[f"weights/{name}"] = on_host[-1]
-        return figures, pictures
-
-
-_BINS = 32
 
 
 def _write(writer: Writer, step: int, layers: Mapping[str, Row], pictures: Mapping[str, Tensor]) -> None:

@@ -4,13 +4,11 @@ Everything adds up over micro-batches by counts, so it does not depend on how th
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from micronorm.diagnostics.capture import Captured
 from micronorm.diagnostics.channels import (
     RunningMoments,
     dead_channels,
@@ -18,11 +16,13 @@ from micronorm.diagnostics.channels import (
     positives,
     rare_channels,
 )
-from micronorm.diagnostics.lipschitz import Shares, weight_shares
+from micronorm.diagnostics.layers import over_rows, rows_of
+from micronorm.diagnostics.lipschitz import gradient_shares
 from micronorm.diagnostics.norms import NormLayer
 from micronorm.diagnostics.statdiff import stat_diff
+from micronorm.nn.weight import _CWN, _WN, _WS, WS
 from micronorm.ops.bcn import batch_channel_norm
-from micronorm.ops.moments import Moments, compute_dtype, moments, wide_dtype
+from micronorm.ops.moments import Moments, as_ncs, compute_dtype, moments, wide_dtype
 
 _SAMPLE = 1024  # weights of a layer that a histogram is drawn from
 
@@ -34,25 +34,24 @@ class NormTally:
 
     def __init__(self, norm: NormLayer) -> None:
         self.norm = norm
-        self._input, self._grouped, self._normalized = RunningMoments(), RunningMoments(), RunningMoments()
+        self._moments = RunningMoments()  # side by side, of the input, what is normalized together, and the result
         self._positive: Tensor | None = None
         self._outputs = 0  # per channel
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing was seen."""
-        return self._input.count == 0
+        return self._moments.count == 0
 
     def add(self, x: Tensor, output: Tensor, *, alone: bool) -> None:
         """Take up one forward; `alone` says that nothing was added to the output within it."""
         x = self.norm.channels_first(x)
-        data = moments(x)
+        data = _moments(x)
         passage = self.norm.pass_through(x, data)
         positions = x.numel() // data.mean.numel()
-        self._input.add(data, positions=positions)
-        if passage.grouped is not data:
-            self._grouped.add(passage.grouped, positions=positions)
-        self._normalized.add(passage.normalized, positions=positions)
+        # Of Batch-Channel Normalization what is normalized together is no longer the input.
+        parts = [data, passage.normalized] if passage.grouped is data else [data, passage.grouped, passage.normalized]
+        self._moments.add(Moments(*(torch.cat(part, 1) for part in zip(*parts, strict=True))), positions=positions)
         y = self.norm.channels_first(output) if alone else _own_output(self.norm, x, data)
         if y is not None and y.shape == x.shape:
             positive = positives(y)
@@ -61,34 +60,46 @@ class NormTally:
 
     def numbers(self) -> list[Tensor]:
         """What `figures` needs, on the device."""
-        # Of Batch-Channel Normalization what is normalized together is no longer the input.
-        grouped = self._grouped if self._grouped.count else self._input
-        found = [self._input.moments.mean, *grouped.moments, *self._normalized.moments]
+        found = list(self._moments.moments)
         return found if self._positive is None else [*found, self._positive]
 
     def figures(self, numbers: Sequence[Tensor]) -> Figures:
         """The row of kind "norm" of `micronorm.records`, from the numbers on the host."""
-        _, mean, var, normalized_mean, normalized_var = numbers[:5]
-        difference = stat_diff(mean, var, self.norm.groups)
-        distance = distance_to_bn(normalized_mean, normalized_var, eps=self.norm.eps)
+        channels = self.norm.channels
+        means, variances = (part.split(channels) for part in numbers[:2])
+        difference = stat_diff(means[-2], variances[-2], self.norm.groups)
+        distance = distance_to_bn(means[-1], variances[-1], eps=self.norm.eps)
         row: Figures = {
             "kind": "norm",
             "norm": type(self.norm.module).__name__,
-            "channels": len(mean),
+            "channels": channels,
             "groups": self.norm.groups,
             "stat_diff": float(difference.mean()),
             "stat_diff_worst": float(difference.max()),
             "sigma_mean": distance.sigma_mean,
             "sigma_std": distance.sigma_std,
         }
-        if len(numbers) > 5:
-            rate = numbers[5] / self._outputs
+        if len(numbers) > 2:
+            rate = numbers[2] / self._outputs
             row |= {
                 "active": float(rate.mean()),
                 "dead": int(dead_channels(rate).sum()),
                 "rare": int(rare_channels(rate).sum()),
             }
         return row
+
+    def channel_means(self, numbers: Sequence[Tensor]) -> Tensor:
+        """Those of the input, C numbers, on the host."""
+        return numbers[0][: self.norm.channels]
+
+
+def _moments(x: Tensor) -> Moments:
+    """As `moments`; on a GPU by one launch, whose accuracy will do for a look."""
+    if x.device.type == "cpu":
+        return moments(x)
+    var, mean = torch.var_mean(as_ncs(x).to(compute_dtype(x.dtype)), -1, correction=0)
+    wide = wide_dtype(x.device)
+    return Moments(mean.to(wide), var.to(wide))
 
 
 def _own_output(norm: NormLayer, x: Tensor, data: Moments) -> Tensor | None:
@@ -139,43 +150,98 @@ class WeightTally:
         return self._sum
 
 
+class _Standardization(NamedTuple):
+    """What gradients are divided into shares by: one computation for layers of an equal one with rows of one length."""
+
+    method: str
+    center: bool
+    scale: bool
+    eps: float
+
+
+def _standardization(layer: Any, g: Tensor) -> tuple[_Standardization, Tensor]:
+    """That of a layer, and the gradient of Ŵ from that of the weight the layer computes with, by rows.
+
+    A plain layer is seen as if it were standardized, with its mean and scale absorbed: ∇Ŵ is a multiple of what it has.
+    """
+    if isinstance(layer, _WS):
+        kinds = {(True, True): "WS", (True, False): "WS center", (False, True): "WS scale"}
+        if layer.absorbed_scale is not None:  # the layer computes with scale·Ŵ + mean
+            g = g * over_rows(layer.absorbed_scale, g)
+        method = kinds.get((layer.center, layer.scale), "none")
+        return _Standardization(method, layer.center, layer.scale, layer.eps), g
+    if isinstance(layer, _WN | _CWN):  # length·W/‖W‖ is Ŵ·length/√I
+        g = g * over_rows(layer.length.detach() / g[0].numel() ** 0.5, g)
+        centered = isinstance(layer, _CWN)
+        return _Standardization("CWN" if centered else "WN", centered, True, 0.0), g
+    return _Standardization("none", True, True, WS().eps), g
+
+
+_SHARES = ("along", "mean", "rest", "residual")
+
+
 class WeightNumbers:
-    """The shares and norms of all weights that have a gradient, as they are before the optimizer moves them."""
+    """The shares and norms of all weights that have a gradient, as they are before the optimizer moves them.
 
-    def __init__(
-        self, model: nn.Module, layers: Mapping[str, Any], tallies: Mapping[str, WeightTally], *, samples: bool
-    ) -> None:
-        captured = {}
+    Rows of one length are divided into shares together, whichever layers they belong to: a network has few lengths, and
+    the cost of a look is that of launching its operations.
+    """
+
+    def __init__(self, layers: Mapping[str, Any], tallies: Mapping[str, WeightTally], *, samples: bool) -> None:
+        members: dict[Any, list[tuple[str, Tensor, Tensor]]] = {}
         for name, layer in layers.items():
-            effective = tallies[name].gradient() if name in tallies else layer.weight.grad
-            if effective is not None and layer.weight.grad is not None:
-                captured[name] = Captured(effective)
-        self.shares: dict[str, Shares] = {}
-        if captured:
-            self.shares = weight_shares(model, captured, filter=lambda _, name: name in captured)
-        weights = [layers[name].weight for name in self.shares]
-        self._grads: Sequence[Tensor] = torch._foreach_norm([weight.grad for weight in weights]) if weights else ()
-        self._samples = [_sample(weight) if samples else weight.new_empty(0) for weight in weights]
-
-    def numbers(self, scale: Tensor | None) -> dict[str, list[Tensor]]:
-        """What `figures` needs, on the device. `scale` is what gradients are multiplied by."""
-        found = {}
-        for (name, shares), grad, sample in zip(self.shares.items(), self._grads, self._samples, strict=True):
-            grad = grad if scale is None else grad / scale.to(grad.device)
-            found[name] = [*(getattr(shares, field) for field in _tensors(shares)), grad, sample]
-        return found
-
-    def figures(self, name: str, numbers: Sequence[Tensor]) -> Figures:
-        """The row of kind "weight" of `micronorm.records`, from the numbers on the host."""
-        *values, grad, _ = numbers
-        shares = self.shares[name]
-        on_host: dict[str, Any] = dict(zip(_tensors(shares), values, strict=True))
+            gradient = tallies[name].gradient() if name in tallies else layer.weight.grad
+            if gradient is not None and layer.weight.grad is not None:
+                kind, g = _standardization(layer, rows_of(layer, gradient))
+                w, g = rows_of(layer, layer.weight.detach()).flatten(1), g.flatten(1)
+                members.setdefault((kind, w.shape[1], w.device, w.dtype, g.dtype), []).append((name, w, g))
+        self._members = [(key[0], [(name, len(w)) for name, w, _ in parts]) for key, parts in members.items()]
+        self._shares = [_shares(key[0], parts) for key, parts in members.items()]
+        self._names = [name for _, parts in self._members for name, _ in parts]
+        weights = [layers[name].weight for name in self._names]
         # The gradient's own norm: what was seen of the effective weight may carry a loss scale, or be a sum.
-        return replace(shares, **on_host).figures() | {"grad": float(grad)}
+        self._norms: list[Tensor] = []
+        if weights:
+            self._norms = [*torch._foreach_norm(weights), *torch._foreach_norm([weight.grad for weight in weights])]
+        self._samples = [_sample(weight) for weight in weights] if samples else []
+
+    def numbers(self) -> list[Tensor]:
+        """What `figures` and `samples` need, on the device."""
+        return [*self._shares, *self._norms, *self._samples]
+
+    def figures(self, numbers: Sequence[Tensor], *, loss_scale: float) -> dict[str, Figures]:
+        """The rows of kind "weight" of `micronorm.records`, by layer, from the numbers on the host."""
+        first, count = len(self._shares), len(self._names)
+        norms, grads = numbers[first : first + count], numbers[first + count : first + 2 * count]
+        rows: dict[str, Figures] = {}
+        for (kind, parts), shares in zip(self._members, numbers, strict=False):
+            sizes = [size for _, size in parts]
+            for (name, _), totals in zip(parts, _totals(shares, sizes), strict=True):
+                rows[name] = {"kind": "weight", "weight": kind.method, **dict(zip(_SHARES, totals, strict=True))}
+        for name, norm, grad in zip(self._names, norms, grads, strict=True):
+            rows[name] |= {"norm": float(norm), "grad": float(grad) / loss_scale}
+        return rows
+
+    def samples(self, numbers: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Some of each layer's weights, where they were asked for."""
+        drawn = numbers[len(self._shares) + len(self._norms) :]
+        return dict(zip(self._names, drawn, strict=True)) if drawn else {}
 
 
-def _tensors(shares: Shares) -> list[str]:
-    return [field.name for field in fields(shares) if isinstance(getattr(shares, field.name), Tensor)]
+def _shares(kind: _Standardization, parts: Sequence[tuple[str, Tensor, Tensor]]) -> Tensor:
+    """The four shares of every row and its ‖∇Ŵ‖², 5×R."""
+    w, g = (torch.cat(values) for values in list(zip(*parts, strict=True))[1:])
+    shares = gradient_shares(w, g, center=kind.center, scale=kind.scale, eps=kind.eps)
+    return torch.stack([*(getattr(shares, name) for name in _SHARES), shares.square])
+
+
+def _totals(shares: Tensor, sizes: Sequence[int]) -> list[list[float]]:
+    """The shares of each layer's ‖∇Ŵ‖²: rows weighed by their own, those without a gradient left out."""
+    terms, square = shares[:-1], shares[-1]
+    index = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    weighed = torch.where(square == 0, 0.0, terms * square)  # 0/0 where there is no gradient; NaN stays
+    sums = torch.zeros(len(terms), len(sizes), dtype=terms.dtype).index_add_(1, index, weighed)
+    return (sums / torch.zeros(len(sizes), dtype=terms.dtype).index_add_(0, index, square)).T.tolist()
 
 
 def _sample(weight: Tensor) -> Tensor:
