@@ -230,3 +230,17 @@ def test_a_layer_outside_autocast_computes_in_its_own_dtype_whatever_was_shared(
     assert torch.equal(y, expected)
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
+
+
+def test_onlookers_are_shown_the_weight_that_is_computed_with_shared_or_not():
+    conv, seen = mn.nn.WSConv2d(2, 3, 3), []
+    conv.onlookers = (seen.append,)
+    x = torch.randn(1, 2, 5, 5)
+    conv(x)
+    with SharedWeights(conv).shared():
+        conv(x)
+        conv(x)
+    assert len(seen) == 3
+    assert seen[1] is seen[2]
+    assert seen[0] is not seen[1]
+    assert torch.equal(seen[0], conv.effective_weight())
