@@ -104,10 +104,15 @@ def test_a_float32_step_does_not_depend_on_the_micro_batch(tmp_path, micro_batch
 @pytest.mark.parametrize("ranks, parallel", [(2, "fsdp"), (4, "ddp")])
 def test_a_run_does_not_depend_on_the_number_of_ranks(tmp_path, whole, ranks, parallel):
     options = ("--out", str(tmp_path / "run"), "--parallel", parallel, "--micro-batch", "5", "--steps", str(STEPS))
+    options += ("--observe", "2")  # on rank 0, which must not wait for the others on its account
     processes = start(micronorm, "train", "digits", *DOUBLE, *options, log=tmp_path / "log", ranks=ranks)
     assert finish(processes) == [0] * ranks, (tmp_path / "log").read_text()
     assert_same(weights(tmp_path / "run"), whole, tol=tolerance("fifty_steps", torch.float64))
-    assert records.read(tmp_path / "run").facts["execution"]["ranks"] == ranks
+    record = records.read(tmp_path / "run")
+    assert record.facts["execution"]["ranks"] == ranks
+    assert [row["step"] for row in record.diagnostics] == [1, 3]
+    kinds = {layer["kind"] for row in record.diagnostics for layer in row["layers"].values()}
+    assert kinds == ({"norm"} if parallel == "fsdp" else {"norm", "weight"})  # a shard is no weight to look at
 
 
 # --- kills and signals -----------------------------------------------------------------------------------------------

@@ -37,6 +37,15 @@ class _Onlooker:
 def _see_nothing(*args: Any) -> None: ...
 
 
+def whole_weights(model: nn.Module) -> dict[str, Any]:
+    """The layers whose weights can be looked at; none in a sharded model.
+
+    To read a shard is to ask the other ranks for theirs, and those may not be looking.
+    """
+    sharded = any(hasattr(parameter, "placements") for parameter in model.parameters())
+    return {} if sharded else weight_layers(model)
+
+
 class Look:
     """The hooks of one step, and what they have seen."""
 
@@ -44,10 +53,7 @@ class Look:
         self.model, self._is_open = model, is_open
         self.norms: dict[str, NormTally] = {}
         self.gradients: dict[str, WeightTally] = {}
-        # A shard is not the weight; what was seen of it is whole, but belongs to nothing that could be read here.
-        self.weights = {
-            name: layer for name, layer in weight_layers(model).items() if not hasattr(layer.weight, "placements")
-        }
+        self.weights = whole_weights(model)
         self.has_seen = False
         self.names: list[str] = []
         self._hooks: list[Any] = []

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from micronorm.diagnostics.hooks import Look, Taken
-from micronorm.diagnostics.layers import weight_layers
+from micronorm.diagnostics.hooks import Look, Taken, whole_weights
 from micronorm.diagnostics.norms import read_norm
 from micronorm.surgery import refuse_wrappers
 
@@ -142,7 +141,7 @@ class Watch:
         self._counting: weakref.ref[Optimizer] | None = None
         self._others: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._parameters: set[int] = set()
-        if not any(read_norm(module) for module in self.model.modules()) and not weight_layers(self.model):
+        if not any(read_norm(module) for module in self.model.modules()) and not whole_weights(self.model):
             raise ValueError(f"{type(self.model).__name__} has neither norm layers nor weights to look at")
 
     # --- the block -----------------------------------------------------------------------------------------------
