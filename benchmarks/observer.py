@@ -4,15 +4,15 @@
     python benchmarks/observer.py --device cuda --network resnet50 --batch 64 --size 224 --dtype bfloat16 \
         --blocks 20 --out benchmarks/results/observer_gpu.csv
 
-Three loops over networks that began alike take turns, a block of `every` steps each: without an observer, with one, and
-with one that writes TensorBoard events too. A block has one look in it, and begins and ends with an idle device; the
-order of the loops is reversed from round to round, so that drift cancels. On a GPU batches lie there, the layout is
-channels_last, and learning rates are plain numbers.
+Three loops over networks that began alike take turns: without an observer, with one, and with one that writes
+TensorBoard events too. A block of each has `every` steps and one look in it. On the CPU they take turns step by step,
+on a GPU block by block, since a turn begins and ends with an idle device; their order is reversed each time, so that
+drift cancels. On a GPU batches lie there, the layout is channels_last, and learning rates are plain numbers.
 
-`overhead` is the median over rounds of observed/bare − 1 of a block's time, `cpu_overhead` the same of the process's
-CPU time, which other processes disturb less (on a GPU it also counts waiting). `look_ms` is the time of a single step
-that is looked at, `step_ms` of one that is not, taken in turns, and `by_look` what follows: (look − step)/(every·step).
-The target is 0.03 at every = 50.
+`overhead` is the median over blocks of observed/bare − 1 of a block's time, `cpu_overhead` the same of the process's
+CPU time, which other processes disturb less (on a GPU it also counts waiting). `look_ms` is the mean time of a single
+step that is looked at, `step_ms` of one that is not, taken in turns (CPU time where the CPU computes), and `by_look`
+what follows: (look − step)/(every·step). The target is 0.03 at every = 50.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from micronorm.recipes.networks import build_network
 
 METHODS: dict[str, tuple[Any, Any] | None] = {"BN": None, "GN+WS": (mn.GN(), mn.WS()), "BCN+WS": (mn.BCN(), mn.WS())}
 WARM_UP = 5
+SINGLES = 5  # single steps of each loop after each block
 TARGET = 0.03
 
 
@@ -61,12 +62,14 @@ class Loop:
         self.model: nn.Module = model.to(self.device, memory_format=layout).train()  # type: ignore[call-overload]
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
         self.writer = None if writer is None else writer()
-        self.observed = observed
+        self.observed, self.looks = observed, 0
 
     def watched(self, every: int) -> AbstractContextManager[Any]:
         if not self.observed:
             return nullcontext()
-        return mn.observe(self.model, every=every, writer=self.writer, sink=lambda row: None)
+        # As if the blocks were one run: histograms come with every tenth look.
+        start, self.looks = self.looks * every, self.looks + 1
+        return mn.observe(self.model, every=every, writer=self.writer, sink=lambda row: None, start=start)
 
     def step(self) -> Tensor:
         self.optimizer.zero_grad()
@@ -80,15 +83,27 @@ class Loop:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def block(self, steps: int, every: int) -> tuple[float, float]:
+    def turn(self, steps: int) -> tuple[float, float]:
         """Wall and CPU seconds of so many steps."""
         self.settle()
         began = time.perf_counter(), time.process_time()
-        with self.watched(every):
-            for _ in range(steps):
-                self.step()
-            self.settle()
+        for _ in range(steps):
+            self.step()
+        self.settle()
         return time.perf_counter() - began[0], time.process_time() - began[1]
+
+
+def take_turns(loops: dict[str, Loop], *, every: int, turn: int) -> dict[str, tuple[float, float]]:
+    """Wall and CPU seconds of one block of each loop."""
+    spent: dict[str, tuple[float, float]] = {name: (0.0, 0.0) for name in loops}
+    with ExitStack() as stack:
+        for loop in loops.values():
+            stack.enter_context(loop.watched(every))
+        for index in range(every // turn):
+            for name in list(loops) if index % 2 == 0 else list(reversed(loops)):
+                wall, cpu = loops[name].turn(turn)
+                spent[name] = spent[name][0] + wall, spent[name][1] + cpu
+    return spent
 
 
 def measure(args: argparse.Namespace, method: str, folder: str) -> list[dict[str, object]]:
@@ -102,20 +117,24 @@ def measure(args: argparse.Namespace, method: str, folder: str) -> list[dict[str
         "rows": Loop(args, method, None, observed=True),
         "rows and events": Loop(args, method, writer, observed=True),
     }
-    for loop in loops.values():
-        loop.block(WARM_UP, every=2)
+    take_turns(loops, every=WARM_UP, turn=1)
+    on_gpu = args.device == "cuda"
     neighbours = Neighbours()
     blocks: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
     singles: dict[str, list[float]] = {name: [] for name in loops}
     for index in range(args.blocks):
-        for name in list(loops) if index % 2 == 0 else list(reversed(loops)):
-            blocks[name].append(loops[name].block(args.every, args.every))
-            singles[name] += [loops[name].block(1, every=1)[0] for _ in range(3)]
+        order = loops if index % 2 == 0 else dict(reversed(loops.items()))
+        for name, spent in take_turns(order, every=args.every, turn=args.every if on_gpu else 1).items():
+            blocks[name].append(spent)
+        for _ in range(SINGLES):
+            for name, spent in take_turns(loops, every=1, turn=1).items():
+                singles[name].append(spent[0 if on_gpu else 1])
     busy = neighbours.cores()
     rows = []
     for name in ("rows", "rows and events"):
         pairs = [(o[0] / b[0] - 1, o[1] / b[1] - 1) for o, b in zip(blocks[name], blocks["none"], strict=True)]
-        step, look = (statistics.median(singles[kind]) for kind in ("none", name))
+        # Means: of ten looks one gives histograms.
+        step, look = (statistics.fmean(singles[kind]) for kind in ("none", name))
         rows.append(
             {
                 "method": method,
