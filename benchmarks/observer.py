@@ -95,7 +95,7 @@ class Loop:
 
 def take_turns(loops: dict[str, Loop], *, every: int, turn: int) -> dict[str, tuple[float, float]]:
     """Wall and CPU seconds of one block of each loop."""
-    spent: dict[str, tuple[float, float]] = {name: (0.0, 0.0) for name in loops}
+    spent: dict[str, tuple[float, float]] = dict.fromkeys(loops, (0.0, 0.0))
     with ExitStack() as stack:
         for loop in loops.values():
             stack.enter_context(loop.watched(every))
