@@ -45,6 +45,9 @@ ALLOWED: Mapping[str, frozenset[str] | None] = {
     "data": frozenset({"ops"}),  # keyed random numbers, for augmentation
     "tasks": frozenset({"ops", "data"}),
     "recipes": frozenset({"nn", "convert", "data", "tasks", "engine", "records"}),
+    # what a figure trains (nn, convert, tasks, recipes), how (ops for the order of samples, engine for schedules), what
+    # it looks at (diagnostics), what it is drawn from (records), and how matplotlib is loaded (bench)
+    "figures": frozenset({"ops", "nn", "convert", "diagnostics", "tasks", "recipes", "engine", "records", "bench"}),
 }
 
 # Rooms that import the standard library and nothing else: they can be read on a machine without torch.

@@ -127,7 +127,10 @@ def test_without_a_table_the_tables_are_listed():
     "arguments, message",
     [
         (["mask"], "'mask' would be a table of the paper, but has no recipes yet; there are abl, "),
-        (["fig:imagenet"], "a figure of the paper, but has no recipes yet"),
+        (["fig:distance"], "no figure 'fig:distance'; near it: fig:dist, "),
+        (["fig:dist", "--rows", "gn"], "--rows is for tables; fig:dist is a figure"),
+        (["fig:all", "--seed", "1"], "fig:all has no --seed; it has no options"),
+        (["digits", "--dataset", "cifar10"], "--dataset, --network and --out are for figures"),
         (["cifar"], "near it: cifar"),
         (["digits", "--rows", "bcn"], "digits has no row 'bcn'; near it: bn, bcn-ws"),
         (["digits", "--rows", ","], "--rows names no row; digits has bn-64, "),

@@ -1,4 +1,4 @@
-"""`micronorm reproduce`: a table of the paper, its figures beside ours, and the runs that are missing."""
+"""`micronorm reproduce`: a table of the paper, its numbers beside ours, and the runs that are missing; or a figure."""
 
 import json
 import math
@@ -14,9 +14,11 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from micronorm import records
+from micronorm.cli.figures import list_figures, reproduce_figure
 from micronorm.cli.progress import TrainingProgress
 from micronorm.cli.targets import MISUSE, TargetError, unknown
 from micronorm.cli.train import Variation, run_recipe
+from micronorm.figures import Request
 from micronorm.recipes import Recipe, Table, find_table, tables
 from micronorm.recipes.results import Findings, Result, gather, packaged, read_runs
 
@@ -58,7 +60,7 @@ class Row:
 
 def reproduce(
     table: Annotated[
-        str | None, typer.Argument(help="A table of the paper, or ours; without one they are listed.")
+        str | None, typer.Argument(help="A table or figure (fig:…) of the paper, or ours; without one all are listed.")
     ] = None,
     rows: Annotated[str | None, typer.Option(help="These rows only, by name, with commas between.")] = None,
     epochs: Annotated[
@@ -71,24 +73,38 @@ def reproduce(
         "runs"
     ),
     data: Annotated[Path | None, typer.Option(help="Where the data set lies.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Run nothing; print the rows as JSON.")] = False,
+    dataset: Annotated[
+        str | None, typer.Option(help="What a figure is measured on: digits, cifar10, …; the smallest by default.")
+    ] = None,
+    network: Annotated[str | None, typer.Option(help="What a figure trains, by the name recipes use.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where a figure's pictures go; by default RUNS/figures.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Run nothing; print what is recorded as JSON.")] = False,
 ) -> None:
     """Show the rows of a table with the paper's figure and ours, and run those that have none of ours.
 
     A run counts when it finished with the recipe's settings and data. Of several seeds the mean is shown. A run that
     was stopped goes on where it was.
 
+    A figure (fig:…) is measured where its numbers are not there yet, into RUNS/figures, and drawn as SVG and PNG.
+
     Exit code 0: every row asked for has a figure or was run. 1: one could not be run (rows that nobody can run count
     only if --rows names them). 2: a name or an option is wrong. 130, 143: stopped by a
     signal.
     """
     try:
+        if table is not None and table.startswith("fig:"):
+            _reproduce_figure(
+                table, rows, as_json=as_json, out=out, options=(dataset, network, epochs, seed, data, runs)
+            )
+            return
         if as_json and (epochs, seed, data) != (None, None, None):
             raise TargetError("--json runs nothing: --epochs, --seed and --data say nothing to it")
         if table is None:
-            _refuse_without_table(rows, epochs, seed, data)
+            _refuse_without_table(rows, epochs, seed, data, dataset, network, out)
             _list_tables(as_json=as_json)
             return
+        if (dataset, network, out) != (None, None, None):
+            raise TargetError("--dataset, --network and --out are for figures; a table's rows have their own")
         chosen, asked = _choose(table, rows)
     except (TargetError, ValueError) as fault:
         typer.echo(f"micronorm reproduce: {fault}", err=True)
@@ -108,6 +124,24 @@ def reproduce(
         raise typer.Exit(INCOMPLETE)
 
 
+def _reproduce_figure(
+    name: str, rows: str | None, *, as_json: bool, out: Path | None, options: tuple[Any, ...]
+) -> None:
+    """A figure in place of a table. An interrupted measurement ends the command and can be gone on with."""
+    dataset, network, epochs, seed, data, runs = options
+    if rows is not None:
+        raise TargetError(f"--rows is for tables; {name} is a figure")
+    request = Request(dataset=dataset, network=network, epochs=epochs, seed=seed, data=data, runs=runs)
+    try:
+        reproduce_figure(name, request, out=out, as_json=as_json)
+    except (OSError, ImportError) as fault:  # no data, no matplotlib
+        typer.echo(f"micronorm reproduce: {name} could not be made: {' '.join(str(fault).split())}", err=True)
+        raise typer.Exit(INCOMPLETE) from None
+    except KeyboardInterrupt:
+        typer.echo(f"{name} was stopped; the same command goes on from what is kept.")
+        raise typer.Exit(130) from None
+
+
 def _refuse_without_table(*options: Any) -> None:
     if any(option is not None for option in options):
         raise TargetError(f"say which table: {', '.join(tables())}")
@@ -116,7 +150,7 @@ def _refuse_without_table(*options: Any) -> None:
 def _list_tables(*, as_json: bool) -> None:
     if as_json:
         listed = [{"table": t.name, "title": t.title, "rows": [r.row for r in t.rows]} for t in tables().values()]
-        typer.echo(json.dumps(listed, indent=1, ensure_ascii=False))
+        typer.echo(json.dumps([*listed, *list_figures(as_json=True)], indent=1, ensure_ascii=False))
         return
     grid = Grid(box=box.SIMPLE_HEAD)
     for column in ("table", "rows", "what"):
@@ -125,7 +159,9 @@ def _list_tables(*, as_json: bool) -> None:
         grid.add_row(table.name, str(len(table.rows)), table.title)
     console = Console(highlight=False)
     console.print(grid)
+    list_figures(as_json=False)
     _say(console, "micronorm reproduce TABLE shows the paper's figures beside ours and runs what is missing.")
+    _say(console, "micronorm reproduce FIGURE measures what is missing and draws it.")
 
 
 def _choose(name: str, rows: str | None) -> tuple[tuple[Recipe, ...], set[str]]:

@@ -32,9 +32,10 @@ def find_table(name: str) -> Table:
     if name in _TABLES:
         return _TABLES[name]
     known = f"there are {', '.join(_TABLES)}"
-    if name in _WITHOUT_RECIPES or name.startswith("fig:"):
-        kind = "figure" if name.startswith("fig:") else "table"
-        raise ValueError(f"{name!r} would be a {kind} of the paper, but has no recipes yet; {known}")
+    if name in _WITHOUT_RECIPES:
+        raise ValueError(f"{name!r} would be a table of the paper, but has no recipes yet; {known}")
+    if name.startswith("fig:"):
+        raise ValueError(f"{name!r} is a figure, not a table: micronorm reproduce {name}; {known}")
     if name.removeprefix("tab:") in _TABLES:
         raise ValueError(f"no table {name!r}; names go without tab:, write {name.removeprefix('tab:')!r}")
     near = difflib.get_close_matches(name, _TABLES, n=3, cutoff=0.5)

@@ -1,0 +1,107 @@
+"""Figure `fig:dist_exp`: two channels of one group before and after they are normalized together."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from micronorm.diagnostics.statdiff import stat_diff
+from micronorm.figures.figure import Figure, Request, Work
+from micronorm.figures.style import COLOURS, TEXT, caption, panel, tidy
+
+EXAMPLES = (((-0.25, 1.0), (0.25, 1.0)), ((-1.0, 1.0), (1.0, 0.5)), ((-3.0, 1.0), (3.0, 0.4)))
+"""Mean and deviation of the two channels, example by example."""
+VALUES = 20_000
+BINS = 60
+
+
+def settings(request: Request) -> dict[str, Any]:
+    """All that decides the numbers."""
+    return {"seed": request.seed or 0, "examples": EXAMPLES, "values": VALUES, "bins": BINS}
+
+
+def measure(work: Work) -> None:
+    """Histograms of the channels before and after eq:cn, their StatDiff, and the share of values that a ReLU keeps."""
+    generator = torch.Generator().manual_seed(work.settings["seed"])
+    found = []
+    for example in work.settings["examples"]:
+        mean, std = torch.tensor(example, dtype=torch.float64).T
+        x = mean[:, None] + std[:, None] * torch.randn(2, VALUES, generator=generator, dtype=torch.float64)
+        var, mean = torch.var_mean(x, 1, correction=0)
+        y = (x - x.mean()) / x.std(correction=0)
+        found.append(
+            {
+                "stat_diff": stat_diff(mean, var, 1).item(),
+                "active": (y > 0).double().mean(1).tolist(),
+                "before": _histogram(x),
+                "after": _histogram(y),
+            }
+        )
+    work.sheet.numbers["examples"] = found
+
+
+def _histogram(values: torch.Tensor) -> dict[str, Any]:
+    """Shares of each channel's values in bins of equal width over the range of both; a bin's edge lies at 0."""
+    width = (values.max() - values.min()).item() / (BINS - 1)
+    first = torch.floor(values.min() / width).item() * width
+    counts = [torch.histc(channel, BINS, first, first + BINS * width) / VALUES for channel in values]
+    return {"first": first, "width": width, "shares": [channel.tolist() for channel in counts]}
+
+
+def draw(pyplot: Any, sheet: Mapping[str, Any]) -> Any:
+    """A row per example: before, and after with what a ReLU sets to 0 transparent."""
+    examples = sheet["numbers"]["examples"]
+    figure, axes = pyplot.subplots(len(examples), 2, figsize=(8.4, 6.6), layout="constrained", squeeze=False)
+    for row, example in zip(axes, examples, strict=True):
+        for axis, part in zip(row, ("before", "after"), strict=True):
+            found = example[part]
+            edges = [found["first"] + k * found["width"] for k in range(BINS)]
+            for channel, shares in enumerate(found["shares"]):
+                for visible in (True, False):
+                    kept = [
+                        (e, s) for e, s in zip(edges, shares, strict=True) if s and _is_lit(e, found, part) == visible
+                    ]
+                    axis.bar(
+                        [e for e, _ in kept],
+                        [s for _, s in kept],
+                        width=found["width"],
+                        align="edge",
+                        color=COLOURS[channel],
+                        alpha=0.75 if visible else 0.18,
+                        linewidth=0,
+                        zorder=2,
+                        label=f"channel {channel + 1}" if visible else None,
+                    )
+            if part == "after":
+                axis.axvline(0, color=TEXT, linewidth=0.9, zorder=3)
+                active = ", ".join(f"{100 * share:.0f} %" for share in example["active"])
+                panel(axis, f"after; above 0: {active}")
+            else:
+                panel(axis, f"before, StatDiff = {example['stat_diff']:.2f}")
+            axis.set_yticks([])
+            tidy(axis, grid="x")
+    axes[0, 0].legend(frameon=False, fontsize=8.5)
+    lines = (
+        "Two channels normalized together (eq:cn). Transparent bars are 0 after the ReLU. Means and deviations of the "
+        "three examples are ours: the paper's plots show them without saying them.",
+    )
+    return caption(figure, "Two channels in one group", lines, width=118)
+
+
+def _is_lit(edge: float, found: Mapping[str, Any], part: str) -> bool:
+    return part == "before" or edge > -found["width"] / 2
+
+
+FIGURE = Figure(
+    name="fig:dist_exp",
+    title="Three examples of two channels before and after they are normalized together",
+    paper=(
+        "Three examples of two channels with different means and variances; bars that are 0 after the ReLU are "
+        "transparent. The larger StatDiff, the more of one channel is cut off."
+    ),
+    ours=("means and deviations of the channels, drawn from normal distributions", "the number of values"),
+    settings=settings,
+    measure=measure,
+    draw=draw,
+    options=("seed",),
+)

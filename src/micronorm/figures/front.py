@@ -1,0 +1,123 @@
+"""Figure `fig:front`: BN, GN, GN+WS and BCN+WS beside one another, from the tables' figures and recorded runs."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from micronorm.figures.figure import Figure, Request, Work
+from micronorm.figures.style import COLOURS, QUIET, TEXT, caption, panel, tidy
+from micronorm.recipes.registry import find
+from micronorm.recipes.results import gather, packaged, read_runs
+
+METHODS = ("BN", "GN", "GN+WS", "BCN+WS")
+PANELS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "ImageNet, ResNet-50": (
+        "top-1 error, %",
+        ("imagenet_ws/rn50-bn", "imagenet_ws/rn50-gn", "imagenet_ws/rn50-gn-ws", "imagenet/rn50-bcn-ws"),
+    ),
+    "CIFAR-10, ResNet-20, 30 epochs": (
+        "test error, %",
+        ("quick/rn20-bn", "quick/rn20-gn", "quick/rn20-gn-ws", "quick/rn20-bcn-ws"),
+    ),
+    "digits, small ResNet": ("test error, %", ("digits/bn-64", "digits/gn", "digits/gn-ws", "digits/bcn-ws")),
+}
+"""Title, what is measured, and the recipes of the four methods."""
+
+COCO = {"BN": None, "GN": 39.8, "GN+WS": 40.8, "BCN+WS": 41.4}
+"""Box AP of Mask R-CNN with ResNet-50 (tab:mask). The text has no value for the frozen BN that the figure shows."""
+
+
+def settings(request: Request) -> dict[str, Any]:
+    """What is looked up."""
+    return {"panels": {title: list(recipes) for title, (_, recipes) in PANELS.items()}}
+
+
+def measure(work: Work) -> None:
+    """The paper's figure and ours of every bar, with where ours come from."""
+    results = [*packaged(), *read_runs(work.request.runs)[0]]
+    panels = []
+    for title, (unit, recipes) in PANELS.items():
+        bars = []
+        for method, name in zip(METHODS, recipes, strict=True):
+            recipe = find(name)
+            found = gather(recipe, results)
+            ours = found.mean()
+            bars.append(
+                {
+                    "method": method,
+                    "recipe": name,
+                    "paper": None if recipe.paper is None else recipe.paper.get("top1"),
+                    "ours": None if ours is None else ours.get("top1"),
+                    "seeds": found.seeds,
+                    "run": [result.where for result in found.counted],
+                }
+            )
+        panels.append({"title": title, "unit": unit, "bars": bars})
+    coco = [{"method": method, "paper": value, "ours": None} for method, value in COCO.items()]
+    panels.insert(1, {"title": "COCO, Mask R-CNN, ResNet-50", "unit": "box AP, %", "bars": coco})
+    work.sheet.numbers["panels"] = panels
+
+
+def draw(pyplot: Any, sheet: Mapping[str, Any]) -> Any:
+    """A panel per data set that has any figure: the paper's bars outlined, ours filled."""
+    panels = [p for p in sheet["numbers"]["panels"] if any(b["paper"] or b["ours"] for b in p["bars"])]
+    figure, axes = pyplot.subplots(
+        1, len(panels), figsize=(1.2 + 2.9 * len(panels), 4.0), layout="constrained", squeeze=False
+    )
+    for axis, found in zip(axes[0], panels, strict=True):
+        _draw_panel(axis, found)
+    seeds = sorted({seed for p in panels for bar in p["bars"] for seed in bar.get("seeds", ())})
+    lines = (
+        "Outlined: the paper's figures, from its tables; the text has none for the frozen BN on COCO. Filled: ours, "
+        f"from recorded runs (seeds {', '.join(map(str, seeds)) or 'none'}). Axes do not begin at 0. A bar that is "
+        "missing was not measured.",
+        'BCN of our runs is statistics="step", of which the paper has no figure.',
+    )
+    return caption(figure, "Normalization methods beside one another", lines, width=46 * len(panels))
+
+
+def _draw_panel(axis: Any, found: Mapping[str, Any]) -> None:
+    values = [bar[who] for bar in found["bars"] for who in ("paper", "ours") if bar[who] is not None]
+    spread = max(values) - min(values) or 1.0
+    floor = max(0.0, min(values) - 0.6 * spread)
+    both = any(bar["paper"] is not None for bar in found["bars"]) and any(
+        bar["ours"] is not None for bar in found["bars"]
+    )
+    for place, bar in enumerate(found["bars"]):
+        for who, offset in (("paper", -0.21), ("ours", 0.21)):
+            value = bar[who]
+            if value is None:
+                continue
+            x = place + (offset if both else 0)
+            look = {"color": COLOURS[0]} if who == "ours" else {"facecolor": "white", "edgecolor": COLOURS[7]}
+            axis.bar(x, value - floor, 0.38 if both else 0.62, bottom=floor, zorder=2, linewidth=1.4, **look)
+            axis.annotate(
+                f"{value:.2f}" if found["unit"] != "box AP, %" else f"{value:.1f}",
+                (x, value),
+                xytext=(0, 3),
+                textcoords="offset points",
+                ha="center",
+                fontsize=8.5,
+                color=TEXT if who == "ours" else QUIET,
+            )
+        if bar["paper"] is None and bar["ours"] is None:
+            axis.annotate("–", (place, floor), xytext=(0, 3), textcoords="offset points", ha="center", color=QUIET)
+    axis.set_xticks(range(len(found["bars"])), labels=[bar["method"] for bar in found["bars"]])
+    axis.set_ylim(floor, max(values) + 0.25 * spread)
+    axis.set_ylabel(found["unit"])
+    panel(axis, found["title"])
+    tidy(axis, grid="y")
+
+
+FIGURE = Figure(
+    name="fig:front",
+    title="BN, GN, GN+WS and BCN+WS on ImageNet and COCO, and on what we have run",
+    paper=(
+        "On ImageNet BN and BCN+WS of large batches, GN and GN+WS of one image per GPU; on COCO a frozen BN and the "
+        "micro-batch BCN. GN+WS outperforms BN and GN, and BCN+WS is better still."
+    ),
+    ours=("panels of CIFAR-10 and digits, from recorded runs, stand beside the paper's two",),
+    settings=settings,
+    measure=measure,
+    draw=draw,
+    from_records=True,
+)
