@@ -12,7 +12,7 @@ _SHIFT = 0.34  # of a step into the depth, right and up
 
 def draw(pyplot: Any, sheet: Mapping[str, Any]) -> Any:
     """Blocks of N×C×(H, W) activations, and one of weights; coloured is one set of entries that is normalized."""
-    figure, axes = pyplot.subplots(1, 5, figsize=(12.4, 3.5), layout="constrained")
+    figure, axes = pyplot.subplots(1, 5, figsize=(12.4, 3.1), layout="constrained")
     samples, channels, places = 4, 6, 4
     chosen: tuple[tuple[str, Callable[[int, int, int], bool]], ...] = (
         ("Batch Norm", lambda n, c, s: c == 0),

@@ -83,7 +83,7 @@ def draw(pyplot: Any, sheet: Mapping[str, Any]) -> Any:
     axes[0, 0].legend(frameon=False, fontsize=8.5)
     lines = (
         "Two channels normalized together (eq:cn). Transparent bars are 0 after the ReLU. Means and deviations of the "
-        "three examples are ours: the paper's plots show them without saying them.",
+        "three examples are ours: the paper's text does not give its own.",
     )
     return caption(figure, "Two channels in one group", lines, width=118)
 

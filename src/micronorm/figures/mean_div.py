@@ -10,7 +10,8 @@ from torch import nn
 from micronorm.diagnostics.lipschitz import gradient_shares
 from micronorm.figures import sweep
 from micronorm.figures.figure import Figure, Work
-from micronorm.figures.style import COLOURS, caption, panel, tidy
+from micronorm.figures.style import COLOURS, TEXT, caption, panel, tidy
+from micronorm.figures.sweep import average
 from micronorm.nn import WS
 from micronorm.nn.sharing import SharedWeights
 
@@ -84,34 +85,30 @@ def draw(pyplot: Any, sheet: Mapping[str, Any]) -> Any:
     """Training error, test error, and the shares on a logarithmic axis: of both halves as in the paper, and of each."""
     methods = sheet["numbers"]["methods"]
     colours = dict(zip(methods, (COLOURS[7], COLOURS[0], COLOURS[1], COLOURS[2]), strict=True))
-    figure, axes = pyplot.subplots(1, 3, figsize=(11.4, 4.3), layout="constrained")
-    for axis, key, title in zip(
-        axes, ("train_error", "test_error"), ("training error, %", "test error, %"), strict=False
+    figure, axes = pyplot.subplots(1, 3, figsize=(11.4, 4.5), layout="constrained")
+    for axis, key, title in (
+        (axes[0], "train_error", "training error, %"),
+        (axes[1], "test_error", "test error, %"),
     ):
-        for name, rows in methods.items():
-            axis.plot(
-                [row["epoch"] for row in rows],
-                [row[key] for row in rows],
-                color=colours[name],
-                label=name,
-                linewidth=1.8,
-            )
+        curves = {name: average(lists, key) for name, lists in methods.items()}
+        for name, values in curves.items():
+            axis.plot(range(1, len(values) + 1), values, color=colours[name], label=name, linewidth=1.8)
         panel(axis, title)
         axis.set_yscale("log")
-        _plain_ticks(axis, [row[key] for rows in methods.values() for row in rows])
+        _plain_ticks(axis, [value for values in curves.values() for value in values])
         axis.set_xlabel("epoch")
         tidy(axis, grid="y")
-    axes[0].legend(frameon=False, fontsize=8.5, loc="upper right")
+        axis.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
     _draw_shares(axes[2], methods, colours)
     chosen = sheet["settings"]
     lines = (
-        f"{chosen['network']} on {chosen['dataset']} with GN, seed {chosen['seed']}. Training error is counted on "
-        "samples as they are trained on. Right: shares of the squared gradient of the effective weight in the first "
-        "iteration of each epoch, means over channels and layers.",
+        f"{chosen['network']} on {chosen['dataset']} with GN, means of {chosen['seeds']} seeds. Training error is "
+        "counted on samples as they are trained on. Right: shares of the squared gradient of the effective weight in "
+        "the first iteration of each epoch, means over channels and layers.",
         f"Ours: network, data and schedule ({chosen['training']['epochs']} epochs); the paper has ResNet-50 on "
-        "ImageNet, 90 epochs. Dotted: the limit 0.02 that the paper reports for what scaling takes.",
+        "ImageNet, 90 epochs. Dotted black: the limit 0.02 that the paper reports for what scaling takes.",
     )
-    return caption(figure, "The two halves of WS, and what they take from the gradient", lines, width=160)
+    return caption(figure, "The two halves of WS, and what they take from the gradient", lines, width=165)
 
 
 def _draw_shares(axis: Any, methods: Mapping[str, Any], colours: Mapping[str, str]) -> None:
@@ -123,18 +120,15 @@ def _draw_shares(axis: Any, methods: Mapping[str, Any], colours: Mapping[str, st
         ("GN + scale", "along", ":", "scale only: scaling takes"),
     )
     for name, part, dashes, label in lines:
-        rows = methods[name]
-        values = [row["shares"][part] for row in rows]
-        axis.plot(
-            [row["epoch"] for row in rows], values, color=colours[name], linestyle=dashes, linewidth=1.8, label=label
-        )
-    axis.axhline(PAPER_LIMIT, color="#1b1f24", linewidth=0.8, linestyle=(0, (1, 3)))
+        values = average(methods[name], "shares", part)
+        axis.plot(range(1, len(values) + 1), values, color=colours[name], linestyle=dashes, linewidth=1.8, label=label)
+    axis.axhline(PAPER_LIMIT, color=TEXT, linewidth=0.8, linestyle=(0, (1, 3)))
     panel(axis, "shares of the squared gradient")
     axis.set_yscale("log")
     axis.set_ylim(top=1.3)
     axis.set_xlabel("epoch")
     tidy(axis, grid="y")
-    axis.legend(frameon=False, fontsize=7.5, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
+    axis.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
 
 
 def _plain_ticks(axis: Any, values: list[float]) -> None:

@@ -52,7 +52,7 @@ class ChannelStatistics:
             return
         var, mean = torch.var_mean(inputs[0].detach(), (0, 2, 3), correction=0)
         if name in self._running:
-            old_mean, old_var = self._running[name]
+            old_mean, old_var = (old.to(mean.device) for old in self._running[name])  # resumed ones lie on the CPU
             mean, var = torch.lerp(old_mean, mean, MOMENTUM), torch.lerp(old_var, var, MOMENTUM)
         self._running[name] = mean, var
 
@@ -85,13 +85,12 @@ def draw(pyplot: Any, sheet: Mapping[str, Any]) -> Any:
     figure, axes = pyplot.subplots(1, 2, figsize=(8.6, 4.3), layout="constrained", sharey=True)
     for axis, norm in zip(axes, ("GN", "LN"), strict=True):
         for name, colour in ((norm, COLOURS[1]), (f"{norm}+WS", COLOURS[0])):
-            rows = methods[name]
-            epochs, mean, std = ([row[key] for row in rows] for key in ("epoch", "mean", "std"))
+            epochs, mean, std = (sweep.average(methods[name], key) for key in ("epoch", "mean", "std"))
             low = [max(m - s, 0) for m, s in zip(mean, std, strict=True)]
             high = [m + s for m, s in zip(mean, std, strict=True)]
             axis.fill_between(epochs, low, high, color=colour, alpha=0.15, linewidth=0, zorder=2)
             axis.plot(epochs, mean, color=colour, linewidth=2, label=name, zorder=3)
-            error = rows[-1]["test_error"]
+            error = sweep.average(methods[name], "test_error")[-1]
             axis.annotate(
                 f"{name}: {mean[-1]:.2f}, error {error:.1f} %",
                 (epochs[-1], mean[-1]),
@@ -108,10 +107,10 @@ def draw(pyplot: Any, sheet: Mapping[str, Any]) -> Any:
         tidy(axis, grid="y")
     axes[0].set_ylabel("StatDiff")
     chosen = sheet["settings"]
-    count = len(methods["GN"][-1]["layers"])
+    count = len(methods["GN"][0][-1]["layers"])
     lines = (
         f"{chosen['network']} on {chosen['dataset']}: mean (line) and standard deviation (band) of StatDiff over "
-        f"{count} layers after each epoch, seed {chosen['seed']}. At the lines' ends: StatDiff and test error.",
+        f"{count} layers after each epoch, means of {chosen['seeds']} seeds. At the ends: StatDiff and test error.",
         f"Schedule ({chosen['training']['epochs']} epochs) and momentum {MOMENTUM} of the running statistics are ours.",
     )
     return caption(figure, "Statistical differences between channels", lines, width=120)

@@ -1,6 +1,7 @@
 """One network trained by several methods in turn, with a look into it at every epoch."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ Method = tuple[NormSpec, WeightSpec | None]
 
 GROUPS = GN(groups=32, min_channels_per_group=4)
 """The paper's rule for CIFAR, min{32, channels/4} groups."""
+SEEDS = {"digits": 3, "cifar10": 1}
 _MILESTONES = 81 / 164, 122 / 164  # of the authors' CIFAR code, as shares of the run
 
 
@@ -46,14 +48,14 @@ class Look(Protocol):
         ...
 
 
-def plan(request: Request, *, epochs: Mapping[str, int]) -> Settings:
+def plan(request: Request, *, epochs: Mapping[str, int], seed: int = 0) -> Settings:
     """The digits table's schedule for digits, that of the authors' CIFAR code for CIFAR-10, cut to `epochs`.
 
     Example:
         >>> plan(Request(dataset="cifar10"), epochs={"cifar10": 164}).schedule
         Milestones(epochs=(81.0, 122.0), factor_each=0.1)
     """
-    dataset, seed = request.dataset or "digits", request.seed or 0
+    dataset = request.dataset or "digits"
     length = request.epochs or epochs[dataset]
     if dataset == "digits":
         optimizer, schedule, step_batch = SGD(lr=digits.LEARNING_RATE), Cosine(), digits.STEP_BATCH
@@ -76,45 +78,74 @@ def settings(
         "dataset": dataset,
         "network": network,
         "seed": request.seed or 0,
+        "seeds": SEEDS[dataset],
         "methods": {
             name: [repr(norm), None if weight is None else repr(weight)] for name, (norm, weight) in methods.items()
         },
-        "training": describe(plan(request, epochs=epochs)),
+        "training": describe(plan(request, epochs=epochs, seed=request.seed or 0)),
     }
 
 
 def sweep(
     work: Work, methods: Mapping[str, Method], look: Callable[[nn.Module], Look], *, epochs: Mapping[str, int]
 ) -> None:
-    """Train by each method and keep a row per epoch: errors in %, the loss, and what the look has seen."""
+    """Train by each method with each seed, and keep a row per epoch: `numbers["methods"][name]` has a list per seed.
+
+    A row holds `epoch` (from 1), `train_loss`, `train_error` and `test_error` in %, and what the look has seen.
+    """
     request, chosen, sheet = work.request, work.settings, work.sheet
     task = open_classification(chosen["dataset"], request.data, device=request.device)
     found = sheet.numbers.setdefault("methods", {})
-    for name, (norm, weight) in methods.items():
-        rows = found.setdefault(name, [])
-        if len(rows) == chosen["training"]["epochs"]:
-            continue
-        model = build(chosen["network"], norm, weight, seed=chosen["seed"], classes=DATA[chosen["dataset"]].classes)
-        training = Training(
-            model,
-            task,
-            plan(request, epochs=epochs),
-            device=request.device,
-            listener=work.listener,
-            description=f"{sheet.path.stem}, {name}",
-        )
-        eye = look(model)
-        if rows and sheet.state and sheet.state["method"] == name:
-            training.load(sheet.state["training"])
-            eye.load(sheet.state["look"])
-        training.start()
-        while training.epoch < training.settings.epochs:
-            trained = training.run_epoch(first=eye.first)
-            seen = eye.row()
-            row = {"epoch": training.epoch, "train_loss": trained.loss[0], "train_error": trained.error[0]}
-            rows.append({**row, "test_error": training.test().error[0], **seen})
-            sheet.keep({"method": name, "training": training.state(), "look": eye.state()})
-        work.listener.on_end()
+    for seed in range(chosen["seed"], chosen["seed"] + chosen["seeds"]):
+        for name, (norm, weight) in methods.items():
+            lists = found.setdefault(name, [])
+            if len(lists) <= seed - chosen["seed"]:
+                lists.append([])
+            rows = lists[seed - chosen["seed"]]
+            if len(rows) == chosen["training"]["epochs"]:
+                continue
+            model = build(chosen["network"], norm, weight, seed=seed, classes=DATA[chosen["dataset"]].classes)
+            training = Training(
+                model,
+                task,
+                plan(request, epochs=epochs, seed=seed),
+                device=request.device,
+                listener=work.listener,
+                description=f"{sheet.path.stem}, {name}, seed {seed}",
+            )
+            _run(work, training, look(model), rows, key=f"{name}, {seed}")
+
+
+def _run(work: Work, training: Training, eye: Look, rows: list[dict[str, Any]], *, key: str) -> None:
+    sheet = work.sheet
+    if rows and sheet.state["key"] == key:
+        training.load(sheet.state["training"])
+        eye.load(sheet.state["look"])
+    else:
+        rows.clear()
+    training.start()
+    while training.epoch < training.settings.epochs:
+        trained = training.run_epoch(first=eye.first)
+        row = {"epoch": training.epoch, "train_loss": trained.loss[0], "train_error": trained.error[0]}
+        rows.append({**row, "test_error": training.test().error[0], **eye.row()})
+        sheet.keep({"key": key, "training": training.state(), "look": eye.state()})
+    work.listener.on_end()
+
+
+def average(lists: Sequence[Sequence[Mapping[str, Any]]], *keys: str) -> list[float]:
+    """The value under `keys` by epoch, the mean over seeds.
+
+    Example:
+        >>> average([[{"a": {"b": 1.0}}], [{"a": {"b": 2.0}}]], "a", "b")
+        [1.5]
+    """
+
+    def value(row: Any) -> float:
+        for key in keys:
+            row = row[key]
+        return math.nan if row is None else row
+
+    return [sum(map(value, rows)) / len(rows) for rows in zip(*lists, strict=True)]
 
 
 def build(network: str, norm: NormSpec, weight: WeightSpec | None, *, seed: int, classes: int) -> nn.Module:
