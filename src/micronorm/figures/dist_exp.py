@@ -55,23 +55,21 @@ def draw(pyplot: Any, sheet: Mapping[str, Any]) -> Any:
     for row, example in zip(axes, examples, strict=True):
         for axis, part in zip(row, ("before", "after"), strict=True):
             found = example[part]
-            edges = [found["first"] + k * found["width"] for k in range(BINS)]
+            edges = [found["first"] + k * found["width"] for k in range(BINS + 1)]
             for channel, shares in enumerate(found["shares"]):
-                for visible in (True, False):
-                    kept = [
-                        (e, s) for e, s in zip(edges, shares, strict=True) if s and _is_lit(e, found, part) == visible
-                    ]
-                    axis.bar(
-                        [e for e, _ in kept],
-                        [s for _, s in kept],
-                        width=found["width"],
-                        align="edge",
+                for lit in (True, False):
+                    shown = [s if _is_lit(e, found, part) == lit else 0 for s, e in zip(shares, edges, strict=False)]
+                    axis.stairs(
+                        shown,
+                        edges,
+                        fill=True,
                         color=COLOURS[channel],
-                        alpha=0.75 if visible else 0.18,
+                        alpha=0.75 if lit else 0.18,
                         linewidth=0,
                         zorder=2,
-                        label=f"channel {channel + 1}" if visible else None,
+                        label=f"channel {channel + 1}" if lit else None,
                     )
+            axis.set_ylim(0, 1.08 * max(max(shares) for shares in found["shares"]))
             if part == "after":
                 axis.axvline(0, color=TEXT, linewidth=0.9, zorder=3)
                 active = ", ".join(f"{100 * share:.0f} %" for share in example["active"])

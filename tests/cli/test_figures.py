@@ -1,0 +1,109 @@
+"""`micronorm reproduce fig:…`: what is listed, printed, measured and drawn, and what the exit code says."""
+
+import json
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from micronorm import figures
+from micronorm.cli import app
+from micronorm.cli import figures as cli_figures
+from tests.recipes.runs import write_run
+
+
+@pytest.fixture(autouse=True)
+def nothing_recorded(monkeypatch, tmp_path):
+    monkeypatch.setattr(figures, "RECORDED", tmp_path / "recorded")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Drawing replaced by nothing, where a test is about numbers."""
+    monkeypatch.setattr(figures, "paint", lambda *args: [])
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, ["reproduce", *arguments])
+
+
+def test_tables_and_figures_are_listed_together():
+    assert " fig:stat_diff " in run().output
+    listed = json.loads(run("--json").stdout)
+    assert [row["figure"] for row in listed if "figure" in row] == list(figures.figures())
+    assert listed[0]["table"] == "abl"
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_json_is_null_until_the_figure_is_measured_and_then_its_data_file():
+    result = run("fig:dist_exp", "--json")
+    assert (result.exit_code, json.loads(result.stdout)) == (0, None)
+    measured = run("fig:dist_exp")
+    assert measured.exit_code == 0, measured.output
+    found = json.loads(run("fig:dist_exp", "--json").stdout)
+    assert found["figure"] == "fig:dist_exp"
+    assert found["command"] == "micronorm reproduce fig:dist_exp"
+    assert len(found["numbers"]["examples"]) == 3
+    assert json.loads(run("fig:dist_exp", "--seed", "1", "--json").stdout) is None
+
+
+def test_what_is_measured_is_not_measured_again(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    run("fig:dist_exp")
+    monkeypatch.setattr(figures.Figure, "run", lambda *a, **k: pytest.fail("measured again"))
+    result = run("fig:dist_exp", "--out", "pictures")
+    assert result.exit_code == 0, result.output
+    assert "Numbers: runs/figures/dist_exp.json" in result.output
+    assert sorted(path.name for path in (tmp_path / "pictures").iterdir()) == ["dist_exp.png", "dist_exp.svg"]
+
+
+def test_a_drawing_needs_no_numbers(tmp_path):
+    pytest.importorskip("matplotlib")
+    result = run("fig:ws_eqn", "--out", "docs")
+    assert result.exit_code == 0, result.output
+    assert json.loads(run("fig:ws_eqn", "--json").stdout) is None
+    assert (tmp_path / "docs" / "ws_eqn.svg").exists()
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_recorded_numbers_are_found_where_the_folder_of_runs_has_none(tmp_path):
+    run("fig:front", "--runs", "elsewhere")
+    recorded = tmp_path / "recorded"
+    recorded.mkdir()
+    (tmp_path / "elsewhere" / "figures" / "front.json").rename(recorded / "front.json")
+    assert json.loads(run("fig:front", "--json").stdout)["figure"] == "fig:front"
+
+
+def test_without_matplotlib_the_numbers_are_kept_and_the_remedy_is_told(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = run("fig:dist_exp")
+    assert result.exit_code == 1
+    assert "pip install 'micronorm[plot]'" in result.stderr
+    assert (tmp_path / "runs" / "figures" / "dist_exp.json").exists()
+
+
+def test_a_measurement_that_is_stopped_says_how_to_go_on(monkeypatch):
+    def stop(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(figures.Figure, "run", stop)
+    result = run("fig:dist", "--epochs", "1")
+    assert result.exit_code == 130
+    assert "fig:dist was stopped; the same command goes on from what is kept." in result.output
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_records_that_are_there_are_looked_up_anew(monkeypatch, tmp_path):
+    monkeypatch.setattr("micronorm.figures.front.packaged", list)
+    write_run(tmp_path / "runs" / "a", "digits/gn", figures={"top1": 7.0})
+    run("fig:front")
+    write_run(tmp_path / "runs" / "b", "digits/bn-64", figures={"top1": 6.0})
+    run("fig:front")
+    panels = json.loads(run("fig:front", "--json").stdout)["numbers"]["panels"]
+    assert [bar["ours"] for bar in panels[-1]["bars"]] == [6.0, 7.0, None, None]
+
+
+def test_the_name_of_the_command_is_kept_without_the_folders_it_used(tmp_path):
+    request = figures.Request(dataset="cifar10", epochs=3, data=tmp_path, runs=tmp_path)
+    assert cli_figures._command("fig:dist", request) == "micronorm reproduce fig:dist --dataset cifar10 --epochs 3"

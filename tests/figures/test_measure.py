@@ -1,0 +1,183 @@
+"""Measurements at a tiny size: what they keep, and that an interruption changes nothing."""
+
+import math
+
+import pytest
+import torch
+
+from micronorm import figures
+from micronorm.engine.listener import Silent
+from micronorm.figures import dist, dist_exp, mean_div, stat_diff, sweep
+from micronorm.figures.figure import Request
+from micronorm.figures.mean_div import FirstGradients
+from micronorm.figures.stat_diff import MOMENTUM, ChannelStatistics
+from micronorm.nn import WS
+from micronorm.tasks.classification import Classification, open_classification
+from tests.tolerances import assert_close_to_max, tolerance
+
+
+class Few:
+    """The first samples of a set."""
+
+    def __init__(self, samples, count):
+        self.samples, self.count = samples, count
+
+    def __len__(self):
+        return self.count
+
+    def load(self, shares, *, seed):
+        return self.samples.load(shares, seed=seed)
+
+
+class Impatient(Silent):
+    """Interrupts after so many steps."""
+
+    def __init__(self, steps):
+        self.left = steps
+
+    def on_step(self, row):
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch):
+    def opened(name, folder=None, *, device="cpu"):
+        task = open_classification(name)
+        return Classification(Few(task.train, 96), Few(task.test, 50), classes=10)
+
+    monkeypatch.setattr(dist, "open_classification", opened)
+    monkeypatch.setattr(sweep, "open_classification", opened)
+
+
+@pytest.fixture
+def tiny_grid(monkeypatch):
+    monkeypatch.setattr(dist, "SIGMA_MEAN", (0.0, 1.0))
+    monkeypatch.setattr(dist, "SIGMA_STD", (0.0, 0.6))
+    monkeypatch.setattr(dist, "SEEDS", 2)
+    monkeypatch.setattr(dist, "ON_CPU", 2)
+
+
+def measured(name, folder, *, listener=None, **options):
+    figure = figures.find(name)
+    path = folder / "figure.json"
+    return figure.run(Request(**options), path, command="test", listener=listener)
+
+
+@pytest.mark.usefixtures("tiny_grid")
+def test_every_cell_and_seed_has_an_accuracy(tmp_path):
+    found = measured("fig:dist", tmp_path, epochs=1)
+    cells = found["numbers"]["cells"]
+    assert {(c["sigma_mean"], c["sigma_std"], c["seed"]) for c in cells} == {
+        (m, s, seed) for m in (0.0, 1.0) for s in (0.0, 0.6) for seed in (0, 1)
+    }
+    assert all(0 <= cell["accuracy"] <= 100 for cell in cells)
+    assert found["settings"]["training"]["epochs"] == 1
+
+
+@pytest.mark.usefixtures("tiny_grid")
+def test_a_cell_does_not_depend_on_the_stack_it_is_in(tmp_path, monkeypatch):
+    first = measured("fig:dist", tmp_path, epochs=1)["numbers"]["cells"]
+    monkeypatch.setattr(dist, "ON_CPU", 4)
+    again = measured("fig:dist", tmp_path, epochs=1)["numbers"]["cells"]
+    assert first == again
+
+
+@pytest.mark.usefixtures("tiny_grid")
+def test_an_interrupted_grid_goes_on_where_it_was(tmp_path):
+    whole = measured("fig:dist", tmp_path / "whole", epochs=1)
+    with pytest.raises(KeyboardInterrupt):
+        measured("fig:dist", tmp_path, epochs=1, listener=Impatient(5))  # two steps each: in the third stack
+    rest = Impatient(10**6)
+    assert measured("fig:dist", tmp_path, epochs=1, listener=rest)["numbers"] == whole["numbers"]
+    assert 10**6 - rest.left == 4  # two stacks were not trained again
+
+
+@pytest.mark.parametrize("module, name", [(stat_diff, "fig:stat_diff"), (mean_div, "fig:mean_div")])
+def test_an_interrupted_training_goes_on_where_it_was(module, name, tmp_path, monkeypatch):
+    monkeypatch.setitem(sweep.SEEDS, "digits", 1)
+    kept = {method: spec for method, spec in module.METHODS.items() if method in ("GN+WS", "GN + both")}
+    monkeypatch.setattr(module, "METHODS", kept)
+    whole = measured(name, tmp_path / "whole", epochs=3)
+    with pytest.raises(KeyboardInterrupt):
+        measured(name, tmp_path, epochs=3, listener=Impatient(5))  # in the third epoch
+    rest = Impatient(10**6)
+    assert measured(name, tmp_path, epochs=3, listener=rest)["numbers"] == whole["numbers"]
+    assert 10**6 - rest.left == 2
+
+
+def test_stat_diff_is_that_of_the_running_moments_of_training_forwards():
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.GroupNorm(2, 4)).double()
+    eye = ChannelStatistics(model)
+    batches = torch.randn(3, 8, 1, 6, 6, dtype=torch.float64)
+    seen = []
+    for batch in batches:
+        model(batch)
+        var, mean = torch.var_mean(model[0](batch), (0, 2, 3), correction=0)
+        seen.append(torch.stack([mean, var]))
+    running = seen[0]
+    for now in seen[1:]:
+        running = (1 - MOMENTUM) * running + MOMENTUM * now
+    model.eval()(100 * batches[0])  # an evaluation is not seen
+    mean, std = running[0].unflatten(0, (2, 2)), running[1].sqrt().unflatten(0, (2, 2))
+    expected = ((mean[:, 0] - mean[:, 1]).abs() / 2 / std.mean(1)).mean()
+    row = eye.row()
+    assert_close_to_max(
+        torch.tensor(row["mean"], dtype=torch.float64), expected, tol=tolerance("gradient", torch.float64)
+    )
+    assert row["std"] == 0  # of one layer
+
+
+def test_shares_and_residual_sum_to_one_and_looking_changes_no_gradient():
+    images, labels = torch.randn(8, 1, 8, 8), torch.randint(10, (8,))
+    grads = []
+    for looks in (False, True):
+        model = sweep.build("digits", sweep.GROUPS, WS(), seed=0, classes=10).double()
+        eye = FirstGradients(model)
+        if looks:
+            with eye.first():
+                torch.nn.functional.cross_entropy(model(images.double()), labels).backward()
+        else:
+            torch.nn.functional.cross_entropy(model(images.double()), labels).backward()
+        grads.append([p.grad for p in model.parameters()])
+    shares = eye.row()["shares"]
+    assert math.isclose(sum(shares.values()), 1, rel_tol=1e-12)
+    assert all(shares[part] > 0 for part in ("along", "mean", "rest"))
+    for looked, plain in zip(*grads, strict=True):
+        assert_close_to_max(looked, plain, tol=tolerance("one_step", torch.float64))
+
+
+def test_a_network_of_plain_weights_has_no_shares():
+    model = sweep.build("digits", sweep.GROUPS, None, seed=0, classes=10)
+    eye = FirstGradients(model)
+    with eye.first():
+        model(torch.randn(2, 1, 8, 8)).sum().backward()
+    assert eye.row() == {}
+
+
+def test_the_larger_stat_diff_the_more_of_a_channel_is_cut_off(tmp_path):
+    examples = measured("fig:dist_exp", tmp_path)["numbers"]["examples"]
+    assert len(examples) == len(dist_exp.EXAMPLES)
+    diffs = [example["stat_diff"] for example in examples]
+    assert diffs == sorted(diffs)
+    active = [min(example["active"]) for example in examples]
+    assert active == sorted(active, reverse=True)
+    (low, _), (high, _) = dist_exp.EXAMPLES[0]
+    assert math.isclose(diffs[0], (high - low) / 2, rel_tol=0.1)
+    for example in examples:
+        assert all(math.isclose(sum(shares), 1, rel_tol=1e-3) for shares in example["after"]["shares"])
+
+
+@pytest.mark.parametrize(
+    "name, options, message",
+    [
+        ("fig:dist", {"network": "digits"}, "fig:dist has no --network; it has --dataset, --epochs, --seed"),
+        ("fig:dist", {"dataset": "imagenet"}, "fig:dist has no data set 'imagenet'; it has digits, cifar10"),
+        ("fig:stat_diff", {"network": "cifar-resnet20"}, "no network 'cifar-resnet20' for digits; there are digits"),
+        ("fig:all", {}, "fig:all is a drawing"),
+    ],
+)
+def test_what_a_figure_does_not_have_is_refused(tmp_path, name, options, message):
+    with pytest.raises(ValueError, match=message):
+        measured(name, tmp_path, **options)

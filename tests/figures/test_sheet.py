@@ -1,0 +1,52 @@
+"""The data file of a figure."""
+
+import json
+
+import pytest
+import torch
+
+from micronorm.figures import sheet as sheets
+from micronorm.figures.sheet import Sheet
+
+FACTS = {"figure": "fig:dist", "settings": {"epochs": 2}}
+
+
+def test_a_finished_file_says_where_its_numbers_come_from(tmp_path):
+    sheet = Sheet(tmp_path / "a" / "dist.json", {**FACTS, "command": "micronorm reproduce fig:dist"})
+    sheet.numbers["x"] = [1 / 3, float("nan")]
+    sheet.finish()
+    found = json.loads((tmp_path / "a" / "dist.json").read_text())
+    assert found["numbers"] == {"x": [0.333333, None]}
+    assert found["command"] == "micronorm reproduce fig:dist"
+    assert found["complete"] is True
+    assert found["environment"]["torch"] == torch.__version__
+    assert found["date"]
+    assert sheets.read(tmp_path / "a" / "dist.json") == found
+
+
+def test_what_was_kept_is_gone_on_with(tmp_path):
+    sheet = Sheet(tmp_path / "dist.json", FACTS)
+    sheet.numbers["x"] = [1]
+    sheet.keep({"weight": torch.arange(3.0)})
+    assert sheets.read(tmp_path / "dist.json") is None
+    again = Sheet(tmp_path / "dist.json", FACTS)
+    assert again.numbers == {"x": [1]}
+    assert torch.equal(again.state["weight"], torch.arange(3.0))
+    again.finish()
+    assert [path.name for path in tmp_path.iterdir()] == ["dist.json"]
+
+
+def test_what_was_kept_with_other_settings_is_not(tmp_path):
+    sheet = Sheet(tmp_path / "dist.json", FACTS)
+    sheet.numbers["x"] = [1]
+    sheet.keep({})
+    other = Sheet(tmp_path / "dist.json", {**FACTS, "settings": {"epochs": 3}})
+    assert other.numbers == {}
+    assert other.state is None
+
+
+@pytest.mark.parametrize("text, message", [("{", "not JSON"), ("[]", "not the data file"), ("{}", "lacks figure")])
+def test_another_file_is_refused(tmp_path, text, message):
+    (tmp_path / "dist.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        sheets.read(tmp_path / "dist.json")
