@@ -183,7 +183,8 @@ def draw(pyplot: Any, sheet: Mapping[str, Any]) -> Any:
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, 1.1), ncols=5, frameon=False, fontsize=8.5, labelcolor=TEXT)
     chosen = sheet["settings"]
     lines = (
-        f"Test accuracy in % of a 4-layer, 32-channel network on {chosen['dataset']}, mean of {chosen['seeds']} seeds.",
+        f"Test accuracy in % of a 4-layer, 32-channel network on {DATA[chosen['dataset']].title}, mean of "
+        f"{chosen['seeds']} seeds.",
         f"BN is the lower left corner. Grid and schedule ({chosen['training']['epochs']} epochs) are ours.",
     )
     return caption(figure, "Accuracy and distance to BN", lines)

@@ -6,6 +6,7 @@ from typing import Any
 from micronorm import records
 from micronorm.figures.figure import Figure, Request, Work
 from micronorm.figures.style import COLOURS, caption, panel, tidy
+from micronorm.recipes.recipe import DATA
 from micronorm.recipes.registry import find
 from micronorm.recipes.results import gather, read_runs
 
@@ -76,8 +77,8 @@ def draw(pyplot: Any, sheet: Mapping[str, Any]) -> Any:
         tidy(axis, grid="y")
     first = next(iter(curves.values()))
     lines = (
-        f"Recipes {', '.join(found['recipe'] for found in curves.values())} on {dataset}, seed {first['seed']}, "
-        f"{first['device'] or 'unknown device'}.",
+        f"Recipes {', '.join(found['recipe'] for found in curves.values())} on {DATA[dataset].title}, "
+        f"seed {first['seed']}, {first['device'] or 'unknown device'}.",
         "The paper's figure is ResNet-50 on ImageNet."
         + ("" if dataset == "imagenet" else " There is no figure of the paper for this one."),
     )

@@ -11,7 +11,7 @@ from micronorm.diagnostics.lipschitz import gradient_shares
 from micronorm.figures import sweep
 from micronorm.figures.figure import Figure, Work
 from micronorm.figures.style import COLOURS, TEXT, caption, panel, tidy
-from micronorm.figures.sweep import average
+from micronorm.figures.sweep import average, subject
 from micronorm.nn import WS
 from micronorm.nn.sharing import SharedWeights
 
@@ -102,7 +102,7 @@ def draw(pyplot: Any, sheet: Mapping[str, Any]) -> Any:
     _draw_shares(axes[2], methods, colours)
     chosen = sheet["settings"]
     lines = (
-        f"{chosen['network']} on {chosen['dataset']} with GN, means of {chosen['seeds']} seeds. Training error is "
+        f"{subject(chosen)} with GN, means of {chosen['seeds']} seeds. Training error is "
         "counted on samples as they are trained on. Right: shares of the squared gradient of the effective weight in "
         "the first iteration of each epoch, means over channels and layers.",
         f"Ours: network, data and schedule ({chosen['training']['epochs']} epochs); the paper has ResNet-50 on "

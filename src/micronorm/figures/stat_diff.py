@@ -103,17 +103,17 @@ def draw(pyplot: Any, sheet: Mapping[str, Any]) -> Any:
             )
         panel(axis, "group normalization" if norm == "GN" else "layer normalization")
         axis.set_xlabel("epoch")
-        axis.set_ylim(bottom=0)
         tidy(axis, grid="y")
     axes[0].set_ylabel("StatDiff")
+    axes[0].set_ylim(0, 1.04 * max(axis.dataLim.y1 for axis in axes))
     chosen = sheet["settings"]
     count = len(methods["GN"][0][-1]["layers"])
     lines = (
-        f"{chosen['network']} on {chosen['dataset']}: mean (line) and standard deviation (band) of StatDiff over "
+        f"{sweep.subject(chosen)}: mean (line) and standard deviation (band) of StatDiff over "
         f"{count} layers after each epoch, means of {chosen['seeds']} seeds. At the ends: StatDiff and test error.",
         f"Schedule ({chosen['training']['epochs']} epochs) and momentum {MOMENTUM} of the running statistics are ours.",
     )
-    return caption(figure, "Statistical differences between channels", lines, width=120)
+    return caption(figure, "Statistical differences between channels", lines, width=132)
 
 
 FIGURE = Figure(

@@ -31,6 +31,6 @@ def caption(figure: Any, title: str, lines: Sequence[str], *, width: int = 96) -
     """A title above and the caption below; returns the figure."""
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.09)
     figure.suptitle(title, fontsize=11.5, color=TEXT, x=0.02, ha="left", fontweight="bold")
-    text = "\n".join("\n".join(textwrap.wrap(line, width)) for line in lines)
+    text = "\n".join("\n".join(textwrap.wrap(line[:1].upper() + line[1:], width)) for line in lines)
     figure.supxlabel(text, fontsize=8, color=QUIET, x=0.02, ha="left", linespacing=1.45)
     return figure

@@ -17,6 +17,7 @@ from micronorm.nn import GN
 from micronorm.nn.spec import NormSpec, WeightSpec
 from micronorm.recipes import digits
 from micronorm.recipes.networks import NETWORKS, build_network
+from micronorm.recipes.protocols import TITLES
 from micronorm.recipes.recipe import DATA
 from micronorm.tasks.classification import open_classification
 
@@ -130,6 +131,16 @@ def _run(work: Work, training: Training, eye: Look, rows: list[dict[str, Any]], 
         rows.append({**row, "test_error": training.test().error[0], **eye.row()})
         sheet.keep({"key": key, "training": training.state(), "look": eye.state()})
     work.listener.on_end()
+
+
+def subject(settings: Mapping[str, Any]) -> str:
+    """What was trained on what, for a caption.
+
+    Example:
+        >>> subject({"network": "cifar-resnet20", "dataset": "cifar10"})
+        'ResNet-20 on CIFAR-10'
+    """
+    return f"{TITLES[settings['network']]} on {DATA[settings['dataset']].title}"
 
 
 def average(lists: Sequence[Sequence[Mapping[str, Any]]], *keys: str) -> list[float]:
