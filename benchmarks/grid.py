@@ -7,6 +7,7 @@ Each is a forward, a backward and a step of SGD on random images of the data set
 
 import argparse
 import time
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -28,15 +29,17 @@ def main() -> None:
     print(f"{options.dataset}, {dist.STEP_BATCH[options.dataset]} images per step, {name}, torch {torch.__version__}")
     print("| networks | together, ms per network | one by one, ms per network | ratio |\n| --- | --- | --- | --- |")
     for count in options.networks:
-        together, alone = (measure(options, device, count, stacked=stacked) for stacked in (True, False))
-        print(f"| {count} | {1e3 * together:.2f} | {1e3 * alone:.2f} | {alone / together:.2f} |")
+        works = [prepare(options.dataset, device, count, stacked=stacked) for stacked in (True, False)]
+        # In turn, so that a busy moment of the machine falls on both; the least of each is what it can do.
+        rounds = [[measure(work, device) for work in works] for _ in range(options.rounds + 1)][1:]
+        together, alone = (1e3 * min(column) / count for column in zip(*rounds, strict=True))
+        print(f"| {count} | {together:.2f} | {alone:.2f} | {alone / together:.2f} |")
 
 
-def measure(options: argparse.Namespace, device: torch.device, count: int, *, stacked: bool) -> float:
-    """Seconds per network and step, the least over rounds; one by one, the networks take turns."""
-    facts = DATA[options.dataset]
-    size = facts.shape[1] * (2 if options.dataset == "digits" else 1)
-    batch = dist.STEP_BATCH[options.dataset]
+def prepare(dataset: str, device: torch.device, count: int, *, stacked: bool) -> Callable[[], None]:
+    """A training step of `count` networks: at once, or one after the other."""
+    facts = DATA[dataset]
+    size, batch = facts.shape[1] * (2 if dataset == "digits" else 1), dist.STEP_BATCH[dataset]
     images = torch.randn(batch, facts.shape[0], size, size, device=device).contiguous(memory_format=torch.channels_last)
     labels = torch.randint(facts.classes, (batch,), device=device)
     made = [dist.make(1.0, 0.5, seed=0, inputs=facts.shape[0], classes=facts.classes) for _ in range(count)]
@@ -51,18 +54,18 @@ def measure(options: argparse.Namespace, device: torch.device, count: int, *, st
             logits = model(images).reshape(-1, facts.classes)
             F.cross_entropy(logits, labels.repeat_interleave(len(logits) // batch)).backward()
             optimizer.step()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
 
+    return work
+
+
+def measure(work: Callable[[], None], device: torch.device) -> float:
+    """Seconds: the process's own on a CPU, which may be shared; the wall's on a GPU, whose work is waited for."""
+    clock = time.perf_counter if device.type == "cuda" else time.process_time
+    start = clock()
     work()
-    times = []
-    for _ in range(options.rounds):
-        # On a shared CPU the process's own time; a GPU's work is waited for, which is the wall's.
-        clock = time.perf_counter if device.type == "cuda" else time.process_time
-        start = clock()
-        work()
-        times.append(clock() - start)
-    return min(times) / count
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return clock() - start
 
 
 if __name__ == "__main__":

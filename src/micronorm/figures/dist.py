@@ -1,6 +1,7 @@
 """Figure `fig:dist`: accuracy against the distance to BN, over a grid of (σ_μ, σ_σ)."""
 
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -81,12 +82,11 @@ def measure(work: Work) -> None:
         for start in range(0, len(cells), together)
     ]
     rows = work.sheet.numbers.setdefault("cells", [])
-    while rows and len(rows) % together and len(rows) % len(cells):  # kept by a machine that stacked otherwise
+    ends = list(accumulate(len(stack) for _, stack in stacks))
+    while rows and len(rows) not in ends:  # kept where the stacks were others
         rows.pop()
-    done = 0
-    for number, (seed, stack) in enumerate(stacks):
-        done += len(stack)
-        if done <= len(rows):
+    for number, ((seed, stack), end) in enumerate(zip(stacks, ends, strict=True)):
+        if end <= len(rows):
             continue
         training = _train(
             work, task, stack, seed=seed, title=f"{work.sheet.path.stem}, stack {number + 1}/{len(stacks)}"

@@ -85,7 +85,7 @@ class PresetNetwork(nn.Module):
 
 def _features(x: Tensor, convs: Iterable[nn.Module], norms: Iterable[nn.Module]) -> Tensor:
     for conv, norm in zip(convs, norms, strict=True):
-        x = F.avg_pool2d(F.relu(norm(conv(x))), 2)
+        x = F.avg_pool2d(F.relu(norm(conv(x)), inplace=True), 2)  # the norm's backward needs its input only
     return x.mean((2, 3))
 
 
