@@ -119,20 +119,27 @@ def _draw_shares(axis: Any, methods: Mapping[str, Any], colours: Mapping[str, st
         ("GN + center", "mean", "--", "center only: centering takes"),
         ("GN + scale", "along", ":", "scale only: scaling takes"),
     )
+    seen = [PAPER_LIMIT, 1.0]
     for name, part, dashes, label in lines:
         values = average(methods[name], "shares", part)
+        seen += values
         axis.plot(range(1, len(values) + 1), values, color=colours[name], linestyle=dashes, linewidth=1.8, label=label)
     axis.axhline(PAPER_LIMIT, color=TEXT, linewidth=0.8, linestyle=(0, (1, 3)))
     panel(axis, "shares of the squared gradient")
     axis.set_yscale("log")
     axis.set_ylim(top=1.3)
+    _plain_ticks(axis, seen)
     axis.set_xlabel("epoch")
     tidy(axis, grid="y")
     axis.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
 
 
 def _plain_ticks(axis: Any, values: list[float]) -> None:
-    ticks = [t for t in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if min(values) / 1.3 <= t <= max(values) * 1.3]
+    ticks = [
+        t
+        for t in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
+        if min(values) / 1.3 <= t <= max(values) * 1.3
+    ]
     axis.set_yticks(ticks, labels=[f"{t:g}" for t in ticks])
     axis.minorticks_off()
 
