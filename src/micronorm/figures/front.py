@@ -11,14 +11,17 @@ from micronorm.recipes.results import gather, packaged, read_runs
 METHODS = ("BN", "GN", "GN+WS", "BCN+WS")
 PANELS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "ImageNet, ResNet-50": (
-        "top-1 error, %",
+        "top-1 error in %, lower is better",
         ("imagenet_ws/rn50-bn", "imagenet_ws/rn50-gn", "imagenet_ws/rn50-gn-ws", "imagenet/rn50-bcn-ws"),
     ),
     "CIFAR-10, ResNet-20, 30 epochs": (
-        "test error, %",
+        "test error in %, lower is better",
         ("quick/rn20-bn", "quick/rn20-gn", "quick/rn20-gn-ws", "quick/rn20-bcn-ws"),
     ),
-    "digits, small ResNet": ("test error, %", ("digits/bn-64", "digits/gn", "digits/gn-ws", "digits/bcn-ws")),
+    "digits, small ResNet": (
+        "test error in %, lower is better",
+        ("digits/bn-64", "digits/gn", "digits/gn-ws", "digits/bcn-ws"),
+    ),
 }
 """Title, what is measured, and the recipes of the four methods."""
 
@@ -53,7 +56,7 @@ def measure(work: Work) -> None:
             )
         panels.append({"title": title, "unit": unit, "bars": bars})
     coco = [{"method": method, "paper": value, "ours": None} for method, value in COCO.items()]
-    panels.insert(1, {"title": "COCO, Mask R-CNN, ResNet-50", "unit": "box AP, %", "bars": coco})
+    panels.insert(1, {"title": "COCO, Mask R-CNN, ResNet-50", "unit": "box AP in %, higher is better", "bars": coco})
     work.sheet.numbers["panels"] = panels
 
 
@@ -66,13 +69,13 @@ def draw(pyplot: Any, sheet: Mapping[str, Any]) -> Any:
     for axis, found in zip(axes[0], panels, strict=True):
         _draw_panel(axis, found)
     seeds = sorted({seed for p in panels for bar in p["bars"] for seed in bar.get("seeds", ())})
+    ran = f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds)) or 'none'}"
     lines = (
         "Outlined: the paper's figures, from its tables; the text has none for the frozen BN on COCO. Filled: ours, "
-        f"from recorded runs (seeds {', '.join(map(str, seeds)) or 'none'}). Axes do not begin at 0. A bar that is "
-        "missing was not measured.",
+        f"from recorded runs ({ran}). Axes need not begin at 0. A bar that is missing was not measured.",
         'BCN of our runs is statistics="step", of which the paper has no figure.',
     )
-    return caption(figure, "Normalization methods beside one another", lines, width=46 * len(panels))
+    return caption(figure, "Normalization methods beside one another", lines, width=52 * len(panels))
 
 
 def _draw_panel(axis: Any, found: Mapping[str, Any]) -> None:
@@ -91,7 +94,7 @@ def _draw_panel(axis: Any, found: Mapping[str, Any]) -> None:
             look = {"color": COLOURS[0]} if who == "ours" else {"facecolor": "white", "edgecolor": COLOURS[7]}
             axis.bar(x, value - floor, 0.38 if both else 0.62, bottom=floor, zorder=2, linewidth=1.4, **look)
             axis.annotate(
-                f"{value:.2f}" if found["unit"] != "box AP, %" else f"{value:.1f}",
+                f"{value:.2f}" if found["unit"] != "box AP in %, higher is better" else f"{value:.1f}",
                 (x, value),
                 xytext=(0, 3),
                 textcoords="offset points",
@@ -102,6 +105,7 @@ def _draw_panel(axis: Any, found: Mapping[str, Any]) -> None:
         if bar["paper"] is None and bar["ours"] is None:
             axis.annotate("–", (place, floor), xytext=(0, 3), textcoords="offset points", ha="center", color=QUIET)
     axis.set_xticks(range(len(found["bars"])), labels=[bar["method"] for bar in found["bars"]])
+    axis.set_xlim(-0.6, len(found["bars"]) - 0.4)
     axis.set_ylim(floor, max(values) + 0.25 * spread)
     axis.set_ylabel(found["unit"])
     panel(axis, found["title"])

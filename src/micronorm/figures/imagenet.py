@@ -60,6 +60,7 @@ def measure(work: Work) -> None:
 def draw(pyplot: Any, sheet: Mapping[str, Any]) -> Any:
     """Training error on the left, test error on the right; dotted, the paper's figure where it has one."""
     curves, dataset = sheet["numbers"]["curves"], sheet["settings"]["dataset"]
+    held_out = "validation" if dataset == "imagenet" else "test"
     colours = {"GN": COLOURS[1], "GN+WS": COLOURS[2], "BCN+WS": COLOURS[0]}
     figure, axes = pyplot.subplots(1, 2, figsize=(8.8, 4.2), layout="constrained")
     for axis, part in zip(axes, ("train", "test"), strict=True):
@@ -70,7 +71,7 @@ def draw(pyplot: Any, sheet: Mapping[str, Any]) -> Any:
             axis.plot(x, y, color=colours[method], linewidth=1.9, label=f"{method}{last}")
             if part == "test" and found["paper"] is not None:
                 axis.axhline(found["paper"], color=colours[method], linewidth=1, linestyle=":", label="the paper's")
-        panel(axis, "training error, %" if part == "train" else "validation error, %")
+        panel(axis, {"train": "training error, %", "test": f"{held_out} error, %"}[part])
         axis.set_xlabel("epoch")
         axis.set_ylim(bottom=0)
         axis.legend(frameon=False, fontsize=8.5)

@@ -108,7 +108,7 @@ def draw(pyplot: Any, sheet: Mapping[str, Any]) -> Any:
         f"Ours: network, data and schedule ({chosen['training']['epochs']} epochs); the paper has ResNet-50 on "
         "ImageNet, 90 epochs. Dotted black: the limit 0.02 that the paper reports for what scaling takes.",
     )
-    return caption(figure, "The two halves of WS, and what they take from the gradient", lines, width=165)
+    return caption(figure, "The two halves of WS, and what they take from the gradient", lines, width=182)
 
 
 def _draw_shares(axis: Any, methods: Mapping[str, Any], colours: Mapping[str, str]) -> None:
