@@ -24,6 +24,14 @@ def test_a_finished_file_says_where_its_numbers_come_from(tmp_path):
     assert sheets.read(tmp_path / "a" / "dist.json") == found
 
 
+def test_a_list_of_numbers_stands_on_one_line_and_text_is_left_alone(tmp_path):
+    sheet = Sheet(tmp_path / "dist.json", FACTS)
+    sheet.numbers |= {"x": [1, -2.5, 1e-9, None, 3e20], "text": "[\n 1,\n 2\n]", "nested": [[1, 2], [3, 4]], "none": []}
+    found = sheet.finish()
+    assert found["numbers"] == sheet.numbers
+    assert '"x": [1, -2.5, 1e-09, null, 3e+20]' in (tmp_path / "dist.json").read_text()
+
+
 def test_what_was_kept_is_gone_on_with(tmp_path):
     sheet = Sheet(tmp_path / "dist.json", FACTS)
     sheet.numbers["x"] = [1]

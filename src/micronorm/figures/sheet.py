@@ -8,6 +8,7 @@ the state to go on from lies in a file beside it.
 
 import json
 import math
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,8 @@ import torch
 
 from micronorm.engine.environment import environment
 from micronorm.records import write_atomically
+
+_NUMBERS = re.compile(r"\[\s+((?:(?:-?[\d.]+(?:e[-+]?\d+)?|null),?\s+)+)\]")  # a list of numbers, a line each
 
 STATE = ".state.pt"
 """How the name of the file ends that holds the state of an unfinished measurement."""
@@ -107,7 +110,8 @@ def read(path: Path) -> dict[str, Any] | None:
 
 def _text(value: Any) -> str:
     """JSON; what is not finite becomes null, and floats keep six digits, more than a chart can show."""
-    return json.dumps(_plain(value), indent=1, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(_plain(value), indent=1, ensure_ascii=False, allow_nan=False)
+    return _NUMBERS.sub(lambda found: "[" + ", ".join(found[1].replace(",", " ").split()) + "]", text)
 
 
 def _plain(value: Any) -> Any:
