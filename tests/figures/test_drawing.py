@@ -65,7 +65,7 @@ def test_ws_pulls_stat_diff_toward_zero_in_the_recorded_numbers(norm):
 def test_accuracy_falls_with_the_distance_to_bn_in_the_recorded_numbers():
     accuracy = dist.means(read("fig:dist")["numbers"])
     near = [value for (m, s), value in accuracy.items() if m <= 2 and s <= 0.6]
-    far = [value for (m, s), value in accuracy.items() if m >= 5 or s >= 1.5]
+    far = [value for (m, s), value in accuracy.items() if m >= 5 or s >= 1.8]
     assert min(near) > dist.FAILED
     assert max(far) < min(near)
 

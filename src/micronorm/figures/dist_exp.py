@@ -95,7 +95,7 @@ FIGURE = Figure(
     title="Three examples of two channels before and after they are normalized together",
     paper=(
         "Three examples of two channels with different means and variances; bars that are 0 after the ReLU are "
-        "transparent. The larger StatDiff, the more of one channel is cut off."
+        'transparent. "Large differences will inevitably lead to underrepresented channels."'
     ),
     ours=("means and deviations of the channels, drawn from normal distributions", "the number of values"),
     settings=settings,
