@@ -22,8 +22,8 @@ FAILED = 70.0
 EPOCHS = {"digits": 10, "cifar10": 30}
 STEP_BATCH = {"digits": 64, "cifar10": 128}
 SEEDS = 3
-ON_CPU = 7
-"""Networks in one stack on a CPU, whose caches hold no more; a GPU takes the whole grid."""
+ON_CPU = 2
+"""Networks in one stack on a CPU, whose caches hold no more (docs/figures.md); a GPU takes the whole grid."""
 
 
 def settings(request: Request) -> dict[str, Any]:
