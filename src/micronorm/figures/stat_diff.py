@@ -120,8 +120,9 @@ FIGURE = Figure(
     name="fig:stat_diff",
     title="Statistical differences between channels that are normalized together: GN, GN+WS, LN, LN+WS",
     paper=(
-        "ResNet-110 on CIFAR-10: mean and standard deviation over layers of StatDiff (eq:sd) after every epoch. GN "
-        'lies below LN, and "WS makes StatDiff much closer to 0" for both. The text gives no values.'
+        "ResNet-110 on CIFAR-10: mean and standard deviation over layers of StatDiff (eq:sd) after every epoch. It "
+        '"provides explanations why GN performs better than LN", which has one group only, and "WS makes StatDiff much '
+        'closer to 0". The text gives no values.'
     ),
     ours=(
         "running statistics start from the first batch and move by 0.1 as BatchNorm's do",
