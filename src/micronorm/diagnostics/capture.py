@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from micronorm.diagnostics.layers import Filter, weight_layers
+from micronorm.diagnostics.onlooker import watch_weight
 from micronorm.nn.weight import Reparameterized
 from micronorm.ops.moments import compute_dtype
 
@@ -83,25 +84,16 @@ def _both(seen: Captured) -> Callable[[Tensor], None]:
 @contextlib.contextmanager
 def _watched(layer: Any, seen: Captured) -> Iterator[None]:
     """Put a hook on each effective weight the layer computes with; a shared one gets it once."""
-    before = vars(layer).get("weight_in_use")
-    compute = layer.weight_in_use
     shared: dict[int, Tensor] = {}
     with contextlib.ExitStack() as stack:
 
-        def weight_in_use() -> Tensor:
-            weight = compute()
+        def see(weight: Tensor) -> None:
             if torch.compiler.is_compiling() or not weight.requires_grad or id(weight) in shared:
-                return weight
+                return
             handle = weight.register_hook(seen._add("effective"))
             if weight.is_leaf:  # lives on after this pass
                 shared[id(weight)] = weight
                 stack.callback(handle.remove)
-            return weight
 
-        vars(layer)["weight_in_use"] = weight_in_use
-        try:
-            yield
-        finally:
-            del vars(layer)["weight_in_use"]
-            if before is not None:
-                vars(layer)["weight_in_use"] = before
+        stack.callback(watch_weight(layer, see))
+        yield

@@ -163,6 +163,6 @@ def group_normalized(data: Moments, *, groups: int, eps: float, blend: Tensor | 
     mean_ngk, var_ngk = (part.unflatten(1, (groups, -1)) for part in data)
     apart_ngk = mean_ngk - mean_ngk.mean(-1, keepdim=True)
     inv_ng = ((var_ngk + apart_ngk.square()).mean(-1, keepdim=True) + eps).rsqrt()
-    alpha = torch.as_tensor(blend, dtype=mean_ngk.dtype, device=mean_ngk.device)
+    alpha = blend.to(mean_ngk) if isinstance(blend, Tensor) else blend  # a number stays one: no wait for the device
     gain_ng = torch.lerp(torch.ones_like(inv_ng), inv_ng, alpha)
     return Moments(torch.lerp(mean_ngk, apart_ngk * inv_ng, alpha).flatten(1), (var_ngk * gain_ng.square()).flatten(1))

@@ -11,30 +11,10 @@ from torch import Tensor, nn
 
 from micronorm.diagnostics.layers import weight_layers
 from micronorm.diagnostics.norms import fits, read_norm
+from micronorm.diagnostics.onlooker import Onlooker, watch_weight
 from micronorm.diagnostics.tally import Figures, NormTally, WeightNumbers, WeightTally, to_host
 from micronorm.nn.recompute import inside_backward
 from micronorm.nn.weight import Reparameterized
-
-
-class _Onlooker:
-    """A hook that changes nothing, and sees nothing in a copy of the model, which nobody observes."""
-
-    onlooker = True  # for `micronorm.nn.norm_act.has_hooks`: norms stay fused with what follows them
-
-    def __init__(self, see: Callable[..., None]) -> None:
-        self.see = see
-
-    def __call__(self, *args: Any) -> None:
-        self.see(*args)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Onlooker":
-        return _Onlooker(_see_nothing)
-
-    def __reduce__(self) -> Any:
-        return _Onlooker, (_see_nothing,)
-
-
-def _see_nothing(*args: Any) -> None: ...
 
 
 def whole_weights(model: nn.Module) -> dict[str, Any]:
@@ -57,19 +37,19 @@ class Look:
         self.has_seen = False
         self.names: list[str] = []
         self._hooks: list[Any] = []
-        self._watched: list[tuple[Any, _Onlooker]] = []
+        self._ends: list[Callable[[], None]] = []
         for name, module in model.named_modules():
             self.names.append(name)
             norm = read_norm(module)
             if norm is not None:
                 self.norms[name] = NormTally(norm)
-                hook = _Onlooker(self._norm_hook(name))
+                hook = Onlooker(self._norm_hook(name))
                 self._hooks.append(module.register_forward_hook(hook, with_kwargs=True))
         for name, layer in self.weights.items():
             if isinstance(layer, Reparameterized):
                 self._watch(name, layer)
         if not self.norms:
-            hook = _Onlooker(self._forward_hook)
+            hook = Onlooker(self._forward_hook)
             self._hooks.append(model.register_forward_hook(hook))
 
     def _watch(self, name: str, layer: Any) -> None:
@@ -79,9 +59,7 @@ class Look:
             if self._is_open():
                 tally.watch(weight)
 
-        onlooker = _Onlooker(see)
-        layer.onlookers = (*layer.onlookers, onlooker)
-        self._watched.append((layer, onlooker))
+        self._ends.append(watch_weight(layer, see))
 
     def _forward_hook(self, module: nn.Module, args: Any, output: Any) -> None:
         """Of a model without norms: there was a forward."""
@@ -115,13 +93,9 @@ class Look:
             hook.remove()
         for gradient in self.gradients.values():
             gradient.close()
-        for layer, onlooker in self._watched:
-            left = tuple(other for other in layer.onlookers if other is not onlooker)
-            if left:
-                layer.onlookers = left
-            else:
-                vars(layer).pop("onlookers", None)
-        self._hooks, self._watched = [], []
+        for end in self._ends:
+            end()
+        self._hooks, self._ends = [], []
 
 
 def _is_no_data(x: Tensor) -> bool:

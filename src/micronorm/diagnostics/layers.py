@@ -33,7 +33,7 @@ def weight_layers(model: nn.Module, filter: Filter | None = None) -> dict[str, A
         if weight is None or isinstance(weight, UninitializedParameter) or not _is_known(module):
             continue
         rows = rows_of(module, weight)
-        if rows.shape[0] and rows[0].numel() >= 2 and (filter is None or filter(module, names[0])):
+        if rows.numel() >= 2 * rows.shape[0] > 0 and (filter is None or filter(module, names[0])):
             found[names[0]] = module
     return found
 
