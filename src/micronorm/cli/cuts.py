@@ -37,13 +37,14 @@ def run(
     out: Path | None = None,
     listener: Listener | None = None,
     command: str = "",
+    observe: int | None = None,
 ) -> Outcome:
     """Train on the CPU, wherever a GPU might be: the figures are to be the same for everyone, up to rounding.
 
     Raises:
         Stopped: Ctrl-C or SIGTERM; the step in progress was finished.
     """
-    execution = Execution(micro_batch=micro_batch, steps=steps, device=torch.device("cpu"))
+    execution = Execution(micro_batch=micro_batch, steps=steps, device=torch.device("cpu"), observe=observe)
     outcome = run_recipe(
         recipe, out=out, variation=variation, execution=execution, model=model, listener=listener, command=command
     )

@@ -39,6 +39,7 @@ REPEATED = find("digits")
 CUT = 23  # samples per micro-batch of the run that is repeated: 23, 23, 18; smaller ones take longer
 WIDE_CUT = 7  # of the comparison in float64
 WIDE_STEPS = 20
+OBSERVED = 20  # steps between two looks into the network, about an epoch
 LOOKS = (1, 2, 5, 10, 20, 50, 100, 200)  # the steps, beside the last, after which repeated runs are compared
 
 
@@ -169,7 +170,8 @@ class _Demo:
             for recipe, row in zip(RECIPES, rows, strict=True):
                 own = model if recipe == REPEATED else None
                 folder = self.out / recipe.row
-                outcome = run(recipe, self.variation, out=folder, model=own, listener=row, command=command)
+                given = {"model": own, "listener": row, "command": command, "observe": OBSERVED}
+                outcome = run(recipe, self.variation, out=folder, **given)
                 if recipe == REPEATED:
                     self.states[outcome.steps] = state_of(model)
                 self.results.append(Result.read(row.name, folder))
