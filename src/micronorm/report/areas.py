@@ -7,6 +7,7 @@ from micronorm.report.axes import Frame, axes_items, count_axis, value_axis
 from micronorm.report.drawing import Drawing, Hover, Item, Path, Plot
 
 FRAME = Frame(height=240)
+ROUNDING = 1e-3  # by which shares may add up to more than one without the axis making room for it
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ def area_plot(
         sums = [total + share for total, share in zip(sums, layer.shares, strict=True)]
         edges.append(sums)
     x_axis = count_axis(xs, FRAME, room=0)
-    y_axis = value_axis([0.0, 1.0, *sums], FRAME.height - FRAME.bottom, FRAME.top)
+    above = [total for total in sums if total > 1 + ROUNDING]
+    y_axis = value_axis([0.0, 1.0, *above], FRAME.height - FRAME.bottom, FRAME.top)
     at = [x_axis(x) for x in xs]
     areas: list[Item] = []
     lines: list[Item] = []
