@@ -276,6 +276,24 @@ def test_a_fused_network_compiles_as_one_graph(training):
     assert_close_to_max(compiled(IMAGE), unfused(model)(IMAGE), tol=tolerance("output", torch.float32))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own derivatives call it
+def test_transforms_of_torch_func_follow_a_converted_network_in_eval():
+    model = mn.convert(small()).double().eval()
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(model, parameters, (x,)).pow(2).sum()
+
+    found = torch.func.grad(loss)(parameters, x)
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x[:, None])
+    model(x).pow(2).sum().backward()
+    largest = max(parameter.grad.abs().max().item() for parameter in model.parameters())
+    for name, parameter in model.named_parameters():  # some gradients cancel: a shift that changes no output
+        for actual in (found[name], each[name].sum(0)):
+            assert_close_to_max(actual, parameter.grad, tol=tolerance("folded", torch.float64), scale=largest)
+
+
 def test_a_fused_network_exports():
     model = converted(Residual)[0].eval()
     program = torch.export.export(model, (IMAGE,), dynamic_shapes=({0: torch.export.Dim("n", min=1, max=16)},))

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+
+from micronorm.ops.transforms import is_transformed
 
 BACKENDS = ("auto", "reference", "one-pass", "triton")
 """What `backend=` of a normalization may be."""
@@ -42,7 +43,7 @@ def resolve_backend(backend: str, x: Tensor) -> str:
     """
     if backend not in ("auto", "triton"):
         return backend
-    transformed = _is_transformed()
+    transformed = is_transformed()
     if backend == "auto" and transformed:
         return "reference"  # which autograd differentiates: the one-pass form has a backward of its own
     if backend == "auto" and not x.is_cuda:
@@ -99,13 +100,6 @@ def _tensor_problem(x: Tensor, transformed: bool) -> str | None:
     if transformed:
         return "kernels know no transforms of torch.func and no forward-mode differentiation"
     return None
-
-
-def _is_transformed() -> bool:
-    """Whether a transform of torch.func or forward-mode differentiation is under way; compilers see for themselves."""
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def _size_problem(x: Tensor) -> str | None:
