@@ -114,8 +114,8 @@ def parse_case(text: str, known_groups: Sequence[str] = ()) -> Case:
     if elements < LEAST:
         raise ValueError(
             f"{text}: {groups} groups of {elements} elements each; fewer than {LEAST} are normalized to little but "
-            "their signs, and rounding decides the rest, so that nothing tells a right result from a wrong one; give more "
-            "pixels or channels"
+            "their signs, and rounding decides the rest, so that nothing tells a right result from a wrong one; give "
+            "more pixels or channels"
         )
     known = next((case for group in known_groups for case in CASES[group] if case.shape == sizes), None)
     return known or Case(sizes, "given on the command line")

@@ -34,6 +34,18 @@ class Choice(NamedTuple):
     reason: str
 
 
+def check_backend(backend: str) -> str:
+    """The backend itself; ValueError for a word that is none.
+
+    Example:
+        >>> check_backend("one-pass")
+        'one-pass'
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
+    return backend
+
+
 def resolve_backend(backend: str, x: Tensor) -> str:
     """The form that a layer with this `backend` computes in on x: "triton", "one-pass" or "reference".
 
@@ -42,7 +54,7 @@ def resolve_backend(backend: str, x: Tensor) -> str:
         'one-pass'
     """
     if backend not in ("auto", "triton"):
-        return backend
+        return check_backend(backend)  # an attribute may have been set since the layer was made
     transformed = is_transformed()
     if backend == "auto" and transformed:
         return "reference"  # which autograd differentiates: the one-pass form has a backward of its own
