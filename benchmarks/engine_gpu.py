@@ -256,6 +256,8 @@ def main() -> None:
     parser.add_argument("--compared-samples", type=int, default=2)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("torch finds no CUDA device, and this measures nothing else")
     task = open_classification("cifar10", options.data, device=CUDA, verify=not options.unverified)
     rows = [row for part in options.parts for row in PARTS[part](task, options)]
     found = environment()

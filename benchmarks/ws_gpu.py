@@ -233,6 +233,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("torch finds no CUDA device, and this measures nothing else")
     rows = measure(options) + split(options)
     found = environment()
     facts = {

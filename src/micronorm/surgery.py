@@ -104,6 +104,16 @@ def restore_forwards(model: nn.Module) -> int:
     return count
 
 
+def is_rewritten(module: nn.Module) -> bool:
+    """Whether the module runs a forward that `set_forward` gave it.
+
+    Example:
+        >>> is_rewritten(nn.ReLU())
+        False
+    """
+    return hasattr(vars(module).get("forward"), _MARK)
+
+
 def foreign_forward(module: nn.Module) -> bool:
     """Whether somebody else has put a forward on this one module.
 

@@ -30,6 +30,19 @@ def test_one_value_per_channel_is_refused_because_batch_norm_does():
         parse_case("1x8x1x1")
 
 
+@pytest.mark.parametrize("text, count, elements", [("2x64", 32, 2), ("2x64x1x1", 32, 2), ("4x3", 1, 3)])
+def test_groups_of_fewer_than_four_elements_are_refused_with_their_number(text, count, elements):
+    with pytest.raises(
+        ValueError, match=f"{text}: {count} groups of {elements} elements each; .* more pixels or channels"
+    ):
+        parse_case(text)
+
+
+@pytest.mark.parametrize("text", ["2x128", "2x64x2", "4x4"])
+def test_groups_of_four_elements_are_cases(text):
+    assert parse_case(text).name == text
+
+
 def test_a_device_measures_its_own_groups_unless_told_otherwise():
     assert choose_cases([], on_gpu=False) == list(CASES["cpu"])
     assert choose_cases([], on_gpu=True) == [*CASES["large"], *CASES["small"]]

@@ -11,6 +11,7 @@ from micronorm.bench.peers import FORMS, FUSED, SEPARATE
 from micronorm.nn import BatchChannelNorm, bcn
 from micronorm.ops.bcn import onepass
 from tests import tolerances
+from tests.devices import require_kernels
 
 CPU = torch.device("cpu")
 SHAPE = (4, 12, 5, 6)
@@ -133,3 +134,64 @@ def test_a_gradient_that_does_not_flow_through_the_statistics_is_wrong_in_half_t
     monkeypatch.setattr(onepass, "_gradients", wrong)
     found = {deviation.name: deviation for deviation in deviations(layer, x)}
     assert found["input gradient"].is_wrong
+
+
+FEW = [(2, 128), (2, 64, 2), (1, 64, 2), (6, 8), (3, 4)]
+
+
+@pytest.mark.parametrize("shape", FEW, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_shapes_with_few_elements_per_group_or_channel_pass_in_every_mode(shape, dtype):
+    """Whose gradients cancel: of what a gradient would be with the statistics held, a millionth may be left."""
+    for method in FUSED:
+        for seed in range(5):
+            torch.manual_seed(seed)
+            assert Contestant(method, Case(shape, ""), settings(dtype)).check(draw(dtype, shape=shape)) <= 1
+
+
+@pytest.mark.parametrize("mode", ["step", "sequential", "batch"])
+def test_the_kernels_pass_at_such_shapes_too(mode):
+    require_kernels("cpu")
+    for shape in ((2, 128), (1, 64, 2)):
+        torch.manual_seed(0)
+        layer = BatchChannelNorm(shape[1], 32, statistics=mode, rate=0.1, activation="relu", backend="triton")
+        spread_state(layer)
+        assert not any(deviation.is_wrong for deviation in deviations(layer, draw(torch.float32, shape=shape)))
+
+
+@pytest.mark.parametrize("damage, named", [(wrong_output, "output is"), (wrong_gradient, "gradient is")])
+@pytest.mark.parametrize("shape", FEW, ids=str)
+def test_a_wrong_contestant_is_found_at_such_shapes_too(monkeypatch, shape, damage, named):
+    right = bcn.batch_channel_norm
+    monkeypatch.setattr(bcn, "batch_channel_norm", lambda *args, **options: damage(right(*args, **options)))
+    for method in FUSED:
+        torch.manual_seed(0)
+        with pytest.raises(Wrong, match=named):
+            Contestant(method, Case(shape, ""), settings()).check(draw(torch.float32, shape=shape))
+
+
+@pytest.mark.parametrize("forgotten", ["curve_nc", "shift_nc"])
+@pytest.mark.parametrize("mode", ["step", "sequential", "batch"])
+def test_there_too_a_gradient_must_flow_through_the_statistics(monkeypatch, mode, forgotten):
+    right = onepass._gradients
+
+    def wrong(*args, **options):
+        found = right(*args, **options)
+        return found._replace(**{forgotten: torch.zeros_like(getattr(found, forgotten))})
+
+    monkeypatch.setattr(onepass, "_gradients", wrong)
+    # One position has no distance from its mean, so there is no curve to forget: two.
+    shape = (2, 128) if forgotten == "shift_nc" else (2, 64, 2)
+    layer = BatchChannelNorm(shape[1], 32, statistics=mode, rate=0.1, activation="relu")
+    spread_state(layer)
+    found = {deviation.name: deviation for deviation in deviations(layer, draw(torch.float32, shape=shape))}
+    assert found["input gradient"].is_wrong
+
+
+@pytest.mark.parametrize("method", FUSED, ids=lambda method: method.key)
+def test_where_groups_are_large_nothing_more_is_allowed_for_it(method):
+    contestant = Contestant(method, Case((4, 12, 16, 16), ""), settings())
+    spread_state(find_norm(contestant.layer))
+    found = deviations(contestant.layer, draw(torch.float32, shape=(4, 12, 16, 16)))
+    for deviation in found[1:]:
+        assert deviation.tolerance == tolerance("gradient", torch.float32, summed=1024)

@@ -46,10 +46,12 @@ def test_every_method_is_measured_in_both_layouts_and_written(tmp_path):
 
 def test_a_row_tells_how_to_repeat_it_and_not_whose_machine_it_was(tmp_path):
     out = tmp_path / "tiny.csv"
-    assert run(*TINY, *FEW, "--layout", "nhwc", "--dtype", "bfloat16", "--out", str(out)).exit_code == 0
+    options = ("--layout", "nhwc", "--dtype", "bfloat16", "--device", "cpu", "--threads", "1")
+    assert run(*TINY, *FEW, *options, "--out", str(out)).exit_code == 0
     for row in read(out):
         assert row["command"] == (
-            "micronorm bench --case 2x8x6x6 --layout nhwc --method bcn-step --method bn --dtype bfloat16 --rounds 2"
+            "micronorm bench --case 2x8x6x6 --layout nhwc --method bcn-step --method bn --dtype bfloat16 --rounds 2 "
+            "--device cpu --threads 1"
         )
         assert all(row[name] for name in ("cpu", "threads", "torch", "micronorm", "python", "date", "groups"))
         assert (row["gpu"], row["dtype"]) == ("", "bfloat16")
@@ -109,6 +111,37 @@ def test_one_line_says_what_is_wrong_with_the_options(arguments, message):
     assert result.stdout == ""
     assert message in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_what_cannot_be_written_is_said_before_anything_is_measured(monkeypatch, tmp_path):
+    monkeypatch.setattr(bench, "measure", lambda *args: pytest.fail("measured"))
+    monkeypatch.setattr(bench.plot, "load_pyplot", lambda: None)
+    file, folder = tmp_path / "file", tmp_path / "folder.csv"
+    file.touch()
+    folder.mkdir()
+    for arguments, message in (
+        (["--out", str(file / "rows.csv")], f"--out cannot write into {file}: File exists; name another folder"),
+        (["--out", str(file / "deeper" / "rows.csv")], f"--out cannot write into {file / 'deeper'}: Not a directory"),
+        (["--out", str(folder)], f"--out writes a file, {folder} is a folder; name a file in it"),
+        (["--plot", str(file)], f"--plot cannot write into {file}: File exists"),
+        (["--plot", str(file / "plots")], f"--plot cannot write into {file / 'plots'}: Not a directory"),
+    ):
+        result = run(*TINY, *FEW, *arguments)
+        assert result.exit_code == 2
+        assert result.stdout == ""
+        assert result.stderr.startswith(f"micronorm bench: {message}")
+        assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_trying_to_write_leaves_nothing_behind(monkeypatch, tmp_path):
+    monkeypatch.setattr(bench, "measure", lambda *args: iter(()))
+    (tmp_path / "rows.csv").write_text("as it was")
+    assert run(*TINY, "--out", str(tmp_path / "new" / "rows.csv"), "--method", "nothing").exit_code == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.csv"]
+    monkeypatch.setattr(bench, "write_atomically", lambda path, content: None)
+    assert run(*TINY, "--out", str(tmp_path / "rows.csv")).exit_code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.csv"]
+    assert (tmp_path / "rows.csv").read_text() == "as it was"
 
 
 def test_a_terminal_gets_a_table(monkeypatch):

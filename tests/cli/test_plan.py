@@ -43,6 +43,11 @@ def test_as_json_it_is_the_plan_with_its_target():
     assert record["decisions"][0]["becomes"] == "WSConv2d"
 
 
+def test_fusion_can_be_left_out():
+    assert "17 norms fused" in run("torchvision:resnet18").output
+    assert "0 norms fused" in run("torchvision:resnet18", "--no-fuse").output
+
+
 @pytest.mark.parametrize(
     "arguments, code, message",
     [

@@ -52,8 +52,8 @@ def block() -> Any:
     return model
 
 
-def small() -> Any:
-    return torchvision.models.ResNet(torchvision.models.resnet.BasicBlock, [1, 1, 1, 1], num_classes=4)
+def small(**options: Any) -> Any:
+    return torchvision.models.ResNet(torchvision.models.resnet.BasicBlock, [1, 1, 1, 1], num_classes=4, **options)
 
 
 def set_to(name: str, value: Any) -> Callable[[Any], None]:
@@ -276,6 +276,24 @@ def test_a_fused_network_compiles_as_one_graph(training):
     assert_close_to_max(compiled(IMAGE), unfused(model)(IMAGE), tol=tolerance("output", torch.float32))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own derivatives call it
+def test_transforms_of_torch_func_follow_a_converted_network_in_eval():
+    model = mn.convert(small()).double().eval()
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(model, parameters, (x,)).pow(2).sum()
+
+    found = torch.func.grad(loss)(parameters, x)
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x[:, None])
+    model(x).pow(2).sum().backward()
+    largest = max(parameter.grad.abs().max().item() for parameter in model.parameters())
+    for name, parameter in model.named_parameters():  # some gradients cancel: a shift that changes no output
+        for actual in (found[name], each[name].sum(0)):
+            assert_close_to_max(actual, parameter.grad, tol=tolerance("folded", torch.float64), scale=largest)
+
+
 def test_a_fused_network_exports():
     model = converted(Residual)[0].eval()
     program = torch.export.export(model, (IMAGE,), dynamic_shapes=({0: torch.export.Dim("n", min=1, max=16)},))
@@ -312,13 +330,58 @@ def test_a_fused_network_passes_the_check_of_cuts():
     assert report.ok
 
 
-def test_a_converted_network_plans_as_it_did():
+def test_a_fused_network_leaves_nothing_to_convert():
     model, _ = converted(small)
-    with pytest.raises(ValueError, match="is what was asked for") as fault:
-        mn.plan(model)
-    with pytest.raises(ValueError, match="nothing to convert") as expected:
-        mn.plan(unfused(model))
-    assert str(fault.value) == str(expected.value)
+    for options in ({}, {"fuse": False}, {"filter": lambda module, name: False}):
+        with pytest.raises(ValueError, match="nothing to convert"):
+            mn.plan(model, **options)
+
+
+def unpickled() -> Any:
+    model, _ = converted(small)
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize(
+    "build, options",
+    [
+        (unpickled, {}),
+        (lambda: unfused(converted(small)[0]), {}),
+        (lambda: small(norm_layer=mn.BCN()), {"weight": None}),
+    ],
+    ids=["unpickled", "restored", "built with our norms"],
+)
+def test_fusion_alone_is_something_to_convert(build, options):
+    model = build().eval()
+    x = torch.randn(1, 3, 32, 32)
+    expected, keys = model(x), list(model.state_dict())
+    assert not any(calls(model, x))
+    plan = mn.plan(model, **options)
+    assert {name: plan.totals[name] for name in ("norms converted", "convolutions converted", "norms fused")} == {
+        "norms converted": 0,
+        "convolutions converted": 0,
+        "norms fused": 9,
+    }
+    assert plan.apply() is model
+    assert sum(map(bool, calls(model, x))) == 9
+    assert torch.equal(model(x), expected)
+    assert list(model.state_dict()) == keys
+    with pytest.raises(ValueError, match="nothing to convert"):
+        mn.convert(model, **options)
+
+
+@pytest.mark.parametrize("options", [{"fuse": False}, {"filter": lambda module, name: False}], ids=str)
+def test_where_fusion_is_not_wanted_it_is_nothing_to_convert(options):
+    model, _ = converted(small)
+    with pytest.raises(ValueError, match="nothing to convert"):
+        mn.plan(unfused(model), **options)
+
+
+def test_a_norm_that_is_replaced_by_one_that_fuses_nothing_is_not_called_fused():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), mn.GN()(8), nn.ReLU())
+    plan = mn.plan(model, mn.SN())
+    assert plan.totals["norms converted"] == 1
+    assert plan.totals["norms fused"] == 0
 
 
 @pytest.mark.parametrize("method", ["fx", "execution"])
@@ -362,6 +425,38 @@ def test_a_plan_says_what_is_fused_and_why_the_rest_is_not():
     assert rows["bn1"]["fused"] == ("with the ReLU after it",)
     assert rows["layer2.0.downsample.1"]["unfused"] == ("its module returns its output",)
     assert rows["conv1"]["fused"] == rows["conv1"]["unfused"] == ()
+
+
+@pytest.mark.parametrize("norm", [mn.BCN(), mn.GN()], ids=["BCN", "GN"])
+def test_a_plan_says_which_activations_are_inside_the_layers(norm):
+    layers = pytest.importorskip("timm.layers")
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        layers.BatchNormAct2d(8, act_layer=nn.SiLU),
+        layers.BatchNormAct2d(8, act_layer=nn.GELU),
+        layers.BatchNormAct2d(8, apply_act=False),
+        layers.BatchNormAct2d(8, drop_layer=nn.Dropout),
+    )
+    plan = mn.plan(model, norm)
+    assert plan.totals["norms with the activation inside the layer"] == 1
+    assert plan.totals["norms fused"] == 0
+    rows = {row["name"]: row for row in plan.to_dict()["decisions"]}
+    assert [rows[name]["inside"] for name in "1234"] == ["SiLU", None, None, None]
+    assert rows["1"]["reason"].endswith("; with the SiLU inside the layer")
+    assert rows["2"]["unfused"] == ("no norm computes the GELU inside its layer",)
+    assert rows["4"]["unfused"] == ("Dropout stands between it and its activation",)
+    assert ", 1 norms with the activation inside the layer\n" in str(plan)
+    bare = mn.plan(model, norm, fuse=False)  # the layers do it all the same
+    assert bare.totals["norms with the activation inside the layer"] == 1
+    assert "not fused:" not in str(bare)
+    made = plan.apply().children()
+    assert sum(type(layer) is mn.nn.norm_act.BatchChannelNormAct for layer in made) == (4 if norm == mn.BCN() else 0)
+
+
+def test_norms_with_an_activation_of_ours_are_counted_where_they_stay():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), mn.nn.norm_act.BatchChannelNormAct(8))
+    plan = mn.plan(model)
+    assert {d.name: d.reason for d in plan.decisions}["1"] == "is what was asked for; with the ReLU inside the layer"
 
 
 def test_without_fuse_and_for_other_norms_no_forward_is_touched():

@@ -61,9 +61,17 @@ def test_a_plan_prints_every_decision_and_turns_into_json():
         "convolutions converted": 1,
         "convolutions left": 2,
         "norms fused": 1,
+        "norms with the activation inside the layer": 0,
     }
     assert record["pairing"] == "fx"
     assert [d["name"] for d in record["decisions"]] == ["0", "1", "3", "5"]
+
+
+@pytest.mark.parametrize("name", ["fuse", "layer_norm"])
+@pytest.mark.parametrize("value", ["relu", 1, None])
+def test_switches_are_true_or_false(name, value):
+    with pytest.raises(TypeError, match=f"{name} must be True or False, got {value!r}"):
+        mn.convert(small(), **{name: value})
 
 
 def test_a_plan_that_would_change_nothing_says_what_it_looked_at():

@@ -8,6 +8,7 @@ import torch
 
 from micronorm.nn import BatchChannelNorm, backends, bcn
 from micronorm.nn.backends import explain_backend, kernel_problem, resolve_backend
+from micronorm.nn.group import GroupNorm, InstanceNorm
 from micronorm.ops.bcn.triton import launch, run
 from tests.devices import require_kernels
 from tests.tolerances import assert_close_to_max, tolerance
@@ -31,6 +32,13 @@ def test_a_cpu_computes_in_operations_and_a_form_that_was_asked_for_is_taken():
     assert resolve_backend("auto", X) == "one-pass"
     for backend in ("one-pass", "reference"):
         assert resolve_backend(backend, X) == backend
+
+
+@pytest.mark.parametrize("layer", [BatchChannelNorm(4, 2), GroupNorm(2, 4), InstanceNorm(4)], ids=repr)
+def test_a_mistyped_backend_is_refused_where_it_is_used_too(layer):
+    layer.backend = "tritn"
+    with pytest.raises(ValueError, match=r"backend must be one of \('auto', .*, got 'tritn'"):
+        layer(X)
 
 
 def test_the_kernels_run_on_a_cpu_by_the_interpreter_only(monkeypatch):

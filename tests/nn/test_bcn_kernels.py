@@ -193,8 +193,10 @@ def test_autocast_gives_its_dtype_and_parameters_their_own_gradients(device, dty
 
 def test_a_residual_of_another_shape_is_refused(device):
     x = torch.randn(2, 4, 3, 3, device=device)
-    with pytest.raises(ValueError, match=r"residual must have the shape of x, \(2, 4, 3, 3\), got \(2, 4, 1, 1\)"):
+    with pytest.raises(ValueError, match=r"must have the shape of the input, \(2, 4, 3, 3\), got \(2, 4, 1, 1\)"):
         norm().to(device)(x, residual=x[..., :1, :1])
+    with pytest.raises(TypeError, match=r"residual must be a tensor of the input's shape, or None, got 1; add"):
+        norm().to(device)(x, residual=1)
 
 
 def test_the_estimates_may_be_of_another_dtype_than_the_input(device):

@@ -108,5 +108,7 @@ def test_bad_arguments_are_refused():
     x = torch.randn(2, 4, 3)
     with pytest.raises(ValueError, match=r"residual must have the shape of the input, \(2, 4, 3\), got \(1, 4, 3\)"):
         GroupNorm(2, 4)(x, residual=x[:1])
+    with pytest.raises(TypeError, match=r"residual must be a tensor of the input's shape, or None, got 1; add"):
+        GroupNorm(2, 4)(x, residual=1)
     with pytest.raises(ValueError, match="activation must be None or one of"):
         GroupNorm(2, 4)(x, activation="gelu")

@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 
 import micronorm as mn
 from micronorm.nn import SPECS
-from tests.tolerances import assert_close_to_max
+from tests.tolerances import assert_close_to_max, tolerance
 
 METHODS = ("WS", "WN", "CWN")
 TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -126,3 +127,36 @@ def test_a_spec_that_is_given_the_layer_itself_says_how_to_call_it():
         mn.WS(scale=2)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="center must be True or False"):
         mn.nn.WSConv2d(3, 4, 3, center=0)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own derivatives call it
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", ["Conv2d", "ConvTranspose2d"])
+def test_transforms_of_torch_func_follow_the_weight(method, kind):
+    layer = getattr(mn.nn, f"{method}{kind}")(3, 4, 3).double()
+    x, w = torch.randn(2, 3, 5, 5, dtype=torch.float64), layer.weight.detach().clone()
+
+    def loss(w, x):
+        return torch.func.functional_call(layer, {"weight": w}, (x,)).pow(3).sum()
+
+    expected = torch.autograd.grad(layer(x).pow(3).sum(), layer.weight)[0]
+    tol = tolerance("one_step", torch.float64)
+    assert_close_to_max(torch.func.grad(loss)(w, x), expected, tol=tol)
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(w, x[:, None])
+    assert_close_to_max(each.sum(0), expected, tol=tol)
+    along = torch.randn_like(w)
+    value, slope = torch.func.jvp(lambda w: loss(w, x), (w,), (along,))  # type: ignore[misc]
+    assert_close_to_max(value, layer(x).pow(3).sum().detach(), tol=tol)
+    assert_close_to_max(slope, (expected * along).sum(), tol=tol)
+    many = torch.func.vmap(lambda w: loss(w, x))(torch.stack([w, 2 * w + along]))
+    assert_close_to_max(many, torch.stack([loss(w, x), loss(2 * w + along, x)]).detach(), tol=tol)
+
+
+def test_forward_mode_follows_the_weight_without_grad_too():
+    layer = mn.nn.WSLinear(5, 3).double()
+    x, along = torch.randn(2, 5, dtype=torch.float64), torch.randn(3, 5, dtype=torch.float64)
+    (expected,) = torch.autograd.grad(layer(x).sum(), layer.weight)
+    with torch.no_grad(), forward_ad.dual_level():
+        dual = forward_ad.make_dual(layer.weight.detach(), along)
+        slope = forward_ad.unpack_dual(torch.func.functional_call(layer, {"weight": dual}, (x,)).sum()).tangent
+    assert_close_to_max(slope, (expected * along).sum(), tol=tolerance("one_step", torch.float64))

@@ -255,6 +255,19 @@ def test_the_choice_is_the_reference_on_a_cpu_and_says_why_not():
         weight_standardize(w, dtype=torch.int64)
 
 
+def test_a_transform_of_torch_func_is_refused_by_its_name_and_taken_by_the_automatic_choice(device):
+    w = weight((4, 6), device=device)
+
+    def total(w, backend):
+        return weight_standardize(w, backend=backend).pow(3).sum()
+
+    with pytest.raises(ValueError, match=r'backend="triton" knows no transforms of torch\.func'):
+        torch.func.grad(total)(w, "triton")
+    (expected,) = torch.autograd.grad(total(w.requires_grad_(), "triton"), w)
+    found = torch.func.grad(total)(w.detach(), "auto")
+    assert_close_to_max(found, expected, tol=tolerance("gradient", torch.float64))
+
+
 def test_rows_that_are_not_dense_are_refused_with_their_strides(device):
     assert choose_backend(weight((4, 6, 3, 3), device=device), "triton") == "triton"
     with pytest.raises(ValueError, match=r"rows that are dense in memory, got strides \(9, 36, 3, 1\)"):

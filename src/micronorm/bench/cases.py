@@ -6,8 +6,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from micronorm.ops.group import choose_groups
+
 LAYOUTS = ("nhwc", "nchw")
 """Channels last in memory (torch.channels_last, channels_last_3d and their like for other ranks), and contiguous."""
+
+LEAST = 4
+"""Elements of a group, below which a shape is refused: the layer itself warns there."""
 
 GIVEN = "given"
 """The group of a shape from the command line."""
@@ -90,7 +95,7 @@ CASES: Mapping[str, Sequence[Case]] = {
 GPU_GROUPS = ("large", "small")
 
 
-def parse_case(text: str, groups: Sequence[str] = ()) -> Case:
+def parse_case(text: str, known_groups: Sequence[str] = ()) -> Case:
     """A case from NxC, NxCxL, NxCxHxW or NxCxDxHxW on the command line; the one of these groups where it is there.
 
     Example:
@@ -104,7 +109,15 @@ def parse_case(text: str, groups: Sequence[str] = ()) -> Case:
         )
     if math.prod(sizes) == sizes[1]:
         raise ValueError(f"{text}: BatchNorm refuses to train on one value per channel; give more samples or pixels")
-    known = next((case for group in groups for case in CASES[group] if case.shape == sizes), None)
+    groups = choose_groups(sizes[1])
+    elements = math.prod(sizes[1:]) // groups
+    if elements < LEAST:
+        raise ValueError(
+            f"{text}: {groups} groups of {elements} elements each; fewer than {LEAST} are normalized to little but "
+            "their signs, and rounding decides the rest, so that nothing tells a right result from a wrong one; give "
+            "more pixels or channels"
+        )
+    known = next((case for group in known_groups for case in CASES[group] if case.shape == sizes), None)
     return known or Case(sizes, "given on the command line")
 
 

@@ -11,10 +11,18 @@ A parameter's gradient may cancel to nothing (a shift of a channel that is a gro
 then has the size of its rounding errors. So it is measured against what cancels, where that is more than its maximum:
 what a sum of that many terms of either sign comes to, √n times the gradient's own size, and the largest sum over a
 channel, which is a channel's part of the gradient of β^c.
+
+Where a group or, in "batch" mode, a channel has few elements, more cancels: two elements are normalized to their signs,
+which no small change of them changes. A gradient is then what is left of a much larger one, the one that would be if
+all statistics were held: A·g for an input (dx = A·g + Q·(x − m) + R with A = γ^c·a/S), sums of γ^c/S·g and γ^c/S·g·x̂
+for β^b and γ^b. Of those it may err by as many eps of the computation's dtype as an output may. Measured by shapes with
+four to eight elements in a group and two to six in a channel, every mode, 12 to 60 draws: one-pass up to 0.1 of what is
+allowed, kernels up to 0.5. Where groups and channels are large this allows less than the above. Below four elements in
+a group float32 outputs themselves lose their digits; `cases.py` refuses such shapes.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +31,7 @@ from torch import Tensor, nn
 from micronorm.bench.cases import lay_out
 from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.ops.bcn import algorithm1, batch_channel_norm_reference
-from micronorm.ops.moments import Moments
+from micronorm.ops.moments import Moments, as_ncs, compute_dtype
 
 _EPS = {"output": {True: 2, False: 16}, "gradient": {True: 4, False: 64}}  # by: is it a half type
 _SUMMED = 2**16  # elements of a sum up to which the factors for float32 hold
@@ -105,12 +113,13 @@ def deviations(layer: nn.Module, x: Tensor, *, relu: bool = True) -> list[Deviat
     layout = "nchw" if x.is_contiguous() else "nhwc"
     outer = lay_out(outer, layout)
     y64 = before.relu() if relu else before
+    held = _held(norm, x64.detach(), torch.where(before.detach() > 0, outer.double(), 0) if relu else outer.double())
     expected = (y64.detach(), *torch.autograd.grad(y64, (x64, *parameters64), outer.double()))
     del before, y64, x64
     x = x.detach().requires_grad_()
     y = layer(x)
     actual = (y.detach(), *torch.autograd.grad(y, (x, *_affine(norm)), outer))
-    return list(_compare(actual, expected, outer))
+    return list(_compare(actual, expected, outer, held=held))
 
 
 def _affine(norm: BatchChannelNorm) -> list[nn.Parameter]:
@@ -128,7 +137,42 @@ def _plain(norm: BatchChannelNorm, x: Tensor, affine: list[Tensor]) -> Tensor:
     return batch_channel_norm_reference(x, given, *affine, **options)
 
 
-def _compare(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], outer: Tensor) -> Iterator[Deviation]:
+def _held(norm: BatchChannelNorm, x: Tensor, g: Tensor) -> dict[str, float]:
+    """How large gradients would be if all statistics were held: the largest of the input's, and of the sums' sizes."""
+    weight, bias, group_weight, _ = (p.detach().double() for p in _affine(norm))
+    mean, var = (values.unsqueeze(-1) for values in _statistics(norm, x))
+    rstd = (var + norm.eps).rsqrt()
+    hat_ncs = (as_ncs(x) - mean) * rstd
+    dot_ngs = (weight[:, None] * hat_ncs + bias[:, None]).unflatten(1, (norm.num_groups, -1)).flatten(2)
+    gain_ng = group_weight / (dot_ngs.var(2, correction=0) + norm.eps).sqrt()
+    dot_grad_ncs = gain_ng.repeat_interleave(norm.num_channels // norm.num_groups, 1).unsqueeze(-1) * as_ncs(g)
+    return {
+        "input gradient": (dot_grad_ncs * weight[:, None] * rstd).abs().max().item(),
+        "weight gradient": (dot_grad_ncs * hat_ncs).square().sum((0, 2)).max().sqrt().item(),
+        "bias gradient": dot_grad_ncs.square().sum((0, 2)).max().sqrt().item(),
+    }
+
+
+def _statistics(norm: BatchChannelNorm, x: Tensor) -> Moments:
+    """What every sample's channels are normalized with in the mode that the layer is in: N×C or 1×C numbers."""
+    estimates = Moments(norm.running_mean.double(), norm.running_var.double())
+    if norm.training and norm.statistics == "batch":
+        channels = as_ncs(x).transpose(0, 1).flatten(1)
+        return Moments(channels.mean(1)[None], channels.var(1, correction=0)[None])
+    if not norm.training or norm.statistics != "sequential":
+        return Moments(estimates.mean[None], estimates.var[None])
+    assert isinstance(norm.rate, float)
+    affine = [p.detach().double() for p in _affine(norm)]
+    rows: list[Moments] = []
+    for part in x.split(norm.micro_batch):
+        estimates = algorithm1(part, estimates, norm.rate, *affine, groups=norm.num_groups, micro_batch=len(part))[1]
+        rows += [estimates] * len(part)
+    return Moments(torch.stack([row.mean for row in rows]), torch.stack([row.var for row in rows]))
+
+
+def _compare(
+    actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], outer: Tensor, *, held: Mapping[str, float]
+) -> Iterator[Deviation]:
     names = ("output", "input gradient", "weight gradient", "bias gradient", "group_weight gradient", "group_bias")
     size = outer.double().square().mean().sqrt().item()
     summed_up = expected[-1].abs().max().item() * expected[-1].numel() / outer.shape[1]
@@ -140,4 +184,7 @@ def _compare(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], outer: Te
         worst = (a.double() - e).abs().max().item()
         error = worst / scale if scale else (0.0 if worst == 0 else math.inf)
         kind = "output" if name == "output" else "gradient"
-        yield Deviation(name, error, tolerance(kind, a.dtype, summed=summed))
+        allowed = tolerance(kind, a.dtype, summed=summed)
+        if name in held and scale:
+            allowed = max(allowed, held[name] / scale * tolerance("output", compute_dtype(a.dtype), summed=summed))
+        yield Deviation(name, error, allowed)

@@ -1,5 +1,6 @@
 """`micronorm bench`: norm + ReLU, ours beside its peers, on this machine."""
 
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -55,18 +56,19 @@ def bench(
     try:
         chosen = _choose(case, layout, method, route, device, no_compile)
         settings = _settings(chosen, dtype=dtype, rounds=rounds, threads=threads)
-        if out is not None and out.suffix != ".csv":
-            raise ValueError(f"--out writes CSV, got {out.name!r}; name it something.csv")
+        if out is not None:
+            _check_file(out)
         if plots is not None:
             plot.load_pyplot()
+            _check_folder("--plot", plots)
     except (ValueError, ImportError) as fault:
         typer.echo(f"micronorm bench: {fault}", err=True)
         raise typer.Exit(MISUSE) from None
-    command = _command(case, layout, method, route, dtype=dtype, rounds=rounds, threads=threads, no_compile=no_compile)
+    single = {"dtype": dtype, "rounds": rounds, "device": device, "threads": threads, "no_compile": no_compile}
+    command = _command(case, layout, method, route, **single)
     facts = _facts(settings, command)
     rows = _run(chosen, settings, facts, tell=case is None and device is None)
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(out, to_csv(rows, facts).encode())
     if plots is not None:
         where = facts["gpu"] or facts["cpu"]
@@ -135,6 +137,24 @@ def _settings(chosen: _Chosen, *, dtype: str | None, rounds: int, threads: int |
         torch.set_num_threads(threads)
     bandwidth = copy_bandwidth(chosen.device) if chosen.on_gpu else None
     return Settings(chosen.device, DTYPES[name], chosen.routes, rounds, bandwidth)
+
+
+def _check_file(out: Path) -> None:
+    if out.suffix != ".csv":
+        raise ValueError(f"--out writes CSV, got {out.name!r}; name it something.csv")
+    if out.is_dir():
+        raise ValueError(f"--out writes a file, {out} is a folder; name a file in it, {out / 'rows.csv'}")
+    _check_folder("--out", out.parent)
+
+
+def _check_folder(option: str, folder: Path) -> None:
+    """Make a folder and try to write there: before the measurement, which may take an hour."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".micronorm-"):
+            pass
+    except OSError as fault:
+        raise ValueError(f"{option} cannot write into {folder}: {fault.strerror}; name another folder") from None
 
 
 def _command(case: _Several, layout: _Several, method: _Several, route: _Several, **single: Any) -> str:

@@ -20,7 +20,7 @@ from micronorm.cli.targets import MISUSE
 from micronorm.data.search import find_data, search_folders
 from micronorm.engine.environment import environment
 from micronorm.nn import SPECS, BatchChannelNorm
-from micronorm.nn.backends import explain_backend
+from micronorm.nn.backends import explain_backend, kernel_problem
 from micronorm.nn.spec import NormSpec
 from micronorm.ops.weight import choose_backend
 
@@ -39,8 +39,8 @@ class Extra:
 
 
 EXTRAS = (
-    Extra(("torchvision",), "ImageNet's networks and folders, CIFAR's download", "pip install torchvision"),
-    Extra(("timm",), "timm's models by name", "pip install timm"),
+    Extra(("torchvision",), "ImageNet's networks and folders, CIFAR's download", "pip install 'micronorm[models]'"),
+    Extra(("timm",), "timm's models by name", "pip install 'micronorm[models]'"),
     Extra(("onnx", "onnxruntime", "onnxscript"), "export to ONNX", "pip install 'micronorm[onnx]'"),
     Extra(("matplotlib",), "plots of micronorm bench", "pip install 'micronorm[plot]'"),
     Extra(("tensorboard",), "events of a run", "pip install 'micronorm[tensorboard]'"),
@@ -94,15 +94,18 @@ _OPERATIONS = ("operations", "plain PyTorch operations")
 def explain_layers(device: torch.device) -> list[dict[str, str]]:
     """Of every spec's layer: what computes it on a device, and why."""
     rows = []
+    why_no_kernels = kernel_problem(device.type, device.index) or "the interpreter of kernels is for tests"
     for name, spec in SPECS.items():
         layer = spec()(16 if issubclass(spec, NormSpec) else nn.Conv2d(16, 16, 3))  # type: ignore[call-arg]
         if isinstance(layer, BatchChannelNorm | nn.GroupNorm):
             backend, reason = explain_backend(device)
             if isinstance(layer, nn.GroupNorm) and backend != "triton":
-                backend, reason = "torch", "torch's own group_norm"
+                backend, reason = "torch", f"torch's own group_norm; {why_no_kernels}"
         elif hasattr(layer, "backend"):  # a standardized weight
             by_kernel = choose_backend(layer.weight.to(device)) == "triton"  # type: ignore[arg-type]
-            backend, reason = ("triton", "one Triton kernel for all weights") if by_kernel else _OPERATIONS
+            backend, reason = "triton", "a Triton kernel: a launch per layer, or one for all within SharedWeights"
+            if not by_kernel:
+                backend, reason = _OPERATIONS[0], f"{_OPERATIONS[1]}; {why_no_kernels}"
         elif type(layer).__module__.startswith("torch."):
             backend, reason = "torch", "torch's own layer"
         else:

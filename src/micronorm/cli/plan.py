@@ -28,6 +28,7 @@ def plan(
         int, typer.Option(min=0, help="Become BCN over so many steps, starting as the given network.")
     ] = 0,
     layer_norm: Annotated[bool, typer.Option("--layer-norm", help="Convert layer norms too.")] = False,
+    no_fuse: Annotated[bool, typer.Option("--no-fuse", help="Leave activations and additions to the model.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Show what converting a model would do to each convolution and normalization, and why. Nothing is changed.
@@ -42,6 +43,7 @@ def plan(
             absorb=absorb or None,
             warm_steps=warm_steps,
             layer_norm=layer_norm,
+            fuse=not no_fuse,
         )
     except (TargetError, TypeError, ValueError) as fault:
         typer.echo(f"micronorm plan: {fault}", err=True)

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from micronorm.convert.fusion import spoken
 from micronorm.convert.rules import Norm
 from micronorm.nn.bcn import BatchChannelNorm
-from micronorm.nn.norm_act import ChannelsLast, with_activation
+from micronorm.nn.norm_act import FUSIBLE, ChannelsLast, activation_inside, has_hooks, with_activation
 from micronorm.nn.spec import GroupedSpec, NormSpec
 from micronorm.surgery import adopt_hooks
 
@@ -80,6 +81,28 @@ def _with_tail(made: nn.Module, tail: dict[str, nn.Module]) -> nn.Module:
     if "aa" in tail:
         act = nn.Sequential(act if act is not None else nn.Identity(), tail["aa"])
     return with_activation(made, drop=tail.get("drop"), act=act)
+
+
+def computed_inside(made: nn.Module, norm: Norm) -> str | None:
+    """The activation that the layer of `build` computes in its own passes, in words; `made` is the norm within it."""
+    if type(made) not in FUSIBLE or "aa" in norm.tail or "act" not in norm.tail:
+        return None
+    activation = activation_inside(norm.tail.get("drop", nn.Identity()), norm.tail["act"])
+    return None if activation is None else spoken(activation)
+
+
+def why_not_inside(made: nn.Module, norm: Norm) -> tuple[str, ...]:
+    """Why the activation of such a layer is an operation of its own; nothing where there is none, or it is not."""
+    act, drop = norm.tail.get("act"), norm.tail.get("drop", nn.Identity())
+    if type(made) not in FUSIBLE or act is None or type(act) is nn.Identity or computed_inside(made, norm) is not None:
+        return ()
+    if "aa" in norm.tail:
+        return ("its layer blurs after the activation",)
+    if type(drop) is not nn.Identity:
+        return (f"{type(drop).__name__} stands between it and its activation",)
+    if has_hooks(act):
+        return (f"hooks look at the {type(act).__name__} inside its layer",)
+    return (f"no norm computes the {type(act).__name__} inside its layer",)
 
 
 def _carry_into_bcn(made: BatchChannelNorm, norm: Norm) -> None:

@@ -8,7 +8,7 @@ from micronorm.convert.plan import Plan
 from micronorm.convert.planner import Filter, Planner
 from micronorm.convert.rules import WRAPPERS
 from micronorm.nn.bcn import BCN
-from micronorm.nn.inputs import check_count
+from micronorm.nn.inputs import check_count, check_flag
 from micronorm.nn.spec import NormSpec, WeightSpec
 from micronorm.nn.weight import CWN, WS
 from micronorm.surgery import refuse_wrappers
@@ -45,7 +45,8 @@ def plan(
         warm_steps: start as the pretrained network and become BCN over so many optimizer steps; implies `absorb`.
         layer_norm: convert layer norms too.
         fuse: let each norm compute the activation and the addition that follow it, where the forward of the module that
-            calls it shows what follows. Outputs and gradients are the same.
+            calls it shows what follows. Outputs and gradients are the same. In a model that has our norms already this
+            alone is something to do: after unpickling, for one.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1))
@@ -58,6 +59,8 @@ def plan(
         paired by fx
     """
     refuse_wrappers(model, WRAPPERS)
+    check_flag("layer_norm", layer_norm)
+    check_flag("fuse", fuse)
     absorb = _check_options(norm, weight, absorb=absorb, warm_steps=warm_steps)
     planner = Planner(
         model, norm, weight, filter, absorb=absorb, warm_steps=warm_steps, layer_norm=layer_norm, fuse=fuse

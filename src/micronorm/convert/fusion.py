@@ -51,6 +51,17 @@ class Fusions:
     unfused: dict[nn.Module, list[str]] = field(default_factory=dict)
 
 
+def spoken(activation: Activation) -> str:
+    """An activation in words, for the plan: by the name of torch's layer.
+
+    Example:
+        >>> spoken(Activation("silu"))
+        'SiLU'
+    """
+    assert activation.kind is not None
+    return _SPOKEN[activation.kind]
+
+
 def find_fusions(model: nn.Module, norms: Iterable[nn.Module]) -> Fusions:
     """Look for what follows each of `norms`, in the modules that call them. Nothing is changed.
 
@@ -132,7 +143,7 @@ class _Tail:
         """In words, for the plan."""
         parts = ["the add"] if self.add is not None else []
         if self.activation is not None and self.activation.kind is not None:
-            parts.append(f"the {_SPOKEN[self.activation.kind]}")
+            parts.append(f"the {spoken(self.activation)}")
         return f"with {' and '.join(parts)} after it"
 
 

@@ -12,13 +12,15 @@ from micronorm.surgery import replace, set_forward
 
 Forward = Callable[..., Any]
 
+_INSIDE = "norms with the activation inside the layer"  # of timm and its like: told where there are any
+
 
 @dataclass(frozen=True)
 class Decision:
     """What becomes of one layer. `becomes` is None where it stays; `names` are all it is registered under.
 
     For norms of ours `fused` says with what the layer is computed together, one entry per call, and `unfused` why it is
-    not.
+    not. `inside` is the activation that a norm with one of its own computes in its passes.
     """
 
     names: tuple[str, ...]
@@ -30,6 +32,7 @@ class Decision:
     make: Callable[[], nn.Module] | None = field(repr=False, default=None)
     fused: tuple[str, ...] = ()
     unfused: tuple[str, ...] = ()
+    inside: str | None = None
 
     @property
     def name(self) -> str:
@@ -38,7 +41,7 @@ class Decision:
 
     def to_dict(self) -> dict[str, Any]:
         """The decision as plain values."""
-        fields = ("name", "names", "role", "type", "becomes", "reason", "fused", "unfused")
+        fields = ("name", "names", "role", "type", "becomes", "reason", "fused", "unfused", "inside")
         return {name: getattr(self, name) for name in fields}
 
 
@@ -61,7 +64,7 @@ class Plan:
 
     @property
     def totals(self) -> dict[str, int]:
-        """How many norms and convolutions are converted and left, and how many norms fused with what follows them."""
+        """How many norms and convolutions are converted and left, how many norms fused, how many with one inside."""
         counts = {
             f"{role}s {what}": sum(
                 d.role == role and (d.becomes is not None) == (what == "converted") for d in self.decisions
@@ -69,7 +72,10 @@ class Plan:
             for role in ("norm", "convolution")
             for what in ("converted", "left")
         }
-        return counts | {"norms fused": sum(bool(d.fused) for d in self.decisions)}
+        return counts | {
+            "norms fused": sum(bool(d.fused) for d in self.decisions),
+            _INSIDE: sum(d.inside is not None for d in self.decisions),
+        }
 
     def apply(self) -> nn.Module:
         """Make the conversion, in place, and return the model. All or nothing: a failure leaves the model as it was."""
@@ -114,7 +120,7 @@ class Plan:
     def summary(self) -> str:
         """The totals and the pairing, and why norms are not fused, in two or three lines."""
         detail = f" ({self.pairing_detail})" if self.pairing_detail else ""
-        totals = ", ".join(f"{count} {what}" for what, count in self.totals.items())
+        totals = ", ".join(f"{count} {what}" for what, count in self.totals.items() if count or what != _INSIDE)
         lines = [totals, f"paired by {self.pairing}{detail}"]
         reasons = Counter(d.unfused[0] for d in self.decisions if d.unfused and not d.fused)
         if reasons:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from micronorm.convert.carry import build, fit, zero_initialized
-from micronorm.convert.fusion import Fusions, find_fusions
+from micronorm.convert.carry import build, computed_inside, fit, why_not_inside, zero_initialized
+from micronorm.convert.fusion import Fusions, find_fusions, spoken
 from micronorm.convert.plan import Decision, Plan
 from micronorm.convert.rules import CONVOLUTIONS, Norm, looks_like_a_norm, read_norm, refuse_reparameterized
 from micronorm.flow import Flow, Node, trace_flow
@@ -17,10 +17,10 @@ from micronorm.flow.kinds import one_element_per_channel, passes_scale
 from micronorm.flow.trace import by_order
 from micronorm.nn.bcn import BCN, BatchChannelNorm
 from micronorm.nn.group import GroupNorm
-from micronorm.nn.norm_act import FUSIBLE
+from micronorm.nn.norm_act import FUSIBLE, BatchChannelNormAct, activation_inside
 from micronorm.nn.spec import GroupedSpec, NormSpec, WeightSpec
 from micronorm.nn.weight import CWN, WS, counterpart_kind, is_standardized_by_timm
-from micronorm.surgery import names_of
+from micronorm.surgery import is_rewritten, names_of
 
 Filter = Callable[[nn.Module, str], bool]
 
@@ -62,9 +62,10 @@ class Planner:
         decisions = [
             (norms | convolutions)[module] for module in self.names if module in norms or module in convolutions
         ]
-        self._refuse_no_change(decisions)
-        refuse_reparameterized((d.name, d.module) for d in decisions if d.make is not None)
         fusions = find_fusions(self.model, self._fusible(decisions)) if self.fuse else Fusions()
+        if all(is_rewritten(module) for module in fusions.forwards):
+            self._refuse_no_change(decisions)
+        refuse_reparameterized((d.name, d.module) for d in decisions if d.make is not None)
         return Plan(self.model, [_fused(d, fusions) for d in decisions], flow, fusions.forwards)
 
     def _fusible(self, decisions: list[Decision]) -> list[nn.Module]:
@@ -73,8 +74,11 @@ class Planner:
         return [
             module
             for module in self.names
-            if (module in made and self._becomes_fusible(self.norms[module])) or type(module) in FUSIBLE
+            if (self._becomes_fusible(self.norms[module]) if module in made else self._is_fusible(module))
         ]
+
+    def _is_fusible(self, module: nn.Module) -> bool:
+        return type(module) in FUSIBLE and self.allowed[module]
 
     def _becomes_fusible(self, facts: Norm) -> bool:
         assert self.norm is not None
@@ -117,7 +121,8 @@ class Planner:
         if not self.allowed[module]:
             return leave("left out by the filter")
         if self._is_asked_for(module):
-            return leave("is what was asked for")
+            inside = activation_inside(module.drop, module.act) if isinstance(module, BatchChannelNormAct) else None
+            return leave("is what was asked for", inside=inside and spoken(inside))
         if self.norm is None:
             return leave("norm=None")
         facts = self.norms.get(module)
@@ -153,6 +158,8 @@ class Planner:
             "; ".join(remarks),
             facts.module,
             partial(build, spec, facts, like=self._neighbour(sources), trainable=trainable, warm_steps=self.warm_steps),
+            inside=computed_inside(built, facts),
+            unfused=why_not_inside(built, facts) if self.fuse else (),
         )
 
     def _remarks(self, facts: Norm, groups: int | None) -> list[str]:
@@ -258,7 +265,10 @@ class Planner:
 
 def _fused(decision: Decision, fusions: Fusions) -> Decision:
     fused, unfused = (tuple(table.get(decision.module, ())) for table in (fusions.fused, fusions.unfused))
+    unfused = unfused or decision.unfused
     remarks = list(dict.fromkeys(fused))
+    if decision.inside is not None:
+        remarks.append(f"with the {decision.inside} inside the layer")
     if fused and unfused:
         remarks.append(f"{len(unfused)} of {len(fused) + len(unfused)} calls alone")
     return replace(decision, reason="; ".join([decision.reason, *remarks]), fused=fused, unfused=unfused)

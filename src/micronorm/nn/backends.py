@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+
+from micronorm.ops.transforms import is_transformed
 
 BACKENDS = ("auto", "reference", "one-pass", "triton")
 """What `backend=` of a normalization may be."""
@@ -33,6 +34,18 @@ class Choice(NamedTuple):
     reason: str
 
 
+def check_backend(backend: str) -> str:
+    """The backend itself; ValueError for a word that is none.
+
+    Example:
+        >>> check_backend("one-pass")
+        'one-pass'
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
+    return backend
+
+
 def resolve_backend(backend: str, x: Tensor) -> str:
     """The form that a layer with this `backend` computes in on x: "triton", "one-pass" or "reference".
 
@@ -41,8 +54,8 @@ def resolve_backend(backend: str, x: Tensor) -> str:
         'one-pass'
     """
     if backend not in ("auto", "triton"):
-        return backend
-    transformed = _is_transformed()
+        return check_backend(backend)  # an attribute may have been set since the layer was made
+    transformed = is_transformed()
     if backend == "auto" and transformed:
         return "reference"  # which autograd differentiates: the one-pass form has a backward of its own
     if backend == "auto" and not x.is_cuda:
@@ -99,13 +112,6 @@ def _tensor_problem(x: Tensor, transformed: bool) -> str | None:
     if transformed:
         return "kernels know no transforms of torch.func and no forward-mode differentiation"
     return None
-
-
-def _is_transformed() -> bool:
-    """Whether a transform of torch.func or forward-mode differentiation is under way; compilers see for themselves."""
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def _size_problem(x: Tensor) -> str | None:

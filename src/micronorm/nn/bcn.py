@@ -11,8 +11,8 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from micronorm.nn.backends import BACKENDS, resolve_backend
-from micronorm.nn.inputs import check_count, check_eps, check_input
+from micronorm.nn.backends import check_backend, resolve_backend
+from micronorm.nn.inputs import check_count, check_eps, check_input, check_residual
 from micronorm.nn.rematerialize.collector import active as rematerializing
 from micronorm.nn.rematerialize.collector import remember
 from micronorm.nn.running import WideBuffers
@@ -128,8 +128,7 @@ class BatchChannelNorm(WideBuffers):
             )
         if self.statistics not in STATISTICS:
             raise ValueError(f"statistics must be one of {STATISTICS}, got {self.statistics!r}")
-        if self.backend not in BACKENDS:
-            raise ValueError(f"backend must be one of {BACKENDS}, got {self.backend!r}")
+        check_backend(self.backend)
         check_activation(self.activation, self.negative_slope)
         check_count("micro_batch (samples per micro-batch)", self.micro_batch)
         if self.micro_batch != 1 and self.statistics != "sequential":
@@ -266,8 +265,8 @@ class BatchChannelNorm(WideBuffers):
 
     def _normalize(self, x: Tensor, activation: Activation, residual: Tensor | None = None) -> Tensor:
         check_input(x, self.num_channels, "BatchChannelNorm")
-        if residual is not None and residual.shape != x.shape:
-            raise ValueError(f"residual must have the shape of x, {tuple(x.shape)}, got {tuple(residual.shape)}")
+        if residual is not None:
+            check_residual(residual, x)
         if x.numel() == 0:
             return self._empty(x) if residual is None else self._empty(x) + residual
         backend = resolve_backend(self.backend, x)

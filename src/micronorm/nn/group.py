@@ -6,8 +6,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from micronorm.nn.backends import BACKENDS, resolve_backend
-from micronorm.nn.inputs import check_eps, check_input
+from micronorm.nn.backends import check_backend, resolve_backend
+from micronorm.nn.inputs import check_eps, check_input, check_residual
 from micronorm.nn.rematerialize.collector import active as rematerializing
 from micronorm.nn.rematerialize.collector import remember
 from micronorm.nn.spec import GroupedSpec, NormSpec
@@ -53,9 +53,7 @@ class GroupNorm(nn.GroupNorm):
         backend: str = "auto",
     ) -> None:
         super().__init__(num_groups, num_channels, eps, affine, device, dtype)
-        if backend not in BACKENDS:
-            raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
-        self.backend = backend
+        self.backend = check_backend(backend)
 
     @property
     def activation(self) -> None:
@@ -80,10 +78,8 @@ class GroupNorm(nn.GroupNorm):
         """
         act = check_activation(activation, negative_slope)
         check_input(input, self.num_channels, type(self).__name__)
-        if residual is not None and residual.shape != input.shape:
-            raise ValueError(
-                f"residual must have the shape of the input, {tuple(input.shape)}, got {tuple(residual.shape)}"
-            )
+        if residual is not None:
+            check_residual(residual, input)
         if input.numel() != 0 and resolve_backend(self.backend, input) == "triton":
             return self._by_kernel(input, act, residual)
         # Not F.group_norm: it refuses one value per group, for which torch.group_norm is defined.

@@ -28,6 +28,17 @@ def check_input(x: Tensor, num_channels: int, name: str) -> None:
         raise ValueError(f"{name} takes an empty batch but no empty map, got shape {tuple(x.shape)}; drop such inputs")
 
 
+def check_residual(residual: Tensor, x: Tensor) -> None:
+    """Refuse a residual that is not a tensor of the input's shape."""
+    if not isinstance(residual, Tensor):
+        raise TypeError(f"residual must be a tensor of the input's shape, or None, got {residual!r}; add it afterwards")
+    if residual.shape != x.shape:
+        raise ValueError(
+            f"residual must have the shape of the input, {tuple(x.shape)}, got {tuple(residual.shape)}; "
+            "what broadcasts is added afterwards"
+        )
+
+
 def check_count(name: str, value: int) -> None:
     """Refuse anything but an int of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int):

@@ -73,7 +73,7 @@ class BatchChannelNormAct(BatchChannelNorm):
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override] # it has its own activation
         """act(drop(BCN(x)))."""
-        fused = fusible_activation(self.act) if type(self.drop) is nn.Identity and not has_hooks(self.drop) else None
+        fused = activation_inside(self.drop, self.act)
         if fused is not None:
             return self._normalize(x, fused)
         return self.act(self.drop(self._normalize(x, Activation())))
@@ -108,8 +108,8 @@ class NormAct(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """act(drop(norm(x)))."""
-        if takes_over(self.norm) and type(self.drop) is nn.Identity and not has_hooks(self.drop):
-            fused = fusible_activation(self.act)
+        if takes_over(self.norm):
+            fused = activation_inside(self.drop, self.act)
             if fused is not None:
                 return self.norm(x, activation=fused.kind, negative_slope=fused.slope)
         return self.act(self.drop(self.norm(x)))
@@ -207,6 +207,16 @@ def takes_over(norm: Any) -> bool:
         (True, False)
     """
     return type(norm) in FUSIBLE and norm.activation is None and not has_hooks(norm) and "forward" not in norm.__dict__
+
+
+def activation_inside(drop: nn.Module, act: nn.Module) -> Activation | None:
+    """The activation of a norm-act that its norm computes in its own passes: one it can, with no dropout before it.
+
+    Example:
+        >>> activation_inside(nn.Identity(), nn.ReLU()), activation_inside(nn.Dropout(), nn.ReLU())
+        (Activation(kind='relu', slope=0.01), None)
+    """
+    return fusible_activation(act) if type(drop) is nn.Identity and not has_hooks(drop) else None
 
 
 def fusible_activation(module: nn.Module) -> Activation | None:

@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import re
 import threading
 
 import pytest
@@ -287,6 +288,12 @@ def test_offloading_around_the_model_takes_precedence():
         assert handle.report().tensors == 0
 
 
+@pytest.mark.parametrize("model", ["x", nn.ReLU, None])
+def test_what_is_no_module_is_refused(model):
+    with pytest.raises(TypeError, match=rf"a torch\.nn\.Module, got {re.escape(repr(model))}; mn\.recompute\(model\)"):
+        mn.recompute(model)
+
+
 @pytest.mark.parametrize("outside, backend", [(False, "eager"), (True, "aot_eager")])
 def test_compiled_models_are_left_alone(outside, backend):
     plain = torch.compile(small(), backend=backend)
@@ -298,7 +305,7 @@ def test_compiled_models_are_left_alone(outside, backend):
     if outside:
         assert handle.report().tensors == 0
     else:
-        with pytest.raises(RuntimeError, match="not been called"):
+        with pytest.raises(RuntimeError, match=r"or by compiled code only, which decides itself what it keeps"):
             handle.report()
 
 

@@ -48,10 +48,11 @@ class Spared:
     def __str__(self) -> str:
         size, unit = float(self.bytes), "bytes"
         for larger in ("KiB", "MiB", "GiB"):
-            if abs(size) < 1024:
+            if abs(size) < 999.5:  # three digits say no more, and 1,000 would be written 1e+03
                 break
             size, unit = size / 1024, larger
-        return f"{self.tensors} activation{'s' * (self.tensors != 1)} not kept: {size:.3g} {unit}"
+        digits = f"{size:.3g}" if abs(size) < 999.5 else f"{size:.0f}"
+        return f"{self.tensors} activation{'s' * (self.tensors != 1)} not kept: {digits} {unit}"
 
 
 class _Entry(NamedTuple):

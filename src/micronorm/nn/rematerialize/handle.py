@@ -40,6 +40,7 @@ def recompute(model: nn.Module, *, filter: Callable[[nn.Module, str], bool] | No
         A handle with `report()` and `remove()`, also usable in a `with` statement.
 
     Raises:
+        TypeError: `model` is no module.
         ValueError: the model has no normalization of which this could be done, or the filter leaves none.
 
     Example:
@@ -52,6 +53,8 @@ def recompute(model: nn.Module, *, filter: Callable[[nn.Module, str], bool] | No
         >>> loss.backward()
         >>> handle.remove()
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {model!r}; mn.recompute(model) takes the model itself")
     able = {module: name for name, module in model.named_modules() if _is_recomputed(module)}
     if not able:
         raise ValueError(
@@ -93,7 +96,10 @@ class Recomputation:
             RuntimeError: there was none yet.
         """
         if self._last is None:
-            raise RuntimeError("nothing to report: the model has not been called in grad mode since mn.recompute")
+            raise RuntimeError(
+                "nothing to report: since mn.recompute the model has not been called in grad mode, or by compiled code "
+                "only, which decides itself what it keeps"
+            )
         return self._last
 
     def remove(self) -> None:

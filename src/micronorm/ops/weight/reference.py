@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from micronorm.ops.moments import Moments, compute_dtype, moments
+from micronorm.ops.transforms import is_transformed
 
 
 class _Standardize(torch.autograd.Function):
@@ -68,8 +69,13 @@ def _standardized(w: Tensor, rows: Moments, center: bool, scale: bool, eps: floa
 
 def standardize(w: Tensor, *, center: bool, scale: bool, eps: float, dtype: torch.dtype | None = None) -> Tensor:
     """`weight_standardize` in PyTorch operations; rounded once, to `dtype`, which is W's own where none is given."""
-    what = _Standardize.apply(w.to(compute_dtype(w.dtype)), center, scale, eps)
-    return what.to(w.dtype if dtype is None else dtype)  # type: ignore[union-attr]
+    wide = w.to(compute_dtype(w.dtype))
+    what: Any
+    if is_transformed():  # which follow operations, and not a backward of its own
+        what = _standardized(wide, _row_moments(wide), center, scale, eps)[0]
+    else:
+        what = _Standardize.apply(wide, center, scale, eps)
+    return what.to(w.dtype if dtype is None else dtype)
 
 
 def row_statistics(w: Tensor, *, center: bool, scale: bool, eps: float) -> tuple[Tensor, Tensor]:

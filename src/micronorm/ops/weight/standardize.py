@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from micronorm.ops.transforms import is_transformed
 from micronorm.ops.weight import operators, reference
 
 BACKENDS = ("auto", "reference", "triton")
@@ -17,8 +18,8 @@ def choose_backend(w: Tensor, backend: str = "auto") -> str:
     """What computes this weight's standardization: "reference" or "triton".
 
     "auto" is "triton" on a CUDA device where triton is installed and the weight's rows are dense in memory (contiguous
-    or channels_last), "reference" otherwise. Asking for "triton" where it cannot be is an error, on a CPU too unless
-    Triton's interpreter is active.
+    or channels_last), "reference" otherwise and under transforms of torch.func. Asking for "triton" where it cannot be
+    is an error, on a CPU too unless Triton's interpreter is active.
 
     Example:
         >>> choose_backend(torch.randn(8, 4, 3, 3))
@@ -38,6 +39,8 @@ def choose_backend(w: Tensor, backend: str = "auto") -> str:
 
 def _obstacle(w: Tensor) -> str | None:
     """Why no kernel can compute this weight; None where one can."""
+    if is_transformed():
+        return "knows no transforms of torch.func and no forward-mode differentiation"
     if not TRITON:
         return "needs the package triton, which is not installed (pip install triton)"
     if w.device.type not in ("cuda", "cpu"):
