@@ -10,7 +10,8 @@ import tempfile
 from pathlib import Path
 
 import torch
-from runs import ROOT, distance, provenance, run, table, weights, write_csv
+from runs import ROOT, distance, provenance, run, table, weights
+from tables import write_csv
 from torch import nn
 
 from micronorm import records

@@ -8,7 +8,6 @@ is the median of `--rounds` rounds of `--steps` steps, in turn over the methods:
 
 import argparse
 import copy
-import csv
 import shlex
 import statistics
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tables import write_csv
 
 import micronorm as mn
 from micronorm.engine.environment import environment
@@ -269,11 +269,7 @@ def main() -> None:
         "command": shlex.join(["python", *sys.argv]),
     }
     if options.out is not None:
-        columns = list(dict.fromkeys(key for row in rows for key in row)) + list(facts)
-        with options.out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
-            writer.writeheader()
-            writer.writerows({**row, **facts} for row in rows)
+        write_csv(options.out, [{**row, **facts} for row in rows])
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ own on the same batch. So the two take turns, step by step, and what disturbs th
 """
 
 import argparse
-import csv
 import datetime
 import os
 import platform
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tables import write_csv
 from torch import Tensor, nn
 
 import micronorm as mn
@@ -169,11 +169,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         rows.append(row)
     if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        with args.out.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(args.out, rows)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ what follows: (look − step)/(every·step). The target is 0.03 at every = 50.
 """
 
 import argparse
-import csv
 import datetime
 import os
 import platform
@@ -32,6 +31,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tables import write_csv
 from torch import Tensor, nn
 
 import micronorm as mn
@@ -199,11 +199,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 )
                 rows.append(row | facts(args.device))
     if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        with args.out.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(args.out, rows)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ Not named onnx.py: a script's folder comes first on Python's path, and `import o
 """
 
 import argparse
-import csv
 import datetime
 import importlib.metadata
 import platform
@@ -17,6 +16,7 @@ from pathlib import Path
 import timm
 import torch
 import torchvision
+from tables import write_csv
 from torch import Tensor, nn
 
 import micronorm as mn
@@ -124,11 +124,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
         rows.append({**row, **run})
     if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        with args.out.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(args.out, rows)
 
 
 if __name__ == "__main__":

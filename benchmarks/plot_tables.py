@@ -1,18 +1,14 @@
 """The tables of steps_gpu.py and ws_gpu.py as pictures beside them: python benchmarks/plot_tables.py."""
 
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tables import read_csv
+
 from micronorm.bench.plot import OURS, THEIRS, load_pyplot
 
 RESULTS = Path(__file__).parent / "results"
-
-
-def read(name: str) -> list[dict[str, str]]:
-    with (RESULTS / name).open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 def bars(axis: Any, labels: Sequence[str], values: Sequence[float], texts: Sequence[str]) -> None:
@@ -30,7 +26,7 @@ def bars(axis: Any, labels: Sequence[str], values: Sequence[float], texts: Seque
 
 def steps(pyplot: Any, table: str) -> Any:
     """Captured training steps: milliseconds, and the peak of memory as a multiple of BatchNorm's."""
-    rows = [row for row in read(table) if row["what"] == "step" and row["route"] == "graph" and row["ms"]]
+    rows = [row for row in read_csv(RESULTS / table) if row["what"] == "step" and row["route"] == "graph" and row["ms"]]
     workloads = list(dict.fromkeys((row["network"], row["samples"], row["size"]) for row in rows))
     figure, axes = pyplot.subplots(len(workloads), 2, figsize=(9.5, 1.7 * len(workloads) + 0.6), layout="constrained")
     for (left, right), workload in zip(axes, workloads, strict=True):
@@ -50,7 +46,7 @@ def steps(pyplot: Any, table: str) -> Any:
 
 def weights(pyplot: Any, table: str) -> Any:
     """Standardized weights of a network, forward and backward."""
-    rows = [row for row in read(table) if row["layout"] == "channels_last"]
+    rows = [row for row in read_csv(RESULTS / table) if row["layout"] == "channels_last"]
     networks = list(dict.fromkeys(row["weights"] for row in rows))
     figure, axes = pyplot.subplots(
         len(networks), 1, figsize=(7.5, 1.5 * len(networks) + 0.5), layout="constrained", squeeze=False

@@ -1,6 +1,5 @@
 """What `cuts.py` and `kills.py` share: the command line in processes of its own, distances, provenance, tables."""
 
-import csv
 import os
 import shlex
 import subprocess
@@ -59,21 +58,6 @@ def provenance() -> str:
         f"micronorm {found['micronorm']} ({(found['revision'] or 'no revision')[:12]}), torch {found['torch']}, Python "
         f"{found['python']}, {cpu['model']}, one thread per process, {found['date'][:10]}."
     )
-
-
-def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def read_csv(path: Path) -> list[dict[str, str]]:
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

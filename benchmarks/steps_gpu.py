@@ -16,7 +16,6 @@ every replay then uses. Ratios of memory compare methods by the same route.
 
 import argparse
 import contextlib
-import csv
 import gc
 import importlib.metadata
 import shlex
@@ -30,6 +29,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from engine_gpu import build as build_cifar
+from tables import write_csv
 from torch import nn
 
 import micronorm as mn
@@ -407,15 +407,6 @@ def _without_out(arguments: Sequence[str]) -> list[str]:
     return kept
 
 
-def write(rows: Sequence[Row], path: Path, known: dict[str, object]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    records = [{**record(row), **known} for row in rows]
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(records[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(records)
-
-
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [workload.name for workload in (*WORKLOADS, *TINY)]
@@ -453,7 +444,8 @@ def main() -> None:
         compare(rows[workload])
         print("\n".join(map(line, new)), flush=True)
         if options.out is not None:
-            write([row for members in rows.values() for row in members], options.out, facts(device))
+            known = facts(device)
+            write_csv(options.out, [{**record(row), **known} for members in rows.values() for row in members])
 
     methods = chosen_methods(options.weights)
     for workload in workloads:

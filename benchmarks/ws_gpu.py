@@ -9,7 +9,6 @@ that one read of W, g and W again and one write of Ŵ and dW take at the bandwid
 """
 
 import argparse
-import csv
 import functools
 import itertools
 import shlex
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tables import write_csv
 from torch import Tensor
 
 from micronorm.engine.environment import environment
@@ -245,11 +245,7 @@ def main() -> None:
         "command": shlex.join(["python", *sys.argv]),
     }
     if options.out is not None:
-        columns = list(dict.fromkeys(key for row in rows for key in row)) + list(facts)
-        with options.out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
-            writer.writeheader()
-            writer.writerows({**row, **facts} for row in rows)
+        write_csv(options.out, [{**row, **facts} for row in rows])
 
 
 if __name__ == "__main__":
