@@ -370,7 +370,9 @@ def test_fusion_alone_is_something_to_convert(build, options):
         mn.convert(model, **options)
 
 
-@pytest.mark.parametrize("options", [{"fuse": False}, {"filter": lambda module, name: False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"fuse": False}, {"filter": lambda module, name: False}], ids=["turned off", "filtered out"]
+)
 def test_where_fusion_is_not_wanted_it_is_nothing_to_convert(options):
     model, _ = converted(small)
     with pytest.raises(ValueError, match="nothing to convert"):
