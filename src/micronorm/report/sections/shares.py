@@ -15,8 +15,8 @@ _ABOUT = (
     "the two parts that standardization takes away, by which it lowers the Lipschitz constant of the loss."
 )
 _PLAIN = (
-    "A plain layer has no such parts: of it is drawn what standardization would take, were its weights standardized, and "
-    "what would be left."
+    "A plain layer has no such parts: of it is drawn what standardization would take, were its weights standardized, "
+    "and what would be left."
 )
 _KEYS = (
     Key("reaches W: σ²‖∇W‖²", "s0", "cell"),
