@@ -358,13 +358,12 @@ def test_the_verdict_says_where_runs_were_not_trained_for_equally_long(tmp_path)
     definition = {"epochs": 15}
     runs = {name: full_run(tmp_path / name, epochs=epochs, steps_per_epoch=2, recipe=name, definition=definition)
             for name, epochs in (("a", 4), ("b", 2))}  # fmt: skip
-    said = "Not trained for equally long, which figures alone do not show: 4 of 15 epochs: a; 2 of 15 epochs: b."
-    assert verdict_on(tmp_path, runs).endswith(said)
+    assert verdict_on(tmp_path, runs).endswith("Not of equal training: 4 of 15 epochs (a); 2 of 15 epochs (b).")
     runs["b"] = full_run(tmp_path / "c", epochs=4, steps_per_epoch=2, level=2.0, recipe="b", definition=definition)
     assert verdict_on(tmp_path, runs).endswith("None did all epochs of its recipe: 4 of 15 epochs.")
     runs = {name: full_run(tmp_path / name, epochs=2, steps_per_epoch=steps, level=steps) for name, steps in
             (("d", 2), ("e", 3))}  # fmt: skip
-    assert verdict_on(tmp_path, runs).endswith("4 steps: d; 6 steps: e.")
+    assert verdict_on(tmp_path, runs).endswith("Not of equal training: 4 steps (d); 6 steps (e).")
 
 
 def test_figures_that_read_alike_are_not_called_lowest_and_highest(tmp_path):

@@ -74,7 +74,7 @@ def _scale(top: float, y: float, *, above: bool) -> list[Item]:
         Path([box(_LEFT + k * size, y, size + 0.3, 9)], "cell", f"h{k}", closed=True) for k in range(LEVELS)
     ]
     for tick in _scale_ticks(top):
-        items.append(Text(_LEFT + tick / top * size * LEVELS, y + 22, tick_text(float(f"{tick:.2g}")), "middle"))
+        items.append(Text(_LEFT + tick / top * size * LEVELS, y + 22, tick_text(float(f"{tick:.3g}")), "middle"))
     return [*items, Text(_LEFT - 6, y + 9, "above: darkest" if above else "scale", "end")]
 
 

@@ -98,19 +98,20 @@ def _unequal(runs: Sequence[NamedRun]) -> str:
     short = False
     for run in runs:
         done, planned = epochs_done(run.record), _planned_epochs(run.record)
-        short |= planned is not None and done < planned
-        of = f" of {planned:g}" if planned is not None else ""
-        by_length.setdefault(f"{done:g}{of} epochs", []).append(run.name)
-    if len({epochs_done(run.record) for run in runs}) == 1 and not short:
+        short |= planned is not None and 0 < done < planned
+        length = count(done, "epoch") if planned is None else f"{done} of {planned:g} epochs"
+        by_length.setdefault(length, []).append(run.name)
+    reached = {epochs_done(run.record) for run in runs}
+    if 0 in reached or (len(reached) == 1 and not short):  # loops of other people need not count epochs
         by_length = {}
         for run in runs:
             by_length.setdefault(count(last_step(run.record), "step"), []).append(run.name)
         if len(by_length) == 1:
             return ""
-    lengths = "; ".join(f"{length}: {', '.join(names)}" for length, names in by_length.items())
+    lengths = "; ".join(f"{length} ({', '.join(names)})" for length, names in by_length.items())
     if len(by_length) == 1:
         return f" None did all epochs of its recipe: {next(iter(by_length))}."
-    return f" Not trained for equally long, which figures alone do not show: {lengths}."
+    return f" Not of equal training: {lengths}."
 
 
 def _planned_epochs(record: Record) -> float | None:
