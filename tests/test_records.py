@@ -408,6 +408,18 @@ def test_looks_into_the_network_are_read_back_and_rewound_with_the_steps_they_be
     assert records.read(tmp_path).diagnostics == looks[:2]
 
 
+@pytest.mark.parametrize(
+    "layers, complaint", [(7, "layers must be an object, got int"), ({"bn": 3}, "'bn' must be an object, got int")]
+)
+def test_a_look_of_the_wrong_shape_is_refused_in_writing_and_in_reading(run, layers, complaint):
+    look = {"step": 1, "epoch": 0, "layers": layers}
+    with pytest.raises(ValueError, match=complaint):
+        run.append_diagnostics(look)
+    (run.path / records.DIAGNOSTICS).write_text(json.dumps(look) + "\n")
+    with pytest.raises(ValueError, match=rf"diagnostics\.jsonl, line 1: .*{complaint}"):
+        read(run.path)
+
+
 def sample(**changes) -> dict:
     whole = {"height": 2, "width": 1, "channels": 3, "pixels": "AAECAwQF", "label": "3", "prediction": "5"}
     return {**whole, "probability": 0.5, **changes}

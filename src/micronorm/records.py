@@ -204,6 +204,8 @@ class Run:
                 raise ValueError(f"a row of {name} needs its step, an int not below 0, got {step!r}")
             if step < last + apart:
                 raise ValueError(f"step {step} follows step {last} in {file}; after a resume, rewind first")
+            if name == DIAGNOSTICS:
+                _check_layers(dict(row), f"a row of {name}")
             last = step
         data = b"".join(_line(row) for row in rows)
         with open(file, "ab", buffering=0) as out:
@@ -390,8 +392,20 @@ def _read_lines(file: Path) -> list[tuple[bytes, Row]]:
         if not _is_count(step) or step < last + apart:
             raise ValueError(f"{file}, line {number}: step {step!r} after step {last}")
         last = step
+        if file.name == DIAGNOSTICS:
+            _check_layers(row, f"{file}, line {number}")
         found.append((line + b"\n", row))
     return found
+
+
+def _check_layers(row: Row, where: str) -> None:
+    """Refuse a look whose layers are no objects: readers would pass over it, and show less than was recorded."""
+    layers: Any = row.get("layers", {})
+    if not isinstance(layers, dict):
+        raise ValueError(f"{where}: layers must be an object, got {type(layers).__name__}")
+    for name, layer in layers.items():
+        if not isinstance(layer, dict):
+            raise ValueError(f"{where}: the layer {name!r} must be an object, got {type(layer).__name__}")
 
 
 def _is_count(value: Any) -> TypeGuard[int]:

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -38,6 +39,9 @@ def with_batch():
 
 def without_norms():
     return nn.Conv2d(1, 2, 1)
+
+def failing():
+    raise KeyError("my own error")
 
 pair = (3, 4)
 """
@@ -164,6 +168,9 @@ def test_a_recipe_is_a_target_with_its_own_data():
     "arguments, message",
     [
         (["nothing"], "has no 'nothing'"),
+        (["failing"], "factories_of_diagnose:failing fails (KeyError: 'my own error')"),
+        ([":f"], "is not a target: write package.module:factory, torchvision:NAME, timm:NAME or recipe:"),
+        (["groups", "--checkpoint", "."], ". is a folder, in which there is no model.safetensors"),
         (["no_such_module_here:f"], "no module 'no_such_module_here'"),
         (["pair"], "must give a model or a tuple that begins with one, got int"),
         (["recipe:digit/bn"], "no table 'digit'"),
@@ -184,6 +191,42 @@ def test_misuse_ends_with_2_and_one_line(arguments, message):
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize("option", ["--checkpoint", "--data"])
+@pytest.mark.parametrize("content", [b"", bytes(range(7, 250)), b"\x80\x02}q\x00.", b"PK\x03\x04 and no more", b"s"])
+def test_of_bytes_that_are_no_tensors_no_advice_to_run_them_is_repeated(option, content):
+    Path("noise.pt").write_bytes(content)
+    result = invoke("groups", option, "noise.pt")
+    assert result.exit_code == 2, result.output
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("micronorm diagnose: ")
+    assert "weights_only" not in line
+    assert "trust" not in line
+
+
+def test_a_folder_of_a_run_is_answered_with_the_checkpoint_in_it():
+    Path("run").mkdir()
+    save_file(state_of("groups"), "run/model.safetensors")
+    result = invoke("groups", "--checkpoint", "run")
+    assert result.exit_code == 2
+    assert "run is a folder: did you mean run/model.safetensors?" in result.stderr
+
+
+def test_groups_that_are_not_those_asked_for_are_told():
+    result = invoke("network", *DIGITS, "--norm", "gn", "--groups", "7")
+    assert "note: --groups 7 does not divide the channels everywhere; groups taken: " in result.output
+    assert "--groups" not in invoke("network", *DIGITS, "--norm", "gn", "--groups", "4").output
+    assert "note: --groups is about the layers that --norm makes" in invoke("network", *DIGITS, "--groups", "4").output
+
+
+def test_images_in_bytes_are_said_to_be_taken_as_pixels():
+    np.save("bytes.npy", np.random.default_rng(0).integers(0, 255, (32, 1, 8, 8)).astype(np.uint8))
+    np.save("floats.npy", np.random.default_rng(0).normal(size=(32, 1, 8, 8)))
+    said = "bytes.npy holds uint8: taken as pixels from 0 to 255 and standardized"
+    assert f"note: {said}" in invoke("groups", "--data", "bytes.npy").output
+    assert any(said in note for note in json.loads(invoke("groups", "--data", "bytes.npy", "--json").stdout)["notes"])
+    assert "taken as pixels" not in invoke("groups", "--data", "floats.npy").output
 
 
 def test_nothing_in_a_checkpoint_is_executed():

@@ -104,6 +104,17 @@ def test_records_that_are_there_are_looked_up_anew(monkeypatch, tmp_path):
     assert [bar["ours"] for bar in panels[-1]["bars"]] == [6.0, 7.0, None, None]
 
 
+@pytest.mark.usefixtures("undrawn")
+def test_a_row_that_is_not_finished_is_said_to_be_missing(tmp_path):
+    write_run(tmp_path / "own" / "a", "digits/gn")
+    write_run(tmp_path / "own" / "b", "digits/gn-ws")
+    write_run(tmp_path / "own" / "c", "digits/bcn-ws", finished=False)
+    result = run("fig:imagenet", "--runs", "own")
+    assert result.exit_code == 0, result.output
+    said = [line for line in result.output.splitlines() if line.startswith("Missing")]
+    assert said == ["Missing: digits/bcn-ws (not finished); drawn without it."]
+
+
 def test_the_name_of_the_command_is_kept_without_the_folders_it_used(tmp_path):
     request = figures.Request(dataset="cifar10", epochs=3, data=tmp_path, runs=tmp_path)
     assert cli_figures._command("fig:dist", request) == "micronorm reproduce fig:dist --dataset cifar10 --epochs 3"

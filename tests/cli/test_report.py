@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -58,15 +60,64 @@ def damaged(folder):
     return run.path
 
 
-def test_a_missing_matplotlib_leaves_the_page_and_ends_with_a_reason(tmp_path, monkeypatch):
-    def refuse(*args, **options):
-        raise ImportError("plots as PNG need matplotlib")
+def test_of_several_runs_a_damaged_one_is_left_out_and_named(tmp_path):
+    full_run(tmp_path / "runs" / "good", looks=False)
+    damaged(tmp_path / "runs" / "bad")
+    wrong = begin(tmp_path / "runs" / "wrong").path
+    (wrong / "diagnostics.jsonl").write_text('{"step": 1, "layers": 7}\n')
+    result = invoke(tmp_path / "runs", "--out", tmp_path / "page.html")
+    assert result.exit_code == 0, result.output
+    assert f"{tmp_path / 'page.html'}: 1 run," in result.stdout
+    first, second = result.stderr.splitlines()
+    assert first.startswith("micronorm report: left out: ")
+    assert "epochs.jsonl, line 1: not JSON" in first
+    assert "diagnostics.jsonl, line 1: layers must be an object" in second
+    page = (tmp_path / "page.html").read_text("utf-8")
+    assert page.count('<p class="about">Left out: ') == 2
+    assert "layers must be an object" in page
 
-    monkeypatch.setattr(report, "write_plots", refuse)
-    result = invoke(full_run(tmp_path / "a"), "--out", tmp_path / "page.html", "--plots", tmp_path / "plots")
+
+def test_several_runs_that_are_all_damaged_make_no_page(tmp_path):
+    for name in ("one", "two"):
+        damaged(tmp_path / name)
+    result = invoke(tmp_path, "--out", tmp_path / "page.html")
+    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 2)
+    assert not (tmp_path / "page.html").exists()
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        (["--out", "folder"], "folder cannot be written: it is a folder"),
+        (["--out", f"new/{'n' * 300}.html"], ".html cannot be written: File name too long"),
+        (["--out", "file/page.html"], "file/page.html cannot be written: "),
+        (["--plots", "file"], "file cannot be written: it is a file, not a folder"),
+        (["--plots", "file/plots"], "file/plots cannot be written: Not a directory"),
+    ],
+)
+def test_what_cannot_be_written_ends_with_1_and_one_line_about_what_was_named(tmp_path, monkeypatch, options, reason):
+    run = full_run(tmp_path / "run", epochs=1, steps_per_epoch=1, looks=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    result = invoke(run, *options)
+    assert result.exit_code == 1, result.output
+    (line,) = result.stderr.splitlines()
+    assert reason in line
+    assert ".partial" not in line
+    left = {path.name for path in tmp_path.iterdir()} - {"report.html"}  # whole, where only the plots failed
+    assert (left, list((tmp_path / "folder").iterdir())) == ({"run", "folder", "file"}, [])
+
+
+def test_a_missing_matplotlib_leaves_the_page_and_svg_files_and_ends_with_a_reason(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    run = full_run(tmp_path / "a", epochs=1, steps_per_epoch=1, looks=False)
+    result = invoke(run, "--out", tmp_path / "page.html", "--plots", tmp_path / "plots")
     assert result.exit_code == 1
-    assert "micronorm report: plots as PNG need matplotlib" in result.output
+    assert "plots as SVG; plots as PNG need matplotlib" in result.stderr
     assert (tmp_path / "page.html").exists()
+    assert {file.suffix for file in (tmp_path / "plots").iterdir()} == {".svg"}
 
 
 def test_the_page_is_opened_only_when_asked(tmp_path, monkeypatch):

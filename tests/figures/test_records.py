@@ -40,6 +40,13 @@ def test_curves_come_from_run_directories(tmp_path):
     assert curves["GN"]["paper"] is None
 
 
+def test_rows_without_a_run_that_counts_are_named_with_the_reason(tmp_path):
+    write_run(tmp_path / "a", "digits/gn")
+    write_run(tmp_path / "b", "digits/gn-ws", finished=False)
+    missing = measured("fig:imagenet", tmp_path)["numbers"]["missing"]
+    assert missing == {"digits/gn-ws": "not finished", "digits/bcn-ws": "no finished run"}
+
+
 def test_without_a_run_the_command_that_makes_them_is_told(tmp_path):
     with pytest.raises(ValueError, match="micronorm reproduce digits --rows gn,gn-ws,bcn-ws"):
         measured("fig:imagenet", tmp_path)

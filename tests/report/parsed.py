@@ -6,7 +6,7 @@ from pathlib import Path
 
 from micronorm.report import write_page
 
-VOID = {"meta", "img", "br", "link"}
+VOID = {"meta", "img", "br", "link", "wbr"}
 
 
 class Parsed(HTMLParser):

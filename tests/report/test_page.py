@@ -103,7 +103,7 @@ def assert_harmless(text: str, parsed) -> None:
 def test_a_run_named_by_the_caller_is_escaped_too(tmp_path):
     text, parsed = page(tmp_path, {EVIL: make_run(tmp_path / "a"), "b": make_run(tmp_path / "b")})
     assert_harmless(text, parsed)
-    assert EVIL in parsed.text
+    assert EVIL in "".join(parsed.text)
 
 
 def test_no_request_leaves_the_page(tmp_path):
@@ -347,3 +347,34 @@ def test_the_verdict_on_several_runs_names_the_ends_and_what_is_not_finished(tmp
     assert verdict == f"{lowest} One seed each. Not finished: b."
     text, _ = page(tmp_path, [begin(tmp_path / "d").path])
     assert '<p class="verdict">No evaluation yet.</p>' in text
+
+
+def verdict_on(tmp_path, runs) -> str:
+    text, _ = page(tmp_path, runs)
+    return re.findall('<p class="verdict">(.*?)</p>', text)[0]
+
+
+def test_the_verdict_says_where_runs_were_not_trained_for_equally_long(tmp_path):
+    definition = {"epochs": 15}
+    runs = {name: full_run(tmp_path / name, epochs=epochs, steps_per_epoch=2, recipe=name, definition=definition)
+            for name, epochs in (("a", 4), ("b", 2))}  # fmt: skip
+    assert verdict_on(tmp_path, runs).endswith("Not of equal training: 4 of 15 epochs (a); 2 of 15 epochs (b).")
+    runs["b"] = full_run(tmp_path / "c", epochs=4, steps_per_epoch=2, level=2.0, recipe="b", definition=definition)
+    assert verdict_on(tmp_path, runs).endswith("None did all epochs of its recipe: 4 of 15 epochs.")
+    runs = {name: full_run(tmp_path / name, epochs=2, steps_per_epoch=steps, level=steps) for name, steps in
+            (("d", 2), ("e", 3))}  # fmt: skip
+    assert verdict_on(tmp_path, runs).endswith("Not of equal training: 4 steps (d); 6 steps (e).")
+
+
+def test_figures_that_read_alike_are_not_called_lowest_and_highest(tmp_path):
+    runs = {name: full_run(tmp_path / name, epochs=3) for name in ("a", "b")}
+    assert verdict_on(tmp_path, runs) == "All 2 runs: 6.60 % test error."
+    runs["c"] = full_run(tmp_path / "c", epochs=3, level=2.0)
+    assert verdict_on(tmp_path, runs) == "Lowest test error of 3 runs: a and b with 6.60 %; highest: c with 13.20 %."
+
+
+def test_names_break_between_words_on_narrow_screens(tmp_path):
+    runs = {"digits/bcn-ws": full_run(tmp_path / "a"), "<b>/c": full_run(tmp_path / "b")}
+    text, _ = page(tmp_path, runs)
+    assert '<i class="dot c0"></i>digits/<wbr>bcn-<wbr>ws</th>' in section(text, "results")
+    assert "&lt;b&gt;/<wbr>c</li>" in section(text, "training")

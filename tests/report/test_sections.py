@@ -99,9 +99,9 @@ def test_looks_within_one_epoch_are_shown_by_step_and_several_of_an_epoch_are_av
 def test_layers_without_all_figures_or_without_finite_ones_are_left_out(tmp_path):
     run = begin(tmp_path / "a")
     good = {"kind": "norm", "stat_diff": 0.5}
-    layers = {"good": good, "nan": {**good, "stat_diff": math.nan}, "less": {"kind": "norm"}, "odd": 3, "text": {}}
+    layers = {"good": good, "nan": {**good, "stat_diff": math.nan}, "less": {"kind": "norm"}, "text": {}}
     run.append_diagnostics({"step": 1, "epoch": 0, "layers": layers})
-    run.append_diagnostics({"step": 2, "epoch": 0, "layers": None})
+    run.append_diagnostics({"step": 2, "epoch": 0})
     looks = read_looks(read(run.path), "norm", "stat_diff")
     assert looks is not None
     assert (looks.layers, looks.xs) == (["good"], [1])
@@ -115,7 +115,7 @@ def test_the_shares_are_stacked_to_their_sum_and_the_residual_is_told(tmp_path):
     assert list(found) == ["mean", "along Ŵ", "reaches W"]  # from the top down, as they lie
     assert sum(float(values[1][1].rstrip("%")) for values in found.values()) == pytest.approx(99.8, abs=0.15)
     assert shown.note == "they sum to 1 but for a residual of 0.002 at most"
-    assert "Shares by layer, at epoch 3" in [p.caption for p in plots_of([run])]
+    assert "Shares, by layer, at epoch 3" in [p.caption for p in plots_of([run])]
 
 
 def test_a_residual_that_can_be_seen_is_an_area_of_its_own(tmp_path):
@@ -125,6 +125,31 @@ def test_a_residual_that_can_be_seen_is_an_area_of_its_own(tmp_path):
     assert next(iter(hovers(plot([run.path], "shares-1-digits").drawing))) == "residual"
     text, _ = page(tmp_path, [run.path])
     assert "residual, by ε" in section(text, "shares")
+
+
+def shares_of(folder, **weights):
+    run = begin(folder)
+    layers = {name: {"kind": "weight", "weight": weight, "along": 0.2, "mean": 0.3, "rest": 0.5}
+              for name, weight in weights.items()}  # fmt: skip
+    run.append_diagnostics({"step": 1, "epoch": 0, "layers": layers})
+    return run.path
+
+
+def test_of_plain_layers_the_shares_are_what_standardization_would_take(tmp_path):
+    runs = {
+        "ws": shares_of(tmp_path / "a", conv="WS"),
+        "plain": shares_of(tmp_path / "b", conv="none"),
+        "mixed": shares_of(tmp_path / "c", conv="WS", fc="none"),
+    }
+    text, _ = page(tmp_path, runs)
+    shown = section(text, "shares")
+    assert ">Shares, mean over layers: ws<" in shown
+    assert ">Shares that standardization would take, mean over layers: plain<" in shown
+    assert "Shares, mean over layers: mixed <" in shown
+    assert shown.count("1 of 2 layers plain: what it would take of them") == 1
+    assert "were its weights standardized" in shown
+    text, _ = page(tmp_path, [runs["ws"]])
+    assert "would take" not in section(text, "shares")
 
 
 def test_the_plane_goes_from_the_first_look_to_the_last(tmp_path):
@@ -241,6 +266,15 @@ def test_a_few_cells_far_out_do_not_leave_one_colour_for_the_others():
     levels = {item.colour for item in plot.drawing.items if item.role == "cell" and len(item.pieces) > 1}
     assert len(levels) > 10
     assert "above: darkest" in [item.text for item in plot.drawing.items if item.role == "label"]
+
+
+@pytest.mark.parametrize("top, texts", [(0.93, ["0", "0.5", "0.93"]), (2.0, ["0", "0.5", "1", "1.5", "2"])])
+def test_the_scale_of_a_heat_map_says_where_it_ends(top, texts):
+    drawing = heat_plot("x", Table(["layer"], ["7"], [[top]]), top=top, caption="x", below="epoch").drawing
+    labels = [item for item in drawing.items if item.role == "label"]
+    figures = [item for item in labels if item.y == max(label.y for label in labels)]
+    assert [item.text for item in figures] == texts
+    assert figures[-1].x == pytest.approx(408)  # the right edge of the scale
 
 
 def test_a_heat_map_of_nothing_finite_or_of_zeros_has_a_scale():

@@ -81,16 +81,18 @@ def diagnose(
         wanted = norm_spec(norm, groups=groups), weight_spec(weight)
         if any(spec is not None for spec in wanted):
             model = convert(model, *wanted)
+        notes = _other_groups(model, norm, groups)
         fresh = _is_fresh(model) and checkpoint is None
         if checkpoint is not None:
             _load(model, checkpoint)
-        source, batch = _images(subject, target, data, images, size)
+        source, batch = _images(subject, target, data, images, size, notes)
         verdict = _examine(model, batch, device, by=by, fresh=fresh)
     except (TargetError, ValueError, TypeError) as error:
         message = " ".join(str(error).split())
         typer.echo(f"micronorm diagnose: {message[:500]}{'…' * (len(message) > 500)}", err=True)
         raise typer.Exit(MISUSE) from None
     facts = {"target": target, "checkpoint": str(checkpoint) if checkpoint else None, "data": source}
+    verdict.notes.extend(notes)
     if source == "random":
         verdict.notes.append("random images tell little of the channels that real ones would use: give --data")
     if as_json:
@@ -107,7 +109,7 @@ def _resolve(target: str) -> _Subject:
 
         recipe = recipes.find(target.removeprefix("recipe:"))
         return _Subject(recipe.build(seed=0), data=recipe.data if recipe.data == "digits" else None)
-    made = resolve(target)
+    made = resolve(target, also=["recipe:TABLE/ROW"])
     if isinstance(made, nn.Module):
         return _Subject(made)
     model = made[0] if made else None
@@ -119,11 +121,27 @@ def _resolve(target: str) -> _Subject:
     return _Subject(model, images=first if isinstance(first, Tensor) and first.ndim > 1 else None)
 
 
+def _other_groups(model: nn.Module, norm: str, groups: int | None) -> list[str]:
+    """A note where layers have not as many groups as were asked for."""
+    if groups is None:
+        return []
+    if norm.lower() == "none":
+        return ["--groups is about the layers that --norm makes, and --norm is not given: it was not used"]
+    found = [taken for m in model.modules() if isinstance(taken := getattr(m, "num_groups", None), int)]
+    taken = {number: found.count(number) for number in sorted({*found} - {groups})}
+    layers = ", ".join(f"{number} in {count} {'layer' if count == 1 else 'layers'}" for number, count in taken.items())
+    return [f"--groups {groups} does not divide the channels everywhere; groups taken: {layers}"] if layers else []
+
+
 # --- the checkpoint --------------------------------------------------------------------------------------------------
 
 
 def _load(model: nn.Module, checkpoint: Path) -> None:
     """Load a state dict whole: a key too many or too few is an error."""
+    if checkpoint.is_dir():
+        inside = checkpoint / "model.safetensors"
+        hint = f": did you mean {inside}?" if inside.is_file() else f", in which there is no {inside.name}"
+        raise TargetError(f"{checkpoint} is a folder{hint}")
     if not checkpoint.is_file():
         raise TargetError(f"no file {checkpoint}")
     expected = model.state_dict()
@@ -167,8 +185,10 @@ def _is_fresh(model: nn.Module) -> bool:
 # --- the images ------------------------------------------------------------------------------------------------------
 
 
-def _images(subject: _Subject, target: str, data: str | None, count: int, size: int | None) -> tuple[str, Tensor]:
-    """Where the images come from, and these."""
+def _images(
+    subject: _Subject, target: str, data: str | None, count: int, size: int | None, notes: list[str]
+) -> tuple[str, Tensor]:
+    """Where the images come from, and these; what was assumed of them goes into `notes`."""
     if data is None and subject.images is not None:
         return "its own batch", subject.images[:count]
     source = data or subject.data or "random"
@@ -180,7 +200,9 @@ def _images(subject: _Subject, target: str, data: str | None, count: int, size: 
     if config.get("mean") and config.get("std"):
         standardization = Standardization(*(tuple(255 * v for v in config[key]) for key in ("mean", "std")))
     channels = next((m.in_channels for m in subject.model.modules() if isinstance(m, nn.Conv2d)), 3)
-    return source, read_images(source, count=count, size=size, channels=channels, standardization=standardization)
+    return source, read_images(
+        source, count=count, size=size, channels=channels, standardization=standardization, notes=notes
+    )
 
 
 def _examine(model: nn.Module, images: Tensor, device: str, *, by: str, fresh: bool) -> Verdict:

@@ -47,6 +47,8 @@ def reproduce_figure(name: str, request: figures.Request, *, out: Path | None, a
         where = path
     if where is not None and found is not None:
         _say(console, f"Numbers: {where} ({found['date'][:10]}, {found['seconds']:g} s).")
+    for row, why in ((found or {}).get("numbers") or {}).get("missing", {}).items():
+        _say(console, f"Missing: {row} ({why}); drawn without it.")
     for path in figures.paint(figure, found or {}, out or request.runs / FOLDER, stem):
         _say(console, f"Drawn: {path}")
 

@@ -1,7 +1,6 @@
 """Images for commands that run a model on some: digits, a folder of pictures, a file of tensors, or random ones."""
 
 import math
-import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from micronorm.cli.targets import TargetError
+from micronorm.convert.foreign import loading_fault
 from micronorm.data.folders import SUFFIXES
 from micronorm.data.pixels import IMAGENET, Standardization
 
@@ -18,7 +18,13 @@ TENSORS = (".pt", ".pth", ".npy", ".safetensors")
 
 
 def read_images(
-    source: str, *, count: int, size: int | None, channels: int, standardization: Standardization | None = None
+    source: str,
+    *,
+    count: int,
+    size: int | None,
+    channels: int,
+    standardization: Standardization | None = None,
+    notes: list[str] | None = None,
 ) -> Tensor:
     """`count` images, N×channels×H×W in float32, or as many as there are.
 
@@ -30,6 +36,7 @@ def read_images(
         size: height and width; None for those of the data, 224 for pictures and random images.
         channels: what the model takes. Grey images are repeated, colours averaged.
         standardization: of pictures and bytes, in pixels from 0 to 255; ImageNet's where None.
+        notes: where to say what was assumed of a file.
 
     Raises:
         TargetError: there is no such source, or no image in it.
@@ -45,6 +52,10 @@ def read_images(
     elif Path(source).is_file():
         images = _read_tensors(Path(source))[:count]
         if not images.is_floating_point():
+            if notes is not None:
+                kind = str(images.dtype).removeprefix("torch.")
+                taken = "taken as pixels from 0 to 255 and standardized; floats are taken as they are"
+                notes.append(f"{source} holds {kind}: {taken}")
             images = _standardize(images, standardization)
     else:
         raise TargetError(f"no data {source!r}: give digits, random, a folder of pictures or a file of tensors")
@@ -103,8 +114,8 @@ def _read_tensors(file: Path) -> Tensor:
         raise TargetError(f"{file} holds no tensors by its name: it would end in {', '.join(TENSORS)}")
     try:
         found: Any = _load(file)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError) as error:
-        raise TargetError(f"{file} cannot be read as tensors alone: {error}") from error
+    except Exception as error:  # bytes that are no tensors fail in many ways
+        raise TargetError(f"{file} cannot be read as tensors alone: {loading_fault(error)}") from error
     values = list(found.values()) if isinstance(found, dict) else found if isinstance(found, Sequence) else [found]
     images = next((value for value in values if isinstance(value, Tensor) and value.ndim == 4), None)
     if images is None or not len(images):

@@ -18,15 +18,21 @@ class TargetError(Exception):
     """A target that names nothing usable; the message is one line, for the user."""
 
 
-def resolve(target: str) -> nn.Module | tuple:
+def resolve(target: str, *, also: Sequence[str] = ()) -> nn.Module | tuple:
     """The model a target names, without pretrained weights; or what a factory returns, a model or a tuple.
 
+    Args:
+        target: as on the command line.
+        also: other targets that the command takes, for the message about one that is none.
+
     Raises:
-        TargetError: nothing of that name, with the names most like it; or a factory that returns something else.
+        TargetError: nothing of that name, with the names most like it; or a factory that fails, or returns something
+            else.
     """
     source, colon, name = target.partition(":")
     if not colon or not source or not name:
-        raise TargetError(f"{target!r} is not a target: write package.module:factory, torchvision:NAME or timm:NAME")
+        *known, last = "package.module:factory", "torchvision:NAME", "timm:NAME", *also
+        raise TargetError(f"{target!r} is not a target: write {', '.join(known)} or {last}")
     if source == "torchvision":
         return _torchvision(name)
     if source == "timm":
@@ -83,7 +89,10 @@ def _factory(source: str, name: str) -> nn.Module | tuple:
     if factory is None:
         public = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         raise TargetError(unknown(f"{source} has no {name!r}", name, public))
-    made = factory() if callable(factory) and not isinstance(factory, nn.Module) else factory
+    try:
+        made = factory() if callable(factory) and not isinstance(factory, nn.Module) else factory
+    except Exception as error:  # other people's factories fail in their own ways
+        raise TargetError(f"{source}:{name} fails ({type(error).__name__}: {error})") from error
     if not isinstance(made, (nn.Module, tuple)):
         raise TargetError(f"{source}:{name} must give a model or (model, batch, loss), got {type(made).__name__}")
     return made

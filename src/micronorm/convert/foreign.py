@@ -9,7 +9,6 @@ Files are read as tensors and nothing else: torch.load(weights_only=True), or sa
 """
 
 import os
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -154,11 +153,25 @@ def _read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[str, An
             raise ValueError(f"{path} is no safetensors file: {error}") from error
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{path} cannot be read as tensors alone, and nothing else in it is run: {error}") from error
+    except Exception as error:  # bytes that are no checkpoint fail in many ways
+        why = loading_fault(error)
+        raise ValueError(f"{path} cannot be read as tensors alone, and nothing else in it is run: {why}") from error
     if not isinstance(found, Mapping):
         raise ValueError(f"{path} holds a {type(found).__name__}, not a state dict")
     return found
+
+
+def loading_fault(error: Exception) -> str:
+    """What torch.load found wrong, without its advice to load the file in a way that runs code from it.
+
+    Example:
+        >>> loading_fault(EOFError())
+        'EOFError'
+    """
+    text = " ".join(str(error).split())
+    text = text.rpartition("WeightsUnpickler error:")[2].partition("Check the documentation of torch.load")[0]
+    text = text.partition("Please use `torch.serialization")[0].strip()
+    return type(error).__name__ if not text or "weights_only" in text else text
 
 
 def _unwrap(found: Mapping[str, Any]) -> dict[str, Tensor]:

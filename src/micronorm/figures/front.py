@@ -61,7 +61,7 @@ def measure(work: Work) -> None:
 
 
 def draw(pyplot: Any, sheet: Mapping[str, Any]) -> Any:
-    """A panel per data set that has any figure: the paper's bars outlined, ours filled."""
+    """A panel per data set that has any figure: the paper's as rings, ours as dots."""
     panels = [p for p in sheet["numbers"]["panels"] if any(b["paper"] or b["ours"] for b in p["bars"])]
     figure, axes = pyplot.subplots(
         1, len(panels), figsize=(1.2 + 2.9 * len(panels), 4.0), layout="constrained", squeeze=False
@@ -71,8 +71,8 @@ def draw(pyplot: Any, sheet: Mapping[str, Any]) -> Any:
     seeds = sorted({seed for p in panels for bar in p["bars"] for seed in bar.get("seeds", ())})
     ran = f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds)) or 'none'}"
     lines = (
-        "Outlined: the paper's figures, from its tables; the text has none for the frozen BN on COCO. Filled: ours, "
-        f"from recorded runs ({ran}). Axes need not begin at 0. A bar that is missing was not measured.",
+        "Rings: the paper's figures, from its tables; the text has none for the frozen BN on COCO. Dots: ours, from "
+        f"recorded runs ({ran}). Not all axes begin at 0. What is missing was not measured.",
         'BCN of our runs is statistics="step", of which the paper has no figure.',
     )
     return caption(figure, "Normalization methods beside one another", lines, width=52 * len(panels))
@@ -81,7 +81,7 @@ def draw(pyplot: Any, sheet: Mapping[str, Any]) -> Any:
 def _draw_panel(axis: Any, found: Mapping[str, Any]) -> None:
     values = [bar[who] for bar in found["bars"] for who in ("paper", "ours") if bar[who] is not None]
     spread = max(values) - min(values) or 1.0
-    floor = max(0.0, min(values) - 0.6 * spread)
+    floor = max(0.0, min(values) - 0.3 * spread)
     both = any(bar["paper"] is not None for bar in found["bars"]) and any(
         bar["ours"] is not None for bar in found["bars"]
     )
@@ -91,12 +91,13 @@ def _draw_panel(axis: Any, found: Mapping[str, Any]) -> None:
             if value is None:
                 continue
             x = place + (offset if both else 0)
-            look = {"color": COLOURS[0]} if who == "ours" else {"facecolor": "white", "edgecolor": COLOURS[7]}
-            axis.bar(x, value - floor, 0.38 if both else 0.62, bottom=floor, zorder=2, linewidth=1.4, **look)
+            # Marks, not bars: the length of a bar on an axis that does not begin at 0 would say something untrue.
+            own = {"color": COLOURS[0]} if who == "ours" else {"facecolor": "white", "edgecolor": COLOURS[7]}
+            axis.scatter([x], [value], s=64, zorder=3, linewidth=1.6, clip_on=False, **own)
             axis.annotate(
                 f"{value:.2f}" if found["unit"] != "box AP in %, higher is better" else f"{value:.1f}",
                 (x, value),
-                xytext=(0, 3),
+                xytext=(0, 8),
                 textcoords="offset points",
                 ha="center",
                 fontsize=8.5,
@@ -106,7 +107,7 @@ def _draw_panel(axis: Any, found: Mapping[str, Any]) -> None:
             axis.annotate("–", (place, floor), xytext=(0, 3), textcoords="offset points", ha="center", color=QUIET)
     axis.set_xticks(range(len(found["bars"])), labels=[bar["method"] for bar in found["bars"]])
     axis.set_xlim(-0.6, len(found["bars"]) - 0.4)
-    axis.set_ylim(floor, max(values) + 0.25 * spread)
+    axis.set_ylim(floor, max(values) + 0.2 * spread)
     axis.set_ylabel(found["unit"])
     panel(axis, found["title"])
     tidy(axis, grid="y")

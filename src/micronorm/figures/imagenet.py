@@ -26,15 +26,19 @@ def settings(request: Request) -> dict[str, Any]:
 def measure(work: Work) -> None:
     """Errors by epoch of the first seed that counts for each recipe, and the paper's figure at the end.
 
+    Recipes without a run that counts are kept as `missing`, with the reason.
+
     ValueError where no run directory counts, with the command that makes them.
     """
     dataset, runs = work.settings["dataset"], work.request.runs
     results, _ = read_runs(runs)
-    curves = {}
+    curves, missing = {}, {}
     for method, name in work.settings["recipes"].items():
         recipe = find(name)
-        counted = gather(recipe, results).counted
+        found = gather(recipe, results)
+        counted = found.counted
         if not counted:
+            missing[name] = "; ".join(dict.fromkeys(why for _, why in found.rejected)) or "no finished run"
             continue
         rows = records.read(counted[0].where).epochs
         curves[method] = {
@@ -55,6 +59,7 @@ def measure(work: Work) -> None:
             f"micronorm reproduce {table} --rows {short}"
         )
     work.sheet.numbers["curves"] = curves
+    work.sheet.numbers["missing"] = missing
 
 
 def draw(pyplot: Any, sheet: Mapping[str, Any]) -> Any:
@@ -77,11 +82,13 @@ def draw(pyplot: Any, sheet: Mapping[str, Any]) -> Any:
         axis.legend(frameon=False, fontsize=8.5)
         tidy(axis, grid="y")
     first = next(iter(curves.values()))
+    missing = sheet["numbers"].get("missing", {})
     lines = (
         f"Recipes {', '.join(found['recipe'] for found in curves.values())} on {DATA[dataset].title}, "
         f"seed {first['seed']}, {first['device'] or 'unknown device'}.",
         "The paper's figure is ResNet-50 on ImageNet."
         + ("" if dataset == "imagenet" else " There is no figure of the paper for this one."),
+        *(f"Missing: {name} ({why})." for name, why in missing.items()),
     )
     return caption(figure, "Training dynamics", lines, width=120)
 

@@ -30,7 +30,7 @@ def write_plots(folder: str | os.PathLike[str], *, runs: Runs) -> list[File]:
     """Write every plot that a page about the runs has, as SVG (light and dark) and PNG (light), and return the files.
 
     Raises:
-        ImportError: matplotlib, which draws the PNG files, is not installed. Nothing was written.
+        ImportError: matplotlib, which draws the PNG files, is not installed. The SVG files were written.
 
     Example:
         >>> import tempfile
@@ -44,17 +44,23 @@ def write_plots(folder: str | os.PathLike[str], *, runs: Runs) -> list[File]:
         ['training-loss.svg', 'training-loss.png']
         >>> place.cleanup()
     """
-    figure = _load_figure()
     plots = plots_of(runs)
+    try:
+        figure, fault = _load_figure(), None
+    except ImportError as error:
+        figure, fault = None, error
     target = File(folder)
     target.mkdir(parents=True, exist_ok=True)
     written = []
     for plot in plots:
         sheet = with_words(plot)
-        for suffix, content in (("svg", _svg(sheet)), ("png", _png(sheet, figure))):
+        contents = {"svg": _svg(sheet)} if figure is None else {"svg": _svg(sheet), "png": _png(sheet, figure)}
+        for suffix, content in contents.items():
             file = target / f"{plot.name}.{suffix}"
             write_atomically(file, content)
             written.append(file)
+    if fault is not None:
+        raise ImportError(f"{folder} has the {len(written)} plots as SVG; {fault}") from fault
     return written
 
 

@@ -73,10 +73,16 @@ def _scale(top: float, y: float, *, above: bool) -> list[Item]:
     items: list[Item] = [
         Path([box(_LEFT + k * size, y, size + 0.3, 9)], "cell", f"h{k}", closed=True) for k in range(LEVELS)
     ]
-    step = nice_step(top, 4)
-    for k in range(int(top / step * (1 + 1e-9)) + 1):
-        items.append(Text(_LEFT + k * step / top * size * LEVELS, y + 22, tick_text(k * step), "middle"))
+    for tick in _scale_ticks(top):
+        items.append(Text(_LEFT + tick / top * size * LEVELS, y + 22, tick_text(float(f"{tick:.3g}")), "middle"))
     return [*items, Text(_LEFT - 6, y + 9, "above: darkest" if above else "scale", "end")]
+
+
+def _scale_ticks(top: float) -> list[float]:
+    """Round figures from 0 on, and the scale's end, which a reader needs most."""
+    step = nice_step(top, 4)
+    # those too near the end would be written over it
+    return [tick for k in range(5) if (tick := k * step) <= 0.85 * top] + [top]
 
 
 def _short(name: str) -> str:

@@ -28,7 +28,7 @@ from micronorm.report.sections.singularities import singularities
 from micronorm.report.sections.stat_diff import stat_diff
 from micronorm.report.sections.training import training
 from micronorm.report.style import STYLE
-from micronorm.report.text import Section, Table, count
+from micronorm.report.text import Section, Table, breakable, count
 
 LARGEST = 3_000_000
 """Bytes of a page: long runs are shown in less detail rather than go beyond."""
@@ -47,17 +47,20 @@ def write_page(
     findings: Sequence[str] = (),
     tables: Sequence[Table] = (),
     cuts: Cuts | None = None,
+    left_out: Sequence[str] = (),
 ) -> Path:
     """Write the page about some run directories, and return where it lies.
 
     Args:
         target: the HTML file; folders on the way are made.
-        runs: run directories, by the name each shall have; or in a row, named by their fact `name`, by their recipe
-            where there is none, and by their folder too where names would be alike.
+        runs: run directories, or their records as `records.read` gives them, by the name each shall have; or in a row,
+            named by their fact `name`, by their recipe where there is none, and by their folder too where names would
+            be alike.
         title: the page's heading.
         findings: sentences that stand at the top.
         tables: shown after the training curves.
         cuts: shown as a section on cut invariance.
+        left_out: why runs that were meant are not on the page, a line each, shown at the top.
 
     Raises:
         FileNotFoundError: a path holds no run.
@@ -87,7 +90,7 @@ def write_page(
             *(section(named, detail) for section in LAST),
         ]
         # A command line may hold bytes that are no text; as question marks they spoil nothing.
-        page = _page(title, named, sections).encode("utf-8", "replace")
+        page = _page(title, named, sections, left_out).encode("utf-8", "replace")
         if len(page) < LARGEST:
             break
         if detail == detail.halved():
@@ -116,8 +119,9 @@ def _read(runs: Runs) -> list[NamedRun]:
     return named
 
 
-def _page(title: str, named: Sequence[NamedRun], sections: Sequence[Section]) -> str:
+def _page(title: str, named: Sequence[NamedRun], sections: Sequence[Section], left_out: Sequence[str]) -> str:
     links = "".join(f'<a href="#{s.key}">{escape(s.heading)}</a>' for s in sections if not s.absent)
+    absent = "".join(f'<p class="about">{escape(f"Left out: {reason}")}</p>\n' for reason in left_out)
     policy = (
         f"default-src 'none'; style-src {_hash(STYLE)}; script-src {_hash(SCRIPT)}; img-src data:; "
         "base-uri 'none'; form-action 'none'"
@@ -136,7 +140,7 @@ def _page(title: str, named: Sequence[NamedRun], sections: Sequence[Section]) ->
 <h1>{escape(title)}</h1>
 <p class="lead">{escape(_lead(named))}</p>
 <p class="verdict">{escape(verdict(named))}</p>
-<nav aria-label="Sections">{links}</nav>
+{absent}<nav aria-label="Sections">{links}</nav>
 {"".join(map(_section, sections))}<footer>Made by micronorm from the records of {count(len(named), "run")}.</footer>
 </main>
 <script>{SCRIPT}</script>
@@ -178,7 +182,8 @@ def _figure(plot: Plot) -> str:
 
 def _legend(keys: Sequence[Key]) -> str:
     items = "".join(
-        f"<li>{to_svg(Drawing(26, 12, [swatch(key)], ''), attributes=_HIDDEN)}{escape(key.text)}</li>" for key in keys
+        f"<li>{to_svg(Drawing(26, 12, [swatch(key)], ''), attributes=_HIDDEN)}{breakable(key.text)}</li>"
+        for key in keys
     )
     return f'<ul class="legend">{items}</ul>' if items else ""
 

@@ -11,7 +11,9 @@ from micronorm.report.drawing import Key
 from micronorm.report.palette import RUNS
 from micronorm.report.text import is_number
 
-Runs = Mapping[str, str | os.PathLike[str]] | Iterable[str | os.PathLike[str]]
+Source = str | os.PathLike[str] | Record
+"""A run directory, or what was read from one."""
+Runs = Mapping[str, Source] | Iterable[Source]
 
 _FIGURES = {"top1": "error %", "top5": "top-5 error %"}
 """Figures of records by the names that readers know them by."""
@@ -67,9 +69,9 @@ class NamedRun:
 def read_runs(runs: Runs) -> list[NamedRun]:
     """The runs in order, by the names given, or by what their records call them, told apart where that is the same."""
     if isinstance(runs, Mapping):
-        named = [(str(name), read(path)) for name, path in runs.items()]
+        named = [(str(name), _record(source)) for name, source in runs.items()]
         return [NamedRun(name, index, record) for index, (name, record) in enumerate(named)]
-    records = [read(path) for path in runs]
+    records = [_record(source) for source in runs]
     names = [str(record.facts.get("name") or record.facts["recipe"]) for record in records]
     for distinguish in (lambda record, _: record.path.resolve().name, lambda _, index: str(index + 1)):
         often = Counter(names)
@@ -78,6 +80,10 @@ def read_runs(runs: Runs) -> list[NamedRun]:
             for index, (name, record) in enumerate(zip(names, records, strict=True))
         ]
     return [NamedRun(name, index, record) for index, (name, record) in enumerate(zip(names, records, strict=True))]
+
+
+def _record(source: Source) -> Record:
+    return source if isinstance(source, Record) else read(source)
 
 
 def keys_of(shown: Sequence[NamedRun], runs: Sequence[NamedRun]) -> list[Key]:
@@ -117,6 +123,11 @@ def by_epoch(record: Record, part: str, key: str) -> list[tuple[float, float]]:
 def by_step(record: Record, key: str) -> list[tuple[float, float]]:
     """A figure of each step that has it."""
     return [(row["step"], row[key]) for row in record.steps if is_number(row.get(key))]
+
+
+def epochs_done(record: Record) -> int:
+    """How many epochs the run has been evaluated after."""
+    return max((row["epoch"] + 1 for row in record.epochs if is_number(row.get("epoch"))), default=0)
 
 
 def last_step(record: Record) -> int:

@@ -53,6 +53,16 @@ def count(number: int, thing: str) -> str:
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
+def breakable(text: str) -> str:
+    """The text as HTML that a narrow column breaks after / and - rather than within words.
+
+    Example:
+        >>> breakable("digits/bcn-ws")
+        'digits/<wbr>bcn-<wbr>ws'
+    """
+    return escape(text).replace("/", "/<wbr>").replace("-", "-<wbr>")
+
+
 def is_number(value: Any) -> TypeGuard[float]:
     """Whether the value is an int or a float; True and False are not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -109,7 +119,7 @@ def table_html(table: Table, *, colours: Sequence[str] = ()) -> str:
     for number, (first, *rest) in enumerate(zip(*columns, strict=True)):
         cells = "".join(f"<td{each}>{escape(cell)}</td>" for cell, each in zip(rest, look[1:], strict=True))
         dot = f'<i class="dot {colours[number]}"></i>' if colours else ""
-        body += f'<tr><th scope="row"{look[0]}>{dot}{escape(first)}</th>{cells}</tr>'
+        body += f'<tr><th scope="row"{look[0]}>{dot}{breakable(first)}</th>{cells}</tr>'
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 

@@ -11,6 +11,7 @@ from micronorm.report.runs import (
     Detail,
     NamedRun,
     by_step,
+    epochs_done,
     last_figures,
     last_step,
     main_figure,
@@ -67,18 +68,56 @@ def _of_one(run: NamedRun, key: str) -> str:
 
 
 def _of_several(runs: Sequence[NamedRun], finite: dict[str, float], key: str) -> str:
-    ranked = sorted(finite, key=lambda name: finite[name])
-    low, high = ranked[0], ranked[-1]
-    if len(ranked) == 1:
-        return f"{low}: {_value(finite[low], key)} {_figure_name(key)}."
-    first, last = ("Lowest", "highest") if key in LOWER_IS_BETTER else ("Least", "largest")
+    # Figures that read alike are alike: no reader could tell which of them is the lowest.
+    by_value: dict[str, list[str]] = {}
+    for name in sorted(finite, key=lambda name: finite[name]):
+        by_value.setdefault(_value(finite[name], key), []).append(name)
+    (low, lowest), (high, highest) = next(iter(by_value.items())), list(by_value.items())[-1]
     named = _figure_name(key)
     recipes = [run.record.facts["recipe"] for run in runs]
-    seeds = " One seed each." if len(set(recipes)) == len(recipes) else ""
+    tail = " One seed each." if len(set(recipes)) == len(recipes) else ""
+    tail += _unequal([run for run in runs if run.name in finite])
+    if len(finite) == 1:
+        return f"{lowest[0]}: {low} {named}."
+    if len(by_value) == 1:
+        return f"All {len(finite)} runs: {low} {named}.{tail}"
+    first, last = ("Lowest", "highest") if key in LOWER_IS_BETTER else ("Least", "largest")
     return (
-        f"{first} {named} of {len(ranked)} runs: {low} with {_value(finite[low], key)}; "
-        f"{last}: {high} with {_value(finite[high], key)}.{seeds}"
+        f"{first} {named} of {len(finite)} runs: {_some(lowest)} with {low}; "
+        f"{last}: {_some(highest)} with {high}.{tail}"
     )
+
+
+def _some(names: Sequence[str]) -> str:
+    return " and ".join(names) if len(names) < 3 else f"{len(names)} runs"
+
+
+def _unequal(runs: Sequence[NamedRun]) -> str:
+    """A sentence where the runs did not train for as long as one another, or not as long as their recipes say."""
+    by_length: dict[str, list[str]] = {}
+    short = False
+    for run in runs:
+        done, planned = epochs_done(run.record), _planned_epochs(run.record)
+        short |= planned is not None and 0 < done < planned
+        length = count(done, "epoch") if planned is None else f"{done} of {planned:g} epochs"
+        by_length.setdefault(length, []).append(run.name)
+    reached = {epochs_done(run.record) for run in runs}
+    if 0 in reached or (len(reached) == 1 and not short):  # loops of other people need not count epochs
+        by_length = {}
+        for run in runs:
+            by_length.setdefault(count(last_step(run.record), "step"), []).append(run.name)
+        if len(by_length) == 1:
+            return ""
+    lengths = "; ".join(f"{length} ({', '.join(names)})" for length, names in by_length.items())
+    if len(by_length) == 1:
+        return f" None did all epochs of its recipe: {next(iter(by_length))}."
+    return f" Not of equal training: {lengths}."
+
+
+def _planned_epochs(record: Record) -> float | None:
+    """Of the recipe, else of the run's settings."""
+    definition = numbers(record.facts.get("definition"))
+    return definition.get("epochs", numbers(record.facts["settings"]).get("epochs"))
 
 
 def results(runs: Sequence[NamedRun], detail: Detail) -> Section:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from micronorm.records import Record
 from micronorm.report.areas import Layer, area_plot
 from micronorm.report.drawing import Key, Path, Plot
 from micronorm.report.looks import HOW, Looks, missing, read_looks
@@ -12,6 +13,10 @@ _HEADING = "Shares of the gradient"
 _ABOUT = (
     "How the squared gradient of the standardized weights Ŵ divides, mean over layers: what reaches the weights W, and "
     "the two parts that standardization takes away, by which it lowers the Lipschitz constant of the loss."
+)
+_PLAIN = (
+    "A plain layer has no such parts: of it is drawn what standardization would take, were its weights standardized, "
+    "and what would be left."
 )
 _KEYS = (
     Key("reaches W: σ²‖∇W‖²", "s0", "cell"),
@@ -29,17 +34,36 @@ def shares(runs: Sequence[NamedRun], detail: Detail) -> Section:
     if not found:
         return Section("shares", _HEADING, absent=f"No look into the gradient is recorded. {HOW}")
     plots = []
+    plain = {run.name: _plain_layers(run.record) & {*looks.layers} for run, looks in found}
     for run, looks in found:
         xs, columns, note = _over_layers(run, looks, detail.points)
-        caption = "Shares, mean over layers" + (f": {run.name}" if len(runs) > 1 else "")
+        words, some = _what(plain[run.name], looks)
+        caption = f"{words}, mean over layers" + (f": {run.name}" if len(runs) > 1 else "")
+        note = "; ".join(filter(None, (some, note)))
         plots.append(
             area_plot(f"shares-{run.slug}", xs, _stack(columns), caption=caption, below=looks.below, note=note)
         )
     if len(runs) == 1:
-        plots.append(_by_layer(*found[0]))
+        run, looks = found[0]
+        plots.append(_by_layer(run, looks, *_what(plain[run.name], looks)))
     drawn = {item.colour for plot in plots for item in plot.drawing.items if isinstance(item, Path)}
     keys = [key for key in _KEYS if key.colour in drawn]
-    return Section("shares", _HEADING, _ABOUT, plots, keys, missing([run for run, _ in found], runs))
+    about = f"{_ABOUT} {_PLAIN}" if any(plain.values()) else _ABOUT
+    return Section("shares", _HEADING, about, plots, keys, missing([run for run, _ in found], runs))
+
+
+def _plain_layers(record: Record) -> set[str]:
+    """The layers whose weights are used as they are."""
+    found = (item for row in record.diagnostics for item in row.get("layers", {}).items())
+    return {name for name, layer in found if layer.get("kind") == "weight" and layer.get("weight") == "none"}
+
+
+def _what(plain: set[str], looks: Looks) -> tuple[str, str]:
+    """What a plot of these layers shows, and a remark where only some of them are plain."""
+    if len(plain) == len(looks.layers):
+        return "Shares that standardization would take", ""
+    some = f"{len(plain)} of {len(looks.layers)} layers plain: what it would take of them"
+    return "Shares", some if plain else ""
 
 
 def _over_layers(run: NamedRun, looks: Looks, limit: int) -> tuple[list[int], list[list[float]], str]:
@@ -54,7 +78,7 @@ def _mean_over(looks: Looks, k: int, figure: int) -> float:
     return sum(values) / len(values)
 
 
-def _by_layer(run: NamedRun, looks: Looks) -> Plot:
+def _by_layer(run: NamedRun, looks: Looks, words: str, some: str) -> Plot:
     last = looks.values[-1]
     layers = [name for name in looks.layers if name in last]
     columns = [[last[name][figure] for name in layers] for figure in range(3)]
@@ -62,9 +86,9 @@ def _by_layer(run: NamedRun, looks: Looks) -> Plot:
         f"shares-by-layer-{run.slug}",
         list(range(1, len(layers) + 1)),
         _stack(columns),
-        caption=f"Shares by layer, at {looks.below} {looks.xs[-1]}",
+        caption=f"{words}, by layer, at {looks.below} {looks.xs[-1]}",
         below="layer, in the order of the network",
-        note=_note(columns, 1, ""),
+        note="; ".join(filter(None, (some, _note(columns, 1, "")))),
     )
 
 
