@@ -47,6 +47,8 @@ class NormLayer:
         self.eps = float(module.eps)
         self.axis = -1 if channels_last else 1
         """That of the channels in the input and the output."""
+        # Frozen batch normalization has a training flag as every module does, and no use for it.
+        self.frozen = family == "batch" and not isinstance(module, _BatchNorm | GhostBatchNorm)
 
     @property
     def by_estimates(self) -> bool:
@@ -60,7 +62,17 @@ class NormLayer:
         """Whether, as it stands now, its channels are normalized by the moments of the batch."""
         if self.family == "batch-channel":
             return self.module.training and self.module.statistics == "batch"
-        return self.family == "batch" and (self.module.running_mean is None or getattr(self.module, "training", False))
+        if self.family != "batch" or self.frozen:
+            return False
+        return self.module.running_mean is None or self.module.training
+
+    def numbers(self) -> dict[str, Tensor]:
+        """The parameters it computes with, and the estimates where it normalizes by them, by name."""
+        names = ["weight", "bias", "group_weight", "group_bias"]
+        if self.by_estimates:
+            names = ["running_mean", "running_var", *names]
+        held = {name: getattr(self.module, name, None) for name in names}
+        return {name: tensor.detach() for name, tensor in held.items() if isinstance(tensor, Tensor)}
 
     def channels_first(self, x: Tensor) -> Tensor:
         """An input or output as N×C×…."""
