@@ -74,6 +74,17 @@ class NormLayer:
         held = {name: getattr(self.module, name, None) for name in names}
         return {name: tensor.detach() for name, tensor in held.items() if isinstance(tensor, Tensor)}
 
+    def estimates(self) -> Moments:
+        """The estimates that its last forward normalized with: C numbers each, N×C for "sequential" layers in training.
+
+        Those move their estimates from sample to sample, and what stands in the buffers afterwards is the last.
+        """
+        module = self.module
+        scans = isinstance(module, BatchChannelNorm) and module.statistics == "sequential" and module.training
+        if scans and module.weight.requires_grad and not module._window.paused and module._window.passes:
+            return module._window.passes[-1].estimates
+        return Moments(module.running_mean, module.running_var)
+
     def channels_first(self, x: Tensor) -> Tensor:
         """An input or output as N×C×…."""
         return x.movedim(-1, 1) if self.axis == -1 and x.ndim > 2 else x
@@ -100,8 +111,8 @@ class NormLayer:
     def _statistics(self, data: Moments) -> Moments:
         """What the channels are normalized with: C numbers each, or N×C."""
         if self.by_estimates and not (self.family == "instance" and self.module.training):
-            wide = data.mean.dtype
-            return Moments(self.module.running_mean.to(wide), self.module.running_var.to(wide))
+            mean, var = self.estimates()
+            return Moments(mean.to(data.mean.dtype), var.to(data.mean.dtype))
         if self.family == "instance":
             return data
         if isinstance(self.module, GhostBatchNorm):
