@@ -1,5 +1,6 @@
 """An observer sees a whole step however it was cut, changes nothing, and leaves nothing behind."""
 
+import contextlib
 import copy
 import pickle
 import warnings
@@ -537,6 +538,47 @@ def test_weights_whose_gradients_are_mixed_with_those_of_a_skipped_step_are_left
     assert watch.latest is not None
     kinds = {name: row["kind"] for name, row in watch.latest["layers"].items()}
     assert [name for name, kind in kinds.items() if kind == "weight"] == ["head"]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_of_shared_weights_are_dropped_with_a_skipped_step_too(fused):
+    found = []
+    for overflows in ((False,), (True, False)):
+        model = network("GN", dtype=torch.float32)
+        weights, optimizer = SharedWeights(model), torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        images, labels = samples(count=EIGHT)
+        with mn.observe(model) as watch:
+            for overflow in overflows:
+                optimizer.zero_grad()
+                with weights.shared():
+                    for x, y in zip(images.float().split(2), labels.split(2), strict=True):
+                        loss = F.cross_entropy(model(x), y, reduction="sum") / EIGHT
+                        scaler.scale(loss * torch.inf if overflow else loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        assert watch.latest is not None
+        found.append(watch.latest["layers"])
+    assert_same_figures(found[1], found[0], tol=tolerance("one_step", torch.float32))
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_gradients_asked_for_within_a_step_count_unless_their_forwards_are_hidden(hidden):
+    def shares(*, asks: bool) -> list[float]:
+        torch.manual_seed(0)
+        conv = mn.nn.WSConv2d(3, 6, 3).double()
+        x, other = torch.randn(2, 4, 3, 5, 5, dtype=torch.float64)
+        optimizer = torch.optim.SGD(conv.parameters(), lr=0.1)
+        with mn.observe(conv) as watch:
+            if asks:
+                with watch.paused() if hidden else contextlib.nullcontext():
+                    torch.autograd.grad(conv(other).square().sum(), list(conv.parameters()))
+            conv(x).square().sum().backward()
+            optimizer.step()
+        assert watch.latest is not None
+        return [watch.latest["layers"][""][share] for share in ("along", "mean", "rest")]
+
+    assert (shares(asks=True) == shares(asks=False)) == hidden
 
 
 @pytest.mark.parametrize("before", [0, 3])

@@ -158,7 +158,9 @@ def test_channels_and_layers_without_gradient_have_no_say_in_the_shares():
     with eye.first():
         # four channels get no gradient, the other layer's get zeros
         (used(x)[:, :4].square().sum() + 0 * unused(x).sum()).backward()
-        four = gradient_shares(used.weight[:4], used.shared_weight.grad[:4], eps=used.eps)
+        grad = used.shared_weight.grad
+        assert grad is not None
+        four = gradient_shares(used.weight[:4], grad[:4], eps=used.eps)
     for part, share in eye.row()["shares"].items():
         assert math.isclose(share, getattr(four, part).mean(), rel_tol=1e-12, abs_tol=1e-12)
 
