@@ -1,5 +1,6 @@
 """An observer sees a whole step however it was cut, changes nothing, and leaves nothing behind."""
 
+import contextlib
 import copy
 import pickle
 import warnings
@@ -89,6 +90,15 @@ def test_a_look_does_not_depend_on_how_the_step_was_cut(norm, cuts):
     assert_same_figures(looked_at(network(norm), cuts), whole, tol=tolerance("one_step", torch.float64))
 
 
+@pytest.mark.parametrize("cuts", [(4, 4), (1,) * EIGHT, (7, 1)])
+def test_a_look_at_estimates_that_move_with_every_sample_does_not_depend_on_the_cut_either(cuts):
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return SmallResNet(mn.BCN(groups=4, statistics="sequential", rate=0.1), mn.WS()).double().train()
+
+    assert_same_figures(looked_at(build(), cuts), looked_at(build()), tol=tolerance("one_step", torch.float64))
+
+
 def test_a_look_sees_weights_that_micro_batches_share():
     model = network()
     weights = SharedWeights(model)
@@ -133,6 +143,35 @@ def test_the_figures_of_a_norm_are_those_of_its_channels():
     assert_close_to_max(found, expected, tol=tolerance("output", torch.float64))
     assert row["dead"] == int((positive == 0).sum()) >= 1
     assert row["rare"] == int(((positive > 0) & (positive < 0.01)).sum())
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_the_figures_of_estimates_that_move_are_those_of_what_the_forward_computed(added):
+    torch.manual_seed(1)
+    norm = mn.nn.BatchChannelNorm(8, 2, statistics="sequential", rate=0.2).double()
+    nn.init.normal_(norm.bias)
+    x = torch.randn(6, 8, 4, 4, dtype=torch.float64) * 2 + torch.randn(8, 1, 1, dtype=torch.float64)
+    shortcut = torch.full_like(x, 100.0) if added else None
+    alone = copy.deepcopy(norm)(x)  # γ^c is 1 and β^c is 0
+    with mn.observe(norm) as watch:
+        norm(x, residual=shortcut).sum().backward()
+        watch.step()
+    assert watch.latest is not None
+    row = watch.latest["layers"][""]
+
+    per_sample = norm._window.passes[-1].estimates
+    channel = (x - per_sample.mean[..., None, None]) / (per_sample.var[..., None, None] + norm.eps).sqrt()
+    mean, std = channel.mean((0, 2, 3)).view(2, 4), channel.std((0, 2, 3), correction=0).view(2, 4)
+    normalized = F.group_norm(channel, 2)
+    expected = torch.stack(
+        [
+            (mean.std(1, correction=0) / std.mean(1)).mean(),
+            normalized.mean((0, 2, 3)).std(correction=0),
+            (alone > 0).double().mean(),
+        ]
+    )
+    found = torch.tensor([row[name] for name in ("stat_diff", "sigma_mean", "active")], dtype=torch.float64)
+    assert_close_to_max(found, expected, tol=tolerance("output", torch.float64))
 
 
 def test_the_figures_of_a_standardized_weight_are_the_shares_of_its_gradient():
@@ -459,6 +498,106 @@ def test_the_norm_of_a_gradient_is_that_without_the_loss_scale(fused):
         assert watch.latest is not None
         found.append(watch.latest["layers"])
     assert_same_figures(*found, tol=tolerance("one_step", torch.float32))
+
+
+def scaled_step(model: nn.Module, optimizer: Any, scaler: Any, *, overflow: bool, to_none: bool = True) -> None:
+    images, labels = samples(count=EIGHT)
+    optimizer.zero_grad(set_to_none=to_none)
+    loss = F.cross_entropy(model(images.float()), labels)
+    scaler.scale(loss * torch.inf if overflow else loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_a_grad_scaler_skips_is_not_counted_and_its_gradients_are_not_seen(fused, every):
+    def rows(overflows: Sequence[bool]) -> Any:
+        model = network("GN", dtype=torch.float32)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        with mn.observe(model, every=every) as watch:
+            for overflow in overflows:
+                scaled_step(model, optimizer, scaler, overflow=overflow)
+        return watch
+
+    expected, watch = rows([False] * 3), rows([True, False, True, True, False, True, False, True])
+    assert watch.steps == expected.steps == 3
+    assert [row["step"] for row in watch.rows] == [row["step"] for row in expected.rows]
+    for found, alone in zip(watch.rows, expected.rows, strict=True):
+        assert_same_figures(found["layers"], alone["layers"], tol=tolerance("one_step", torch.float32))
+
+
+def test_weights_whose_gradients_are_mixed_with_those_of_a_skipped_step_are_left_out():
+    model = network("GN", dtype=torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with mn.observe(model) as watch:
+        for overflow in (True, False):  # zeros are no sign that a step has begun
+            scaled_step(model, optimizer, scaler, overflow=overflow, to_none=False)
+    assert watch.latest is not None
+    kinds = {name: row["kind"] for name, row in watch.latest["layers"].items()}
+    assert [name for name, kind in kinds.items() if kind == "weight"] == ["head"]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_of_shared_weights_are_dropped_with_a_skipped_step_too(fused):
+    found = []
+    for overflows in ((False,), (True, False)):
+        model = network("GN", dtype=torch.float32)
+        weights, optimizer = SharedWeights(model), torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        images, labels = samples(count=EIGHT)
+        with mn.observe(model) as watch:
+            for overflow in overflows:
+                optimizer.zero_grad()
+                with weights.shared():
+                    for x, y in zip(images.float().split(2), labels.split(2), strict=True):
+                        loss = F.cross_entropy(model(x), y, reduction="sum") / EIGHT
+                        scaler.scale(loss * torch.inf if overflow else loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        assert watch.latest is not None
+        found.append(watch.latest["layers"])
+    assert_same_figures(found[1], found[0], tol=tolerance("one_step", torch.float32))
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_gradients_asked_for_within_a_step_count_unless_their_forwards_are_hidden(hidden):
+    def shares(*, asks: bool) -> list[float]:
+        torch.manual_seed(0)
+        conv = mn.nn.WSConv2d(3, 6, 3).double()
+        x, other = torch.randn(2, 4, 3, 5, 5, dtype=torch.float64)
+        optimizer = torch.optim.SGD(conv.parameters(), lr=0.1)
+        with mn.observe(conv) as watch:
+            if asks:
+                with watch.paused() if hidden else contextlib.nullcontext():
+                    torch.autograd.grad(conv(other).square().sum(), list(conv.parameters()))
+            conv(x).square().sum().backward()
+            optimizer.step()
+        assert watch.latest is not None
+        return [watch.latest["layers"][""][share] for share in ("along", "mean", "rest")]
+
+    assert (shares(asks=True) == shares(asks=False)) == hidden
+
+
+@pytest.mark.parametrize("before", [0, 3])
+def test_forwards_within_the_step_are_in_the_look_with_those_before_it(before):
+    expected = {name: row for name, row in looked_at(network("GN"), (2,) * 4).items() if row["kind"] == "norm"}
+    model = network("GN")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = samples(count=EIGHT)[0].split(2)
+
+    def closure() -> None:
+        for x in batches[before:]:
+            model(x).square().mean().backward()
+
+    with mn.observe(model) as watch:
+        for x in batches[:before]:
+            model(x).square().mean().backward()
+        optimizer.step(closure)  # type: ignore[arg-type]
+    assert watch.latest is not None
+    assert_same_figures(watch.latest["layers"], expected, tol=tolerance("one_step", torch.float64))
 
 
 # --- what is given out -----------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import micronorm as mn
+from micronorm.diagnostics.hessian import estimate_hessians
 from micronorm.diagnostics.smoothness import Smoothness, smoothness
 from tests.diagnostics.test_rewind import assert_untouched, everything
 from tests.diagnostics.trained import images, loss_of, network
@@ -109,3 +110,31 @@ def test_a_frozen_model_has_no_step():
     model = nn.Linear(2, 1).requires_grad_(False)
     with pytest.raises(ValueError, match="no parameter requires a gradient"):
         smoothness(model, lambda: model.weight.sum(), [0.1])
+
+
+@pytest.mark.parametrize("look", ["smoothness", "hessians"])
+def test_a_backward_that_is_still_to_come_is_the_one_it_would_have_been(look):
+    model = network(mn.WS(), steps=2)
+    loss = loss_of(model)
+    loss().backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    pending = loss()
+    if look == "smoothness":
+        smoothness(model, loss, [0.1, 1.0])
+    else:
+        estimate_hessians(model, loss, "up", 1, probes=2)
+    pending.backward()
+    for p, grad in zip(model.parameters(), expected, strict=True):
+        assert p.grad is not None
+        assert torch.equal(p.grad, grad)
+
+
+def test_a_write_that_stays_is_still_noticed_by_a_backward_after_a_look():
+    model = network(mn.WS())
+    pending = loss_of(model)()
+    smoothness(model, loss_of(model), [0.1])
+    with torch.no_grad():
+        model.head.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        pending.backward()

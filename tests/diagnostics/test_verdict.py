@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 
 import micronorm as mn
 from micronorm.diagnostics.look import look
+from micronorm.diagnostics.norms import read_norm
 from micronorm.diagnostics.verdict import PROBLEMS, Thresholds, Verdict, diagnose, judge
+from micronorm.ops.moments import Moments
 from tests.networks import SmallResNet
 
 SPECS = {
@@ -148,6 +151,90 @@ def test_values_that_are_not_finite_come_first():
     verdict = diagnose(model, images().split(16))
     assert found(verdict)[0] == ("down_norm", "non_finite")
     json.loads(json.dumps(verdict.to_dict(), allow_nan=False))
+
+
+def stacked(activation: type[nn.Module] = nn.ReLU) -> Any:
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), activation(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), activation())
+    return settled(nn.Sequential(*layers))
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.SiLU])
+@pytest.mark.parametrize("name", ["running_mean", "running_var", "weight", "bias"])
+def test_numbers_that_are_not_finite_are_found_in_the_layer_that_holds_them(name, activation):
+    model = stacked(activation)
+    with torch.no_grad():
+        getattr(model[1], name)[3] = torch.nan
+    first, second = diagnose(model, images().split(16)).findings
+    assert (first.layer, first.problem, first.channels) == ("1", "non_finite", (3,))
+    assert first.evidence == {"not finite": f"{name}, output"}
+    assert first.remedy.startswith(f"{name} of this layer cannot be used")
+    assert ("mn.calibrate" in first.remedy) == name.startswith("running")
+    assert (second.layer, second.evidence) == ("4", {"not finite": "input, output"})
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_the_last_norm_of_a_network_is_accused_where_its_estimates_are_not_finite(value):
+    model = stacked(nn.SiLU)
+    model[4].running_var[:4] = value  # by infinity a channel is divided to zero: the output is finite
+    verdict = diagnose(model, images().split(16))
+    assert found(verdict) == [("4", "non_finite")]
+    assert verdict.severities["4"] == torch.inf
+
+
+def test_means_of_bcn_that_are_not_finite_are_no_dead_channels():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), mn.nn.BatchChannelNorm(8, 2), nn.ReLU())
+    model[1].running_mean.fill_(torch.nan)
+    assert found(diagnose(model, images().split(16))) == [("1", "non_finite")]
+
+
+def test_a_layer_that_makes_numbers_that_are_not_finite_is_accused():
+    model = stacked()
+    model[1].running_var[2] = -1.0
+    first = diagnose(model, images().split(16)).findings[0]
+    assert (first.layer, first.evidence, first.channels) == ("1", {"not finite": "output"}, (2,))
+    assert "overflows by itself" in first.remedy
+
+
+def test_estimates_that_are_not_in_use_are_not_judged():
+    model = stacked()
+    model[1].running_var.fill_(torch.nan)
+    assert diagnose(model, images().split(16), statistics="batch").ok
+
+
+def test_a_figure_that_is_no_number_is_beyond_its_limit():
+    seen = look(stacked(), images().split(16))
+    mean, var = seen["4"].normalized
+    bad = replace(seen["4"], normalized=Moments(mean * torch.nan, var))
+    verdict = judge({**seen, "4": bad})
+    assert found(verdict) == [("4", "estimates")]
+    assert verdict.severities["4"] == torch.inf
+
+
+@pytest.mark.parametrize("statistics", ["estimates", "batch"])
+def test_frozen_batch_normalization_is_judged_by_its_estimates_in_either_mode(statistics):
+    frozen = pytest.importorskip("torchvision.ops").FrozenBatchNorm2d(3)
+    model = nn.Sequential(frozen, nn.ReLU()).train()
+    norm = read_norm(frozen)
+    assert norm is not None
+    assert (norm.uses_batch, norm.by_estimates) == (False, True)
+    assert found(diagnose(model, [images() + 20], statistics=statistics)) == [("0", "estimates")]
+    frozen.running_mean.fill_(0.5)
+    frozen.running_var.fill_(1.5**2)
+    assert diagnose(model, [images()], statistics=statistics).ok
+
+
+def test_maps_of_one_position_are_judged_only_by_many_samples():
+    torch.manual_seed(0)
+    grouped, batch = (nn.Sequential(norm, nn.ReLU()) for norm in (nn.GroupNorm(2, 8), nn.BatchNorm2d(8)))
+    x = torch.randn(400, 8, 1, 1)
+    apart = x + 20 * (torch.arange(8).view(8, 1, 1) % 4 == 0)
+    assert diagnose(batch, [x[:1]]).ok  # of one position every deviation is 0
+    for count in (1, 48):
+        verdict = diagnose(grouped, [apart[:count]])
+        assert (verdict.ok, verdict.judged) == (True, 0)
+        assert verdict.summary().startswith("Nothing could be judged: too few samples")
+    assert found(diagnose(grouped, [apart])) == [("0", "stat_diff")]
 
 
 def test_rare_channels_are_found_where_many_are_nearly_dead():

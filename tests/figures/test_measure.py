@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from micronorm import figures
+from micronorm.diagnostics.lipschitz import gradient_shares
 from micronorm.engine.listener import Silent
 from micronorm.figures import dist, dist_exp, mean_div, stat_diff, sweep
 from micronorm.figures.figure import Request
 from micronorm.figures.mean_div import FirstGradients
 from micronorm.figures.stat_diff import MOMENTUM, ChannelStatistics
-from micronorm.nn import WS
+from micronorm.nn import WS, WSConv2d
 from micronorm.tasks.classification import Classification, open_classification
 from tests.tolerances import assert_close_to_max, tolerance
 
@@ -146,6 +147,28 @@ def test_shares_and_residual_sum_to_one_and_looking_changes_no_gradient():
     assert all(shares[part] > 0 for part in ("along", "mean", "rest"))
     for looked, plain in zip(*grads, strict=True):
         assert_close_to_max(looked, plain, tol=tolerance("one_step", torch.float64))
+
+
+def test_channels_and_layers_without_gradient_have_no_say_in_the_shares():
+    torch.manual_seed(0)
+    used, unused = WSConv2d(3, 8, 3).double(), WSConv2d(3, 8, 3).double()
+    x = torch.randn(4, 3, 6, 6, dtype=torch.float64)
+    model = torch.nn.ModuleList([used, unused])
+    eye = FirstGradients(model)
+    with eye.first():
+        # four channels get no gradient, the other layer's get zeros
+        (used(x)[:, :4].square().sum() + 0 * unused(x).sum()).backward()
+        grad = used.shared_weight.grad
+        assert grad is not None
+        four = gradient_shares(used.weight[:4], grad[:4], eps=used.eps)
+    for part, share in eye.row()["shares"].items():
+        assert math.isclose(share, getattr(four, part).mean(), rel_tol=1e-12, abs_tol=1e-12)
+
+
+def test_shares_of_no_gradient_at_all_are_refused():
+    eye = FirstGradients(WSConv2d(3, 8, 3))
+    with pytest.raises(RuntimeError, match="got a gradient"), eye.first():
+        pass
 
 
 def test_a_network_of_plain_weights_has_no_shares():

@@ -23,6 +23,19 @@ def advise(
 ) -> tuple[str, str]:
     """The remedy for a layer and its expected effect, each in words."""
     if problem == "non_finite":
+        held = [part for part in seen.not_finite if part not in ("input", "output")]
+        if held:
+            again = "" if any("running" not in part for part in held) else ", or mn.calibrate(model, batches)"
+            return (
+                f"{', '.join(held)} of this layer cannot be used: load them from a checkpoint that is finite{again}",
+                "everything behind this layer is unknown until then",
+            )
+        if "input" not in seen.not_finite:
+            return (
+                "the layer overflows by itself: look at its estimates (a variance below 0?), the size of its input and "
+                "its dtype",
+                "everything behind this layer is unknown until then",
+            )
         return (
             "find what overflows before this layer: the learning rate, half precision, a division by zero",
             "everything behind this layer is unknown until then",

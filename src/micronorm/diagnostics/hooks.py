@@ -34,8 +34,9 @@ class Look:
         self.norms: dict[str, NormTally] = {}
         self.gradients: dict[str, WeightTally] = {}
         self.weights = whole_weights(model)
-        self.has_seen = False
+        self.forwards = 0  # of norms; of the model where it has none
         self.names: list[str] = []
+        self._filled: nn.Parameter | None = None
         self._hooks: list[Any] = []
         self._ends: list[Callable[[], None]] = []
         for name, module in model.named_modules():
@@ -48,6 +49,8 @@ class Look:
         for name, layer in self.weights.items():
             if isinstance(layer, Reparameterized):
                 self._watch(name, layer)
+                if layer.weight.is_leaf and layer.weight.requires_grad:
+                    self._hooks.append(layer.weight.register_post_accumulate_grad_hook(self._fill))
         if not self.norms:
             hook = Onlooker(self._forward_hook)
             self._hooks.append(model.register_forward_hook(hook))
@@ -57,13 +60,31 @@ class Look:
 
         def see(weight: Tensor) -> None:
             if self._is_open():
+                self._begin()
                 tally.watch(weight)
 
         self._ends.append(watch_weight(layer, see))
 
+    @property
+    def has_seen(self) -> bool:
+        """Whether there was a forward."""
+        return self.forwards > 0
+
+    def _fill(self, parameter: nn.Parameter) -> None:
+        self._filled = parameter
+
+    def _begin(self) -> None:
+        """Forget the gradients of a step that was begun and not taken.
+
+        A GradScaler that skips a step says so to nobody, but the parameters' gradients are taken away before the next.
+        """
+        if self._filled is not None and self._filled.grad is None and not inside_backward():
+            self._filled = None
+            self.clear_gradients()
+
     def _forward_hook(self, module: nn.Module, args: Any, output: Any) -> None:
         """Of a model without norms: there was a forward."""
-        self.has_seen = self.has_seen or (self._is_open() and not torch.compiler.is_compiling())
+        self.forwards += self._is_open() and not torch.compiler.is_compiling()
 
     def _norm_hook(self, name: str) -> Callable[..., None]:
         def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -75,7 +96,7 @@ class Look:
                 return
             with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
                 tally.add(x.detach(), output.detach(), alone=kwargs.get("residual") is None)
-            self.has_seen = True
+            self.forwards += 1
 
         return see
 
@@ -83,9 +104,13 @@ class Look:
         """Forget what was seen; the hooks stay."""
         for name, tally in self.norms.items():
             self.norms[name] = NormTally(tally.norm)
+        self.clear_gradients()
+        self.forwards = 0
+
+    def clear_gradients(self) -> None:
+        """Forget the gradients that were seen."""
         for gradient in self.gradients.values():
             gradient.clear()
-        self.has_seen = False
 
     def close(self) -> None:
         """Take the hooks away."""
@@ -110,7 +135,7 @@ class Taken:
     def __init__(self, look: Look, *, scale: Tensor | None, weights: bool, draws: bool) -> None:
         self.norms = {name: tally for name, tally in look.norms.items() if not tally.is_empty}
         self.weights = WeightNumbers(look.weights if weights else {}, look.gradients, samples=draws)
-        self.scale, self.draws = scale, draws
+        self.scale, self.draws, self.forwards = scale, draws, look.forwards
         self.parts = [*(tally.numbers() for tally in self.norms.values()), self.weights.numbers()]
         self.order = list(look.names)
 

@@ -185,9 +185,10 @@ def weight_shares(
 
 
 def average_shares(shares: Mapping[str, Shares]) -> dict[str, float]:
-    """The mean over layers of each layer's shares (`Shares.totals`), as in the paper's `fig:mean_div`.
+    """The mean over layers of each layer's shares (`Shares.totals`).
 
-    Layers without gradient are left out.
+    Layers without gradient are left out. `micronorm reproduce fig:mean_div` averages `Shares.channel_means` instead,
+    where all channels weigh alike; the paper says "average" and not of which.
 
     Example:
         >>> both = {name: gradient_shares(torch.randn(8, 27), torch.randn(8, 27)) for name in "ab"}

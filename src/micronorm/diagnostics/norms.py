@@ -47,6 +47,8 @@ class NormLayer:
         self.eps = float(module.eps)
         self.axis = -1 if channels_last else 1
         """That of the channels in the input and the output."""
+        # Frozen batch normalization has a training flag as every module does, and no use for it.
+        self.frozen = family == "batch" and not isinstance(module, _BatchNorm | GhostBatchNorm)
 
     @property
     def by_estimates(self) -> bool:
@@ -60,7 +62,28 @@ class NormLayer:
         """Whether, as it stands now, its channels are normalized by the moments of the batch."""
         if self.family == "batch-channel":
             return self.module.training and self.module.statistics == "batch"
-        return self.family == "batch" and (self.module.running_mean is None or getattr(self.module, "training", False))
+        if self.family != "batch" or self.frozen:
+            return False
+        return self.module.running_mean is None or self.module.training
+
+    def numbers(self) -> dict[str, Tensor]:
+        """The parameters it computes with, and the estimates where it normalizes by them, by name."""
+        names = ["weight", "bias", "group_weight", "group_bias"]
+        if self.by_estimates:
+            names = ["running_mean", "running_var", *names]
+        held = {name: getattr(self.module, name, None) for name in names}
+        return {name: tensor.detach() for name, tensor in held.items() if isinstance(tensor, Tensor)}
+
+    def estimates(self) -> Moments:
+        """The estimates that its last forward normalized with: C numbers each, N×C for "sequential" layers in training.
+
+        Those move their estimates from sample to sample, and what stands in the buffers afterwards is the last.
+        """
+        module = self.module
+        scans = isinstance(module, BatchChannelNorm) and module.statistics == "sequential" and module.training
+        if scans and module.weight.requires_grad and not module._window.paused and module._window.passes:
+            return module._window.passes[-1].estimates
+        return Moments(module.running_mean, module.running_var)
 
     def channels_first(self, x: Tensor) -> Tensor:
         """An input or output as N×C×…."""
@@ -88,8 +111,8 @@ class NormLayer:
     def _statistics(self, data: Moments) -> Moments:
         """What the channels are normalized with: C numbers each, or N×C."""
         if self.by_estimates and not (self.family == "instance" and self.module.training):
-            wide = data.mean.dtype
-            return Moments(self.module.running_mean.to(wide), self.module.running_var.to(wide))
+            mean, var = self.estimates()
+            return Moments(mean.to(data.mean.dtype), var.to(data.mean.dtype))
         if self.family == "instance":
             return data
         if isinstance(self.module, GhostBatchNorm):

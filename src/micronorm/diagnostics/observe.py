@@ -65,7 +65,8 @@ def observe(
     Steps 1, 1 + every, 1 + 2·every, … are looked at. A step is counted when a torch.optim optimizer that holds
     parameters of the model steps (of several the first one counts), or by `watch.step()`. Forwards count where the
     model is in training mode, so evaluation may take place within. Code that was compiled or captured in a CUDA graph
-    runs no hooks: a compiled model is refused, and a step in which nothing was seen warns once. Under
+    runs no hooks: a compiled model is refused, and a step in which nothing was seen warns once. Gradients that
+    `torch.autograd.grad` sends through a standardized weight within the step count as those of `backward` do. Under
     DistributedDataParallel every rank sees its own samples, and rank 0 writes.
 
     Args:
@@ -126,7 +127,8 @@ class Watch:
         wrapped = any(base.__name__ == "DistributedDataParallel" for base in type(model).__mro__)
         self.model: nn.Module = model.module if wrapped else model  # type: ignore[assignment]
         self.every = every
-        self.steps = start
+        self._steps = start
+        self._skips: Tensor | None = None  # steps that were counted and may not have been taken, on the device
         self.epoch = 0
         self.rows: list[Row] = []
         self.latest: Row | None = None
@@ -174,6 +176,12 @@ class Watch:
         self._hooks, self._taken = [], None
         self._end_look()
 
+    @property
+    def steps(self) -> int:
+        """The steps so far. Under a GradScaler with a fused optimizer this waits for the device."""
+        self._settle()
+        return self._steps
+
     def step(self) -> None:
         """Count a step where no torch.optim optimizer does: after its last backward, before the weights move.
 
@@ -213,10 +221,27 @@ class Watch:
             if self._holds(optimizer):
                 self._others.add(optimizer)
             return
-        if self._look is not None and self._taken is None:
-            # Forwards within the step, as LBFGS has them: the weights have moved since.
+        if self._look is not None and (self._taken is None or self._look.forwards > self._taken.forwards):
+            # Forwards within the step, as LBFGS and closures have them: the weights have moved since.
             self._take(scale=None, weights=False)
-        self._advance()
+        skipped = _skipped(optimizer)
+        if skipped is None:
+            self._advance()
+        elif self._look is not None:  # to read what was seen waits for the device too
+            if skipped.any():
+                self._taken = None
+                self._look.clear_gradients()
+            else:
+                self._advance()
+        else:
+            self._skips = skipped if self._skips is None else self._skips + skipped
+            self._advance()
+
+    def _settle(self) -> None:
+        """Take back the steps that were counted and skipped."""
+        if self._skips is not None:
+            self._steps -= int(self._skips)
+            self._skips = None
 
     def _counts(self, optimizer: Optimizer) -> bool:
         """Whether this one's steps are the model's: the first seen, until another steps twice while it does not."""
@@ -233,7 +258,7 @@ class Watch:
         return any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
 
     def _advance(self) -> None:
-        self.steps += 1
+        self._steps += 1
         self._others.clear()
         taken, self._taken = self._taken, None
         if taken is not None:
@@ -243,7 +268,10 @@ class Watch:
 
     def _prepare(self) -> None:
         """Put hooks in place if the coming step is to be looked at."""
-        due = self.steps % self.every == 0
+        due = self._steps % self.every == 0
+        if due:
+            self._settle()
+            due = self._steps % self.every == 0
         if due or not self._parameters:
             self._parameters = {id(parameter) for parameter in self.model.parameters()}
         if due:
@@ -284,6 +312,17 @@ class Watch:
             self._sink(row)
         if self._writer is not None:
             _write(self._writer, self.steps, figures, pictures)
+
+
+def _skipped(optimizer: Optimizer) -> Tensor | None:
+    """1 where the step that an optimizer has just made was none, on the device; None where that cannot be.
+
+    A fused optimizer under a GradScaler is called in any case, and leaves the parameters alone by itself.
+    """
+    found = getattr(optimizer, "found_inf", None)
+    if not isinstance(found, Tensor) or (found.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    return (found.detach() > 0).int()
 
 
 def _write(writer: Writer, step: int, layers: Mapping[str, Row], pictures: Mapping[str, Tensor]) -> None:

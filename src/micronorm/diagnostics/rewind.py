@@ -60,6 +60,10 @@ class Rewind:
 def rewinding(model: nn.Module) -> Iterator[Rewind]:
     """Whatever happens in this block, the model leaves it as it came.
 
+    A backward pass that is still to come for an earlier forward works as if nothing had happened: parameters and
+    buffers keep their version counters with their values. A graph that was made in the block is not to be kept beyond
+    it.
+
     Example:
         >>> norm = nn.BatchNorm1d(3)
         >>> with rewinding(norm):
@@ -68,7 +72,13 @@ def rewinding(model: nn.Module) -> Iterator[Rewind]:
         tensor([0., 0., 0.])
     """
     rewind = Rewind(model)
-    try:
-        yield rewind
-    finally:
-        rewind.back()
+    with contextlib.ExitStack() as stack:
+        for tensor in (*model.parameters(), *model.buffers()):
+            if not tensor.is_inference():
+                # Sound, since to the bit what autograd has saved is there again. One by one: older versions take no
+                # several.
+                stack.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))
+        try:
+            yield rewind
+        finally:
+            rewind.back()

@@ -40,7 +40,9 @@ class NormLook:
         residual: whether something was added to the output before the activation.
         by_estimates: whether channels were normalized by statistics that the layer keeps.
         eps: the layer's.
-        finite: whether all inputs were finite.
+        not_finite: what of the layer holds numbers that are not finite: "input", parameters and, where channels were
+            normalized by them, estimates by their names, "output"; empty where all are.
+        spoiled: which channels (C booleans) of the layer's output are not finite in some position.
     """
 
     norm: str
@@ -58,7 +60,13 @@ class NormLook:
     residual: bool
     by_estimates: bool
     eps: float
-    finite: bool
+    not_finite: tuple[str, ...]
+    spoiled: Tensor
+
+    @property
+    def finite(self) -> bool:
+        """Whether everything that went in, was computed with, and came out is finite."""
+        return not self.not_finite
 
     @property
     def channels(self) -> int:
@@ -122,7 +130,8 @@ class Seen:
         self.active: Tensor | int = 0
         self.kinds: set[str] = set()
         self.residual = False
-        self.finite: Tensor | bool = True
+        self.finite_input: Tensor | bool = True
+        self.spoiled: Tensor | bool = False
 
     def take(self, x: Tensor) -> None:
         """An input, N×C×…."""
@@ -137,12 +146,14 @@ class Seen:
             running.add(one, positions=per_channel)
         self.samples += x.shape[0]
         self.calls += 1
-        self.finite = self.finite & x.isfinite().all()
+        self.finite_input = self.finite_input & x.isfinite().all()
 
     def give(self, y: Tensor, axis: int) -> None:
         """The norm's own output."""
         self.positive = self.positive + positives(y, axis=axis)
         self.negative = self.negative + positives(-y, axis=axis)
+        broken = y.isfinite().logical_not().movedim(axis, 0).flatten(1).any(1)
+        self.spoiled = self.spoiled | broken
 
     def activate(self, kind: str, added: bool, counts: Tensor) -> None:
         """An activation was seen; called at most once for each output."""
@@ -177,5 +188,11 @@ class Seen:
             residual=self.residual and told,
             by_estimates=self.by_estimates,
             eps=self.norm.eps,
-            finite=bool(self.finite),
+            not_finite=self._not_finite(),
+            spoiled=torch.as_tensor(self.spoiled).cpu().expand(self.norm.channels),
         )
+
+    def _not_finite(self) -> tuple[str, ...]:
+        given = [] if self.finite_input else ["input"]
+        held = [name for name, tensor in self.norm.numbers().items() if not tensor.isfinite().all()]
+        return (*given, *held, *(["output"] if torch.as_tensor(self.spoiled).any() else []))

@@ -74,7 +74,8 @@ def smoothness(
     Every evaluation starts from the same buffers, windows and random states, so that dropout drops the same units and
     no estimate remembers a look. `.grad` is not touched, and the optimizer is not asked: the step is η times the plain
     gradient. One forward and backward for each step size, and one more. DDP expects a backward of its own: give its
-    `module`.
+    `module`. A look may come between a forward of the training and its backward; `loss` must keep none of its own
+    graphs, which belong to parameters that have moved since.
 
     Args:
         model: in the mode the loss is to be taken in.

@@ -109,7 +109,7 @@ def _own_output(norm: NormLayer, x: Tensor, data: Moments) -> Tensor | None:
         return torch.group_norm(x, layer.num_groups, layer.weight, layer.bias, layer.eps)
     if norm.family != "batch-channel":
         return None
-    estimates = None if norm.uses_batch else Moments(layer.running_mean, layer.running_var)
+    estimates = None if norm.uses_batch else norm.estimates()
     affine = (layer.weight, layer.bias, layer.group_weight, layer.group_bias)
     options: dict[str, Any] = {"groups": layer.num_groups, "eps": layer.eps, "blend": layer.blend}
     return batch_channel_norm(x, estimates, *affine, **options, data=data)
@@ -188,6 +188,7 @@ class WeightNumbers:
     """
 
     def __init__(self, layers: Mapping[str, Any], tallies: Mapping[str, WeightTally], *, samples: bool) -> None:
+        self._tallied = set(tallies)
         members: dict[Any, list[tuple[str, Tensor, Tensor]]] = {}
         for name, layer in layers.items():
             gradient = tallies[name].gradient() if name in tallies else layer.weight.grad
@@ -214,12 +215,17 @@ class WeightNumbers:
         first, count = len(self._shares), len(self._names)
         norms, grads = numbers[first : first + count], numbers[first + count : first + 2 * count]
         rows: dict[str, Figures] = {}
+        squares: dict[str, Tensor] = {}
         for (kind, parts), shares in zip(self._members, numbers, strict=False):
             sizes = [size for _, size in parts]
             for (name, _), totals in zip(parts, _totals(shares, sizes), strict=True):
                 rows[name] = {"kind": "weight", "weight": kind.method, **dict(zip(_SHARES, totals, strict=True))}
+            squares |= {name: square for (name, _), square in zip(parts, shares[-1].split(sizes), strict=True)}
         for name, norm, grad in zip(self._names, norms, grads, strict=True):
             rows[name] |= {"norm": float(norm), "grad": float(grad) / loss_scale}
+        if any(grad.isfinite() and not squares[n].isfinite().all() for n, grad in zip(self._names, grads, strict=True)):
+            # A step that was skipped left gradients behind, and those of other layers may be finite: none can be told.
+            rows = {name: row for name, row in rows.items() if name not in self._tallied}
         return rows
 
     def samples(self, numbers: Sequence[Tensor]) -> dict[str, Tensor]:

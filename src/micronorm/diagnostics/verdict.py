@@ -19,7 +19,7 @@ from micronorm.nn.weight import WSConv1d, WSConv2d, WSConv3d
 PROBLEMS: tuple[Problem, ...] = get_args(Problem)
 
 TITLES: dict[Problem, str] = {
-    "non_finite": "is given values that are not finite",
+    "non_finite": "has values that are not finite",
     "estimates": "normalizes by estimates that are far from what it sees",
     "stat_diff": "normalizes channels together that differ too much",
     "dead": "has dead channels",
@@ -51,7 +51,7 @@ class Thresholds:
             it should; a channel that is nearly constant may do so by itself, two are an event.
         scale: median factor between the estimated deviation and the data's, either way.
         positions: a channel needs so many to be called dead: never active in 300 positions means, at 95 %, active in
-            less than 1 % (3/n, the rule of three).
+            less than 1 % (3/n, the rule of three). StatDiff needs them too: of one position the deviations are 0.
         samples: and so many samples: positions of one image are alike.
     """
 
@@ -96,8 +96,9 @@ class Verdict:
 
     The first is to be mended first: what lies behind it may be its consequence. `table` has the worst first.
 
-    `judged` counts the norms that an activation was seen to follow; of the others nothing is claimed. `severities` has,
-    by layer, the largest of its figures over its threshold.
+    `judged` counts the norms that an activation was seen to follow and that saw enough samples; of the others it is
+    only said whether their numbers are finite and their estimates fit. `severities` has, by layer, the largest of its
+    figures over its threshold.
     """
 
     findings: list[Finding]
@@ -121,7 +122,9 @@ class Verdict:
         dead, rare = (sum(int(getattr(seen, kind).sum()) for seen in self._behind_relu()) for kind in ("dead", "rare"))
         counts = f"{dead} dead and {rare} under-represented channels behind ReLUs in all"
         if not self.judged and self.ok:
-            return f"Nothing could be judged: no activation was seen behind any of {len(self.looks)} norms."
+            any_followed = any(seen.activation for seen in self.looks.values())
+            why = "too few samples were seen by" if any_followed else "no activation was seen behind"
+            return f"Nothing could be judged: {why} any of {len(self.looks)} norms."
         if self.ok:
             return f"No layer is near an elimination singularity. {of}; {counts}."
         where = ", ".join(finding.layer or "the model" for finding in self.findings[:3])
@@ -227,7 +230,8 @@ def judge(
     """A verdict on what `look` saw.
 
     StatDiff is judged where any activation was seen to follow the norm, dead and rare channels where that is a ReLU,
-    estimates always (unless `trained` is False).
+    each only by as many samples and positions as `Thresholds` asks for; estimates always (unless `trained` is False or
+    there are fewer positions than that many samples), and whether everything is finite.
 
     Args:
         looks: what `look` returned.
@@ -239,25 +243,26 @@ def judge(
     findings, few, severities = [], [], {}
     for name, seen in looks.items():
         measures = _measures(seen, limits, trained=trained)
-        severities[name] = max((one.figure / one.limit for one in measures.values()), default=0.0)
+        severities[name] = max((one.severity for one in measures.values()), default=0.0)
         found = _find(name, seen, measures, standardized=standardized)
         if found is not None:
             findings.append(found)
-        elif seen.activation in CUTTING and not _enough(seen, limits):
+        elif seen.activation is not None and not _enough(seen, limits):
             few.append(name)
-    judged = sum(seen.activation is not None for seen in looks.values())
+    followed = sum(seen.activation is not None for seen in looks.values())
     notes = []
     if few:
         notes.append(
             f"{len(few)} layers saw fewer than {limits.samples} samples or {limits.positions} positions, too few to "
-            f"call a channel dead or rare: {', '.join(few[:3])}{', …' if len(few) > 3 else ''}. Give more images."
+            "call a channel dead or rare, or its statistics different from others': "
+            f"{', '.join(few[:3])}{', …' if len(few) > 3 else ''}. Give more images."
         )
-    if judged < len(looks):
+    if followed < len(looks):
         notes.append(
-            f"{len(looks) - judged} norms have no activation that could be seen behind them: they are listed and not "
+            f"{len(looks) - followed} norms have no activation that could be seen behind them: they are listed and not "
             "judged"
         )
-    return Verdict(findings, dict(looks), judged, severities, notes=notes)
+    return Verdict(findings, dict(looks), followed - len(few), severities, notes=notes)
 
 
 # --- a layer ---------------------------------------------------------------------------------------------------------
@@ -271,30 +276,35 @@ class _Measure(NamedTuple):
     evidence: dict[str, Any]
     channels: tuple[int, ...] = ()
 
+    @property
+    def severity(self) -> float:
+        """The figure over its limit; infinite where it is no number, since NaN is above nothing."""
+        return math.inf if math.isnan(self.figure) else self.figure / self.limit
+
 
 def _find(name: str, seen: NormLook, measures: dict[Problem, _Measure], *, standardized: bool) -> Finding | None:
     for problem in PROBLEMS:
         one = measures.get(problem)
-        if one is not None and one.figure > one.limit:
+        if one is not None and one.severity > 1:
             remedy, effect = advise(problem, seen, standardized, name=name, channels=one.channels)
-            severity = one.figure / one.limit
-            return Finding(name, seen.norm, problem, severity, one.evidence, one.channels, remedy, effect)
+            return Finding(name, seen.norm, problem, one.severity, one.evidence, one.channels, remedy, effect)
     return None
 
 
 def _measures(seen: NormLook, limits: Thresholds, *, trained: bool) -> dict[Problem, _Measure]:
     if not seen.finite:  # nothing else can be measured then
-        return {"non_finite": _Measure(math.inf, 1.0, {"input": "not finite"})}
+        channels = () if "input" in seen.not_finite else tuple(seen.spoiled.nonzero().flatten().tolist())
+        return {"non_finite": _Measure(math.inf, 1.0, {"not finite": ", ".join(seen.not_finite)}, channels)}
     found: dict[Problem, _Measure] = {}
-    if seen.by_estimates and trained:
+    if seen.by_estimates and trained and seen.positions >= limits.samples:  # one position has no deviation
         found["estimates"] = _estimates(seen, limits)
-    if seen.activation is not None:
+    if seen.activation is not None and _enough(seen, limits):
         found["stat_diff"] = _differences(seen, limits)
     if seen.activation in CUTTING and _enough(seen, limits):
         dead, either = seen.dead, seen.dead | seen.rare
         pushed = _share(seen, dead & would_be_active(seen), limits.pushed)
         # Of the two reasons to be dead the one that is further beyond its limit.
-        found["dead"] = max(pushed, _share(seen, dead, limits.dead), key=lambda one: one.figure / one.limit)
+        found["dead"] = max(pushed, _share(seen, dead, limits.dead), key=lambda one: one.severity)
         found["rare"] = _share(seen, either, limits.rare)
     return found
 
@@ -305,7 +315,8 @@ def _estimates(seen: NormLook, limits: Thresholds) -> _Measure:
     distances = half.mean.abs()
     offset, second = float(distances.median()), float(distances.sort().values[-2:][0])
     factor = float((half.var.clamp(min=seen.eps).log() / 2).abs().median().exp())
-    figure = max(offset / limits.offset, second / limits.far, math.log(factor) / math.log(limits.scale))
+    figures = offset / limits.offset, second / limits.far, math.log(factor) / math.log(limits.scale)
+    figure = math.nan if any(map(math.isnan, figures)) else max(figures)
     evidence = {
         "offset in deviations, median": offset,
         "second largest": second,

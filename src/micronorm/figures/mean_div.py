@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from micronorm.diagnostics.lipschitz import gradient_shares
@@ -31,6 +32,8 @@ PAPER_LIMIT = 0.02
 class FirstGradients:
     """The shares of ‖∇Ŵ‖² in the first iteration of each epoch: means over the channels of a layer, then over layers.
 
+    Channels without a gradient have no shares, and are left out as layers of such channels are.
+
     Example:
         >>> import torch
         >>> from micronorm.nn import WSConv2d
@@ -52,7 +55,7 @@ class FirstGradients:
         if not self._weights.layers:
             yield
             return
-        found: dict[str, list[float]] = {part: [] for part in PARTS}
+        found: list[list[float]] = []
         with self._weights.shared():
             yield
             for layer in self._weights.layers:
@@ -60,9 +63,12 @@ class FirstGradients:
                     continue
                 options = {"center": layer.center, "scale": layer.scale, "eps": layer.eps}
                 shares = gradient_shares(layer.weight.detach(), layer.shared_weight.grad, **options)
-                for part in PARTS:
-                    found[part].append(getattr(shares, part).mean().item())
-        self._row = {"shares": {part: sum(values) / len(values) for part, values in found.items()}}
+                means = shares.channel_means()
+                found.append([means[part] for part in PARTS])
+        if not found:
+            raise RuntimeError("no layer with a standardized weight got a gradient; its shares cannot be told")
+        averages = torch.tensor(found, dtype=torch.float64).nanmean(0).tolist()
+        self._row = {"shares": dict(zip(PARTS, averages, strict=True))}
 
     def row(self) -> dict[str, Any]:
         """`shares`, by part; nothing for a network of plain weights."""
