@@ -255,3 +255,10 @@ TEN = ["resnet18", "resnet50", "resnet50_gn", "resnetv2_50x1_bit", "densenet121"
 def test_ten_stock_networks_of_timm_with_random_weights_are_not_accused(name):
     result = invoke(f"timm:{name}", "--images", "64", "--size", "128")
     assert result.exit_code == 0, result.output
+
+
+def test_a_network_that_was_never_trained_is_said_to_be_one():
+    notes = json.loads(
+        invoke("torchvision:resnet18", "--data", "random", "--images", "2", "--size", "32", "--json").stdout
+    )
+    assert any("never trained, and batch normalization went by its batches" in note for note in notes["notes"])

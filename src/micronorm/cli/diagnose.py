@@ -93,6 +93,11 @@ def diagnose(
         raise typer.Exit(MISUSE) from None
     facts = {"target": target, "checkpoint": str(checkpoint) if checkpoint else None, "data": source}
     verdict.notes.extend(notes)
+    if checkpoint is None and (fresh or target.split(":")[0] in ("torchvision", "timm", "recipe")):
+        by_batches = ", and batch normalization went by its batches" if fresh else ""
+        verdict.notes.append(
+            f"the weights were never trained{by_batches}: give --checkpoint to judge what training made"
+        )
     if source == "random":
         verdict.notes.append("random images tell little of the channels that real ones would use: give --data")
     if as_json:

@@ -134,11 +134,13 @@ class Verdict:
         )
 
     def table(self, rows: int = 10) -> str:
-        """The worst layers, a line each."""
-        head = ("layer", "norm", "then", "StatDiff", "σ_mean", "σ_std", "active", "dead", "rare", "of", "")
+        """The worst layers, a line each; `limit` is how far the worst of a layer's figures goes towards its limit."""
+        head = ("layer", "norm", "then", "limit", "StatDiff", "σ_mean", "σ_std", "active", "dead", "rare", "of", "")
         accused = {finding.layer: finding.problem for finding in self.findings}
         worst = sorted(self.looks, key=lambda name: -self.severities.get(name, 0.0))[:rows]
-        lines = [head, *(_line(name, self.looks[name], accused.get(name, "")) for name in worst)]
+        lines: list[tuple[str, ...]] = [head]
+        for name in worst:
+            lines.append(_line(name, self.looks[name], self.severities.get(name, 0.0), accused.get(name, "")))
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         words = (0, 1, 2, len(head) - 1)
 
@@ -213,9 +215,10 @@ def diagnose(
     uses = input_uses(model)
     if uses:
         mean = sum(uses.values()) / len(uses)
+        several = f"{len(uses)} layers" if len(uses) > 1 else "one layer"
         verdict.notes.append(
-            f"min/mean use of input channels, averaged over {len(uses)} layers: {mean:.2f} (the paper's trained "
-            f"ResNet-50: {PAPER_RESNET50}); no verdict rests on it"
+            f"min/mean use of input channels, averaged over {several}: {mean:.2f} (the paper's trained ResNet-50: "
+            f"{PAPER_RESNET50}); no verdict rests on it"
         )
     return replace(verdict, input_uses=uses)
 
@@ -357,12 +360,12 @@ def _activity(seen: NormLook) -> dict[str, Any]:
     return {"dead and rare channels": counts, "positions each": seen.positions}
 
 
-def _line(name: str, seen: NormLook, problem: str) -> tuple[str, ...]:
+def _line(name: str, seen: NormLook, severity: float, problem: str) -> tuple[str, ...]:
     figures = seen.figures()
     then = f"{'+ ' if seen.residual else ''}{seen.activation or '?'}"
     numbers = [f"{figures[key]:.2f}" for key in ("stat_diff_worst", "sigma_mean", "sigma_std", "active")]
     counts = [str(figures[key]) for key in ("dead", "rare", "channels")]
-    return (name or "the model", seen.norm, then, *numbers, *counts, problem)
+    return (name or "the model", seen.norm, then, f"{severity:.0%}", *numbers, *counts, problem)
 
 
 def _is_standardized(model: nn.Module) -> bool:
