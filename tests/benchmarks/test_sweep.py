@@ -69,6 +69,7 @@ def test_rows_of_the_same_versions_are_kept_unless_asked_for_again(finished):
     assert {row["micronorm"] == "0.0.0" for row in rows(stale).values()} == {True, False}
 
 
+@pytest.mark.slow
 def test_a_pattern_that_matches_nothing_is_an_error(tmp_path):
     done = run(tmp_path / "sweep.csv", "--only", "resnet19")
     assert done.returncode == 1

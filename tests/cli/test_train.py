@@ -173,6 +173,7 @@ def test_ctrl_c_and_sigterm_save_exit_with_their_code_and_say_how_to_go_on(tmp_p
     assert_ended_alike(out, short[0])
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_of_four_ranks_stops_all_and_one_rank_goes_on(tmp_path, whole):
     out, log = tmp_path / "run", tmp_path / "log"
     processes = start(micronorm, "train", "digits", *DOUBLE, "--out", str(out), log=log, ranks=4)

@@ -35,7 +35,7 @@ print(json.dumps(dict(seconds=seconds, grown=after - before, size=size)))
 """
 
 
-@pytest.mark.parametrize("options", [{}, {"warm_steps": 100}], ids=str)
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.slow), {"warm_steps": 100}], ids=str)
 def test_every_parameter_of_the_original_is_in_the_converted_model_at_its_address(options):
     model = torchvision.models.resnet152()
     before = {name: (p, p.data_ptr()) for name, p in model.named_parameters()}

@@ -200,7 +200,7 @@ def test_optical_flow_trains_on_one_pair_and_folds():
     assert_folds(model, *pair, dtypes=[torch.float32])  # it samples at coordinates of float32
 
 
-@pytest.mark.parametrize("name", DETECTORS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if "mask" in n else n for n in DETECTORS])
 def test_a_detector_trains_on_one_image_and_its_features_fold(name):
     sizes: dict[str, Any] = {} if name.startswith("ssd") else {"min_size": 96, "max_size": 96}
     options = {"weights": None, "weights_backbone": None, "num_classes": 3}

@@ -83,7 +83,7 @@ def on(world):
     return launch(ranks.everything, world, FAILURES, RUNS)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_rank_that_runs_out_of_memory_is_followed_by_all_and_none_waits(world):
     alone = ranks.fresh_step(ranks.SAMPLES, Alone(CPU))
     alone(ranks.shared_out(alone))

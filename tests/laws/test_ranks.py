@@ -19,7 +19,7 @@ SHARES = {
 NETWORKS = {"GN": (mn.GN(groups=4), None), "BCN": (mn.BCN(groups=4), None), "BCN+WS": (mn.BCN(groups=4), mn.WS())}
 
 
-@pytest.mark.parametrize("world", SHARES)
+@pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.slow) if n > 2 else n for n in SHARES])
 def test_a_step_does_not_depend_on_the_number_of_ranks_or_their_shares(world):
     scenarios, expected, tols = [], [], []
     for norm, weight in NETWORKS.values():
@@ -68,6 +68,7 @@ def test_merging_follows_counts_groups_skips_and_refuses_different_lists():
         assert "rank 0: 1 layers, rank 1: 2 layers" in result["different lists"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_steps_ends_in_a_timeout_that_names_the_layers(tmp_path, monkeypatch):
     monkeypatch.setitem(os.environ, "MICRONORM_TEST_FLAG", str(tmp_path / "done"))
     messages = launch(never_steps, 2, timeout=3)
