@@ -100,6 +100,26 @@ OF_TIMM = {
     "xception41p": 96,
     "xcit_nano_12_p16_224": 64,
 }
+# The slowest of them, a minute together, whose families' inventions are in others too.
+SLOW_OF_TIMM = frozenset(
+    (
+        "densenet121",
+        "efficientvit_m0",
+        "ghostnetv2_100",
+        "halonet26t",
+        "hrnet_w18_small",
+        "lambda_resnet26t",
+        "lcnetv2_small",
+        "legacy_xception",
+        "levit_conv_128s",
+        "mobilenetv4_hybrid_medium",
+        "mobileone_s0",
+        "mobilevit_xxs",
+        "nextvit_small",
+        "res2net50_48w_2s",
+        "selecsls42",
+    )
+)
 OF_TORCHVISION: dict[str, tuple[int, ...]] = {
     "deeplabv3_mobilenet_v3_large": (3, 64, 64),
     "efficientnet_b0": (3, 64, 64),
@@ -173,7 +193,9 @@ def converted(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("name", OF_TIMM)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW_OF_TIMM else name for name in OF_TIMM]
+)
 def test_a_network_of_timm_trains_on_one_image_and_folds(name):
     side = OF_TIMM[name]
     model, x = converted(timm.create_model(name, num_classes=10)), torch.randn(1, 3, side, side)
