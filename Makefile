@@ -16,7 +16,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 .PHONY: help setup demo test lint format coverage test-slow test-gpu bench sweep clean
 
 help: ## this list
-	@echo "make demo   the product at work, about a minute and a half on one CPU core"
+	@echo "make demo   the product at work, one and a half to two minutes on one CPU core"
 	@echo "make test   everything CI checks: lint, types, tests"
 	@echo
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | grep -v -E '^(demo|test):' | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
