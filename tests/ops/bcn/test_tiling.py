@@ -39,15 +39,15 @@ def test_the_pieces_of_a_pass_cover_space_and_channels_once(shape, processors, k
     assert tile.cut == (tile.pieces, tile.piece, tile.blocks)
 
 
-@given(shapes(), PROCESSORS, st.sampled_from([tiling.FORWARD_TILE, tiling.BACKWARD_TILE, 256]))
-def test_a_whole_tile_holds_whole_groups_and_all_of_their_space(shape, processors, limit):
-    tile = tiling.whole(shape, processors, limit=limit, per_thread=64)
+@given(shapes(), PROCESSORS, st.sampled_from([1, 2]))
+def test_a_whole_tile_holds_whole_groups_and_all_of_their_space(shape, processors, tensors):
+    tile = tiling.whole(shape, processors, tensors=tensors)
     if tile is None:
         return
     assert shape.bytes <= tiling.SMALL_BYTES
     assert is_power(tile.channels)
     assert is_power(tile.space)
-    assert tile.channels * tile.space <= limit
+    assert tile.channels * tile.space <= tiling.WHOLE_TILE
     assert shape.space <= tile.space < 2 * shape.space
     assert tile.groups * shape.size <= tile.channels < 2 * tile.groups * shape.size
     # several groups lie side by side only where a reshape can tell them apart
@@ -82,7 +82,7 @@ def test_next_power_is_the_least_one(n):
 def test_the_schemes_of_the_tests_cut_as_they_say(scheme, channels_last, monkeypatch):
     set_scheme(monkeypatch, scheme)
     shape = tiling.Shape(1, 6, 203, 2, 8, channels_last)
-    assert tiling.whole(shape, 2, limit=tiling.FORWARD_TILE, per_thread=64) is None
+    assert tiling.whole(shape, 2, tensors=1) is None
     tile = tiling.sweep(shape, 132, kinds=tiling.REDUCE)
     if scheme == "pieces":
         assert tile.pieces > 1
@@ -90,13 +90,40 @@ def test_the_schemes_of_the_tests_cut_as_they_say(scheme, channels_last, monkeyp
         assert tile.piece > tile.space  # and a piece has several tiles
 
 
+def test_few_programs_are_not_made_fewer_for_the_sake_of_full_rows():
+    one, many = (tiling.Shape(n, 256, 196, 32, 2, channels_last=True) for n in (1, 64))
+    found = tiling.whole(one, 132, tensors=2)
+    assert found is not None
+    assert (found.groups, found.programs) == (1, 32)
+    found = tiling.whole(many, 132, tensors=2)
+    assert found is not None
+    assert found.channels * many.itemsize == 4 * tiling.SECTOR
+
+
+def test_the_backward_of_a_larger_tensor_is_split_where_its_programs_would_fill_a_processor_each():
+    wide, deep = tiling.Shape(64, 512, 196, 32, 2, channels_last=True), tiling.Shape(64, 2048, 49, 32, 2, True)
+    assert tiling.whole(wide, 132, tensors=1) is not None
+    assert tiling.whole(wide, 132, tensors=2) is None
+    assert tiling.whole(deep, 132, tensors=2) is not None
+
+
+@given(st.integers(1, 5000), st.integers(1, 5000))
+def test_sums_over_samples_take_them_in_few_rounds_and_a_tile_that_fits(samples, columns):
+    rows, width = tiling.over_samples(samples, columns)
+    assert is_power(rows)
+    assert is_power(width)
+    assert rows * width <= tiling.SAMPLES_TILE
+    assert rows >= min(samples, 128)
+
+
 def test_sums_are_cut_into_fewer_pieces_where_that_lets_the_next_pass_finish():
     shape = tiling.Shape(1, 64, 3136, 32, 2, channels_last=True)
     usual, fewer = tiling.sweep(shape, 132, kinds=tiling.REDUCE), tiling.reduction(shape, 132)
-    assert usual.pieces / 2 <= fewer.pieces < usual.pieces
+    assert fewer.pieces < usual.pieces
+    assert fewer.piece * fewer.channels <= tiling.FINISH_PIECE
     assert tiling.finish(shape, 132, usual.pieces) is None
     assert tiling.finish(shape, 132, fewer.pieces) is not None
-    long = tiling.Shape(1, 64, 67200, 32, 2, channels_last=True)  # too few pieces would leave processors idle
+    long = tiling.Shape(1, 64, 67200, 32, 2, channels_last=True)  # its pieces would be too long
     assert tiling.reduction(long, 132) == tiling.sweep(long, 132, kinds=tiling.REDUCE)
 
 

@@ -238,6 +238,7 @@ def backward_part(
     x_ptr,
     g_ptr,
     y_ptr,
+    dr_ptr,
     numbers_ptr,
     parts_ptr,
     samples,
@@ -252,6 +253,9 @@ def backward_part(
     y_n,
     y_c,
     y_s,
+    d_n,
+    d_c,
+    d_s,
     pieces,
     piece,
     blocks,
@@ -268,7 +272,7 @@ def backward_part(
     UNROLL: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Σg and Σg·t over one piece of space."""
+    """Σg and Σg·t over one piece of space; with a residual also its gradient g, which the elementwise pass reads."""
     if EARLY:  # not before the launch before this one is done
         gdc_wait()
         gdc_launch_dependents()
@@ -276,6 +280,7 @@ def backward_part(
     x_n, x_c, x_s = x_n * ALIGN, x_c * C_UNIT, x_s * S_UNIT
     g_n, g_c, g_s = g_n * ALIGN, g_c * C_UNIT, g_s * S_UNIT
     y_n, y_c, y_s = y_n * ALIGN, y_c * C_UNIT, y_s * S_UNIT
+    d_n, d_c, d_s = d_n * ALIGN, d_c * C_UNIT, d_s * S_UNIT
     channels, space = channels * S_UNIT, space * C_UNIT
     n, p, b = place(tl.program_id(0), pieces, blocks, CHANNELS_LAST)
     c = b * CHANNELS + tl.arange(0, CHANNELS)
@@ -288,6 +293,7 @@ def backward_part(
     x_ptr += n.to(tl.int64) * x_n
     g_ptr += n.to(tl.int64) * g_n
     y_ptr += n.to(tl.int64) * y_n
+    dr_ptr += n.to(tl.int64) * d_n
     start = p * piece
     sum_g_cs = tl.zeros([CHANNELS, SPACE], dtype)
     sum_gt_cs = tl.zeros([CHANNELS, SPACE], dtype)
@@ -302,7 +308,12 @@ def backward_part(
             u_cs = tl.load(y_ptr + c[:, None] * y_c + s[None, :] * y_s, valid_cs, 0).to(dtype)
         else:
             u_cs = tl.fma(t_cs, scale_c[:, None], tl.broadcast_to(offset_c[:, None], [CHANNELS, SPACE]))
-        g_cs = tl.where(valid_cs, gate(g_cs, u_cs, ACTIVATION, SLOPE), 0.0)
+        g_cs = gate(g_cs, u_cs, ACTIVATION, SLOPE)
+        if HAS_RESIDUAL:
+            rounded_cs = g_cs.to(dr_ptr.dtype.element_ty)
+            tl.store(dr_ptr + c[:, None] * d_c + s[None, :] * d_s, rounded_cs, valid_cs)
+            g_cs = rounded_cs.to(dtype)
+        g_cs = tl.where(valid_cs, g_cs, 0.0)
         sum_g_cs += g_cs
         sum_gt_cs += tl.where(valid_cs, g_cs * t_cs, 0.0)
     at = (n * pieces + p) * channels + c
@@ -390,9 +401,7 @@ def backward_numbers(
 def backward_apply(
     x_ptr,
     g_ptr,
-    y_ptr,
     dx_ptr,
-    dr_ptr,
     parts_ptr,
     numbers_ptr,
     shares_ptr,
@@ -410,9 +419,6 @@ def backward_apply(
     g_n,
     g_c,
     g_s,
-    y_n,
-    y_c,
-    y_s,
     d_n,
     d_c,
     d_s,
@@ -425,7 +431,6 @@ def backward_apply(
     AFFINE: tl.constexpr,
     ACTIVATION: tl.constexpr,
     SLOPE: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
     PIECES: tl.constexpr,
@@ -440,7 +445,7 @@ def backward_apply(
     FINISHES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """dx = slope·g + curve·(x − pivot) + shift, element by element, and the residual's gradient g.
+    """dx = slope·g + curve·(x − pivot) + shift, element by element.
 
     FINISHES: the slopes are not there yet, and every program does the arithmetic of its groups from the pieces' sums
     in `parts`; else `parts` holds the slopes.
@@ -451,7 +456,6 @@ def backward_apply(
     dtype: tl.constexpr = numbers_ptr.dtype.element_ty
     x_n, x_c, x_s = x_n * ALIGN, x_c * C_UNIT, x_s * S_UNIT
     g_n, g_c, g_s = g_n * ALIGN, g_c * C_UNIT, g_s * S_UNIT
-    y_n, y_c, y_s = y_n * ALIGN, y_c * C_UNIT, y_s * S_UNIT
     d_n, d_c, d_s = d_n * ALIGN, d_c * C_UNIT, d_s * S_UNIT
     channels, space = channels * S_UNIT, space * C_UNIT
     # From the end: what the pass before this one read last is still in the cache.
@@ -502,14 +506,9 @@ def backward_apply(
         x_cs = tl.load(x_ptr + far * x_n + c[:, None] * x_c + s[None, :] * x_s, valid_cs, 0).to(dtype)
         g_cs = tl.load(g_ptr + far * g_n + c[:, None] * g_c + s[None, :] * g_s, valid_cs, 0).to(dtype)
         t_cs = x_cs - pivot_c[:, None]
-        if HAS_RESIDUAL:
-            u_cs = tl.load(y_ptr + far * y_n + c[:, None] * y_c + s[None, :] * y_s, valid_cs, 0).to(dtype)
-        else:
-            u_cs = tl.fma(t_cs, scale_c[:, None], tl.broadcast_to(offset_c[:, None], [CHANNELS, SPACE]))
+        u_cs = tl.fma(t_cs, scale_c[:, None], tl.broadcast_to(offset_c[:, None], [CHANNELS, SPACE]))
         g_cs = gate(g_cs, u_cs, ACTIVATION, SLOPE)
         at_cs = far * d_n + c[:, None] * d_c + s[None, :] * d_s
-        if HAS_RESIDUAL:
-            tl.store(dr_ptr + at_cs, g_cs.to(dr_ptr.dtype.element_ty), valid_cs)
         shift_cs = tl.broadcast_to(shift_c[:, None], [CHANNELS, SPACE])
         dx_cs = tl.fma(g_cs, slope_c[:, None], tl.fma(t_cs, curve_c[:, None], shift_cs))
         tl.store(dx_ptr + at_cs, dx_cs.to(dx_ptr.dtype.element_ty), valid_cs)

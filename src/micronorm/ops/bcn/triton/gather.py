@@ -39,6 +39,10 @@ def gather_window(
     c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     valid_c = c < channels
     around_c = tl.load(around_ptr + c, valid_c, 0).to(wide)
+    first_ptr = sums_ptr + 1 + c
+    second_ptr = sums_ptr + 1 + channels + c
+    before_first_c = tl.load(first_ptr, valid_c, 0)
+    before_second_c = tl.load(second_ptr, valid_c, 0)
     first_nc = tl.zeros([SAMPLES, CHANNELS], wide)
     second_nc = tl.zeros([SAMPLES, CHANNELS], wide)
     for start in range(0, samples, SAMPLES):
@@ -53,10 +57,8 @@ def gather_window(
         second_nc += var_nc + distance_nc * distance_nc
     first_c = tl.where(whole, tl.sum(first_nc, 0) * space, 0.0)
     second_c = tl.where(whole, tl.sum(second_nc, 0) * space, 0.0)
-    first_ptr = sums_ptr + 1 + c
-    second_ptr = sums_ptr + 1 + channels + c
-    tl.store(first_ptr, tl.load(first_ptr, valid_c, 0) + first_c, valid_c)
-    tl.store(second_ptr, tl.load(second_ptr, valid_c, 0) + second_c, valid_c)
+    tl.store(first_ptr, before_first_c + first_c, valid_c)
+    tl.store(second_ptr, before_second_c + second_c, valid_c)
     if tl.program_id(0) == 0:
         one = tl.arange(0, 1)
         count = (tl.zeros([1], wide) + samples) * space

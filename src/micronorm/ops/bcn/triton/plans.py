@@ -131,8 +131,9 @@ class Forward:
     def __init__(self, layer: Layer, residual: Strides | None, output: Strides) -> None:
         self.layer, self.residual, self.output = layer, residual, output
         shape, count = layer.shape, processors(layer.device)
-        self.tile = tiling.whole(shape, count, limit=tiling.FORWARD_TILE, per_thread=128)
+        self.tile = tiling.whole(shape, count, tensors=1)
         self.moments = tiling.reduction(shape, count)
+        self.alone = tiling.sweep(shape, count, kinds=tiling.REDUCE)
         self.numbers = tiling.numbers(shape, self.moments.pieces)
         self.elementwise = tiling.sweep(shape, count, kinds=tiling.ELEMENTWISE)
         self.finishing = tiling.finish(shape, count, self.moments.pieces)
@@ -144,7 +145,8 @@ class Forward:
     def parts(self) -> int:
         """How many numbers the pieces give, and the programs that finish keep for themselves."""
         own = 0 if self.finishing is None else 3 * self.finishing.channels * self.finishing.programs
-        return 2 * self.layer.samples * self.moments.pieces * self.layer.channels + own
+        pieces = max(self.moments.pieces, self.alone.pieces)
+        return 2 * self.layer.samples * pieces * self.layer.channels + own
 
     @cached_property
     def whole(self) -> Launch:
@@ -155,18 +157,25 @@ class Forward:
         constants |= self.units.constants | {"GROUPS": tile.groups, "CHANNELS": tile.channels, "SPACE": tile.space}
         return Launch(fwd.forward_whole, (tile.programs,), (*self.counts, *self.strides), constants, tile.warps)
 
-    @cached_property
-    def reduce(self) -> Launch:
-        """x → the moments of its pieces."""
-        tile = self.moments
+    def _reduce(self, tile: tiling.Pass) -> Launch:
         scalars = (*self.counts, *self.strides[:3], *tile.cut)
         constants = tile.constants | self.units.constants
         return Launch(fwd.moments_part, (tile.programs,), scalars, constants, tile.warps)
 
     @cached_property
+    def reduce(self) -> Launch:
+        """x → the moments of its pieces."""
+        return self._reduce(self.moments)
+
+    @cached_property
+    def reduce_alone(self) -> Launch:
+        """The same where `merge` comes next: in as many pieces as are best for this pass."""
+        return self._reduce(self.alone)
+
+    @cached_property
     def merge(self) -> Launch:
         """The moments of the pieces → those of the samples, alone."""
-        tile, layer = self.moments, self.layer
+        tile, layer = self.alone, self.layer
         channels = min(tiling.next_power(layer.channels), 32)
         scalars = (*layer.counts, *layer.strides[:2], *tile.cut[:2])
         constants = {"CHANNELS": channels, "PIECES": tiling.next_power(tile.pieces)}
@@ -218,9 +227,13 @@ class Backward:
         self.layer = layer
         self.has_residual = {"HAS_RESIDUAL": gate is not None}
         self.units = _units(layer, grad, gate, result)
-        self.counts, self.strides = self.units.counts(layer), self.units.strides(layer.strides, grad, gate, result)
+        self.counts = self.units.counts(layer)
+        self.strides = self.units.strides(layer.strides, grad, gate, result)
+        # With a residual the elementwise pass reads the gradient that the reduction has gated and stored.
+        self.later = layer.gate if gate is None else {"ACTIVATION": _ACTIVATIONS[None], "SLOPE": 0.0}
+        self.later_strides = self.units.strides(layer.strides, grad if gate is None else result, result)
         shape, count = layer.shape, processors(layer.device)
-        self.tile = None if split else tiling.whole(shape, count, limit=tiling.BACKWARD_TILE, per_thread=64)
+        self.tile = None if split else tiling.whole(shape, count, tensors=2)
         self.sums = tiling.reduction(shape, count)
         self.numbers = tiling.numbers(shape, self.sums.pieces)
         self.elementwise = tiling.sweep(shape, count, kinds=tiling.ELEMENTWISE)
@@ -248,10 +261,10 @@ class Backward:
 
     @cached_property
     def reduce(self) -> Launch:
-        """x and dy → the sums of the pieces."""
+        """x and dy → the sums of the pieces, and the residual's gradient where there is one."""
         tile, layer = self.sums, self.layer
         constants = layer.gate | self.has_residual | tile.constants | self.units.constants
-        scalars = (*self.counts, *self.strides[:9], *tile.cut)
+        scalars = (*self.counts, *self.strides, *tile.cut)
         return Launch(bwd.backward_part, (tile.programs,), scalars, constants, tile.warps)
 
     @cached_property
@@ -275,33 +288,31 @@ class Backward:
         """x, dy and the sums of the pieces → dx and the samples' shares."""
         tile, layer = self.finishing, self.layer
         assert tile is not None
-        constants = layer.constants | layer.gate | self.has_residual | tile.constants | self.units.constants
+        constants = layer.constants | self.later | tile.constants | self.units.constants
         constants |= {"PIECES": tiling.next_power(self.sums.pieces)}
         constants |= {"GROUPS": tile.channels // (layer.channels // layer.groups), "FINISHES": True}
-        scalars = (*self.counts, *self.strides, self.sums.pieces, *tile.cut)
+        scalars = (*self.counts, *self.later_strides, self.sums.pieces, *tile.cut)
         return Launch(bwd.backward_apply, (tile.programs,), scalars, constants, tile.warps)
 
     @cached_property
     def apply(self) -> Launch:
         """x, dy and the slopes → dx."""
-        tile, layer = self.elementwise, self.layer
-        constants = _DONE | layer.gate | self.has_residual | tile.constants | self.units.constants
-        scalars = (*self.counts, *self.strides, 1, *tile.cut)
+        tile = self.elementwise
+        constants = _DONE | self.later | tile.constants | self.units.constants
+        scalars = (*self.counts, *self.later_strides, 1, *tile.cut)
         return Launch(bwd.backward_apply, (tile.programs,), scalars, constants, tile.warps)
 
     @cached_property
     def total(self) -> Launch:
         """The samples' shares → the gradients of the parameters."""
-        samples = min(tiling.next_power(self.layer.samples), 32)
-        columns = 64
-        constants = {"SAMPLES": samples, "COLUMNS": columns}
-        return Launch(bwd.sum_samples, (-(-self.columns // columns),), (self.layer.samples, self.columns), constants, 4)
+        rows, width = tiling.over_samples(self.layer.samples, self.columns)
+        constants = {"SAMPLES": rows, "COLUMNS": width}
+        return Launch(bwd.sum_samples, (-(-self.columns // width),), (self.layer.samples, self.columns), constants, 4)
 
 
 @lru_cache(maxsize=1024)
 def gather_plan(samples: int, channels: int, space: int, groups: int, *kinds: torch.device | torch.dtype) -> Launch:
     """The numbers → the layer's window; `kinds` are the device and the dtypes of the tensors it is called with."""
-    width = min(tiling.next_power(channels), 32)
-    constants = {"SAMPLES": min(tiling.next_power(samples), 32), "CHANNELS": width}
-    constants |= {"FLAGS": min(tiling.next_power(samples * groups), 1024)}
+    rows, width = tiling.over_samples(samples, channels)
+    constants = {"SAMPLES": rows, "CHANNELS": width, "FLAGS": min(tiling.next_power(samples * groups), 4096)}
     return Launch(gather_window, (-(-channels // width),), (samples, channels, space, groups), constants, 4)

@@ -158,7 +158,7 @@ def moments(x: Tensor) -> Tensor:
     plan = _forward_plan(x, None, _bare(IDENTITY))
     parts = x.new_empty(plan.parts, dtype=plan.layer.compute)
     numbers = x.new_empty((3, *x.shape[:2]), dtype=plan.layer.compute)
-    plan.reduce(x, parts)
+    plan.reduce_alone(x, parts)
     plan.merge(x, parts, numbers)
     return numbers
 
@@ -221,26 +221,25 @@ def backward(x: Tensor, grad: Tensor, y: Tensor | None, numbers: Tensor, norm: N
     layer = plan.layer
     shares = x.new_empty(layer.samples * plan.columns, dtype=layer.compute)
     total = shares if layer.samples == 1 else x.new_empty(plan.columns, dtype=layer.compute)
-    big = (x, grad, x if y is None else y)
-    results = (dx, dx if dr is None else dr)
+    output, added = (x, dx) if y is None or dr is None else (y, dr)
     small = _pointers(norm, numbers)[:5]  # β^c changes no gradient, and the blend lies in the numbers
     if plan.tile is not None:
-        plan.whole(*big, *results, numbers, shares, *small)
+        plan.whole(x, grad, output, dx, added, numbers, shares, *small)
         _sum_samples(plan, shares, total)
         return Gradients(dx, dr, total)
     parts = x.new_empty(plan.parts, dtype=layer.compute)
+    plan.reduce(x, grad, output, added, numbers, parts)
+    gated = grad if dr is None else dr
     if plan.finishing is not None:
-        plan.reduce(*big, numbers, parts)
-        plan.finish(*big, *results, parts, numbers, shares, *small)
+        plan.finish(x, gated, dx, parts, numbers, shares, *small)
         _sum_samples(plan, shares, total)
         return Gradients(dx, dr, total)
     slopes = x.new_empty((3, layer.samples, layer.channels), dtype=layer.compute)
-    plan.reduce(*big, numbers, parts)
     plan.terms(parts, numbers, slopes, shares, *small)
     _sum_samples(plan, shares, total)
     if from_batch:
         plan.through_batch(numbers, slopes, total, *small[:3])
-    plan.apply(*big, *results, slopes, numbers, shares, *small)
+    plan.apply(x, gated, dx, slopes, numbers, shares, *small)
     return Gradients(dx, dr, total)
 
 
