@@ -670,14 +670,16 @@ def test_layers_keep_their_names_in_distributed_data_parallel():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("norm", ["BCN", "GN", "BN"])
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context")
 def test_nothing_waits_for_the_device_before_the_step_ends(norm):
     model = fused_network(norm).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = (part.cuda() for part in samples(count=EIGHT))
     with mn.observe(model, every=1) as watch:
         take_step(model, optimizer, (EIGHT,), forward=lambda images: model(images.cuda()).cpu())
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             F.cross_entropy(model(x), y).backward()
             with torch.no_grad():
                 watch._take(scale=None, weights=True)
