@@ -141,12 +141,12 @@ class TrainingStep:
 
     def __call__(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        with self._shared():
+        with self._shared(torch.bfloat16):  # as the engine does where a step is one forward: no layer casts its weight
             self.loss.copy_(self.backward(self.images, self.labels))
         self.optimizer.step()
 
-    def _shared(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.weights is None else self.weights.shared()
+    def _shared(self, dtype: torch.dtype | None = None) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.weights is None else self.weights.shared(dtype=dtype)
 
     def backward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Forward and backward; the gradients are those of the step's mean loss, whatever part of it this is."""
