@@ -66,7 +66,7 @@ def _origin(title: str, row: dict[str, str]) -> str:
 
 def main() -> None:
     pyplot = load_pyplot()
-    for table, draw in (("steps_gpu.csv", steps), ("steps_gpu_compiled.csv", steps), ("ws_gpu.csv", weights)):
+    for table, draw in (("steps_gpu.csv", steps), ("ws_gpu.csv", weights)):
         figure = draw(pyplot, table)
         figure.savefig(RESULTS / table.replace(".csv", ".png"), dpi=130)
         pyplot.close(figure)
