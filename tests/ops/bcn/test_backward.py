@@ -41,7 +41,7 @@ def given(x, g):
     }
 
 
-@pytest.mark.parametrize("scheme", ["whole", "split"])
+@pytest.mark.parametrize("scheme", ["whole", "split", "finish"])
 def test_a_gradient_may_lie_in_memory_in_any_way(device, scheme, monkeypatch):
     set_scheme(monkeypatch, scheme)
     norm = layer_of(CASE, device)

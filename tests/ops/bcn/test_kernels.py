@@ -30,7 +30,7 @@ SPLIT = [
     Case((1, 20, 4, 9), 4, "step", "relu", "channels_last", "channels_last", form="eval"),
     Case((2, 4, 3), 2, "sequential", form="frozen"),
 ]
-MANY_SAMPLES = Case((34, 2, 2), 1, "step")  # more than are added at once
+MANY_SAMPLES = Case((131, 2, 2), 1, "step")  # more than are added at once
 CUTS = [(case, "whole") for case in (*PIECES[::2], *SPLIT, MANY_SAMPLES)]
 CUTS += [(case, "pieces") for case in PIECES] + [(case, "split") for case in SPLIT]
 CUTS += [(PIECES[i], "finish") for i in (1, 3, 4)] + [(SPLIT[i], "finish") for i in (2, 3, 7)]

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from micronorm.nn import BatchChannelNorm
+from micronorm.ops.activation import Activation
 from micronorm.ops.bcn import group_norm_fused
 from tests.ops.bcn.layers import Case, data, expected_of, layer_of, outcome, poison, set_scheme
 from tests.tolerances import assert_close_to_max, tolerance
@@ -159,3 +160,20 @@ def test_values_near_1e30_give_finite_outputs_and_leave_the_estimates(device, st
     assert torch.equal(norm.running_mean.cpu(), torch.zeros(4))
     assert torch.equal(norm.running_var.cpu(), torch.ones(4))
     assert norm._window.lost.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("scheme", ["whole", "split", "finish"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_of_a_gated_gradient_are_of_what_was_not_rounded(device, scheme, dtype, monkeypatch):
+    set_scheme(monkeypatch, scheme)
+    x, residual, g = (torch.randn(2, 8, 6, 6).to(dtype).to(device) for _ in range(3))
+    x, residual = x.requires_grad_(), residual.requires_grad_()
+    weight, bias = (torch.rand(8, device=device).requires_grad_() for _ in range(2))
+    act = Activation("leaky_relu", 0.2)  # of g·0.2 half a dtype keeps three digits
+    y = group_norm_fused(x, weight, bias, groups=2, activation=act, residual=residual)
+    found = torch.autograd.grad(y, (weight, bias), g)
+    # The signs of the output that was stored: rounding may have made zeros of small ones.
+    gated = torch.where(y > 0, g.double(), 0.2 * g.double())
+    wide = F.group_norm(x.detach().double(), 2)
+    for grad, expected in zip(found, ((gated * wide).sum((0, 2, 3)), gated.sum((0, 2, 3))), strict=True):
+        assert_close_to_max(grad.double(), expected, tol=x.numel() // 8 * torch.finfo(torch.float32).eps)

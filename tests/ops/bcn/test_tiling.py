@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from micronorm.ops.bcn.triton import layout, tiling
+from micronorm.ops.activation import IDENTITY
+from micronorm.ops.bcn.triton import layout, plans, tiling
 from tests.ops.bcn.layers import LAYOUTS, Case, layer_of, set_scheme
 
 PROCESSORS = st.sampled_from([2, 16, 132])
@@ -124,7 +125,19 @@ def test_sums_are_cut_into_fewer_pieces_where_that_lets_the_next_pass_finish():
     assert tiling.finish(shape, 132, usual.pieces) is None
     assert tiling.finish(shape, 132, fewer.pieces) is not None
     long = tiling.Shape(1, 64, 67200, 32, 2, channels_last=True)  # its pieces would be too long
-    assert tiling.reduction(long, 132) == tiling.sweep(long, 132, kinds=tiling.REDUCE)
+    wide = tiling.Shape(1, 4096, 196, 1, 2, channels_last=True)  # no pass finishes so wide a group
+    for never in (long, wide):
+        assert tiling.reduction(never, 132) == tiling.sweep(never, 132, kinds=tiling.REDUCE)
+
+
+def test_sums_that_no_pass_finishes_are_cut_as_is_best_for_them():
+    strides, shape = (64 * 3136, 1, 64), tiling.Shape(1, 64, 3136, 32, 2, channels_last=True)
+    norm = (32, 1e-5, IDENTITY, "shared", "per group", (None,) * 7)
+    layer = plans.Layer(1, 64, 3136, strides, torch.bfloat16, torch.device("cpu"), *norm)
+    through_batch = plans.Backward(layer, strides, None, strides, split=True)
+    assert through_batch.finishing is None
+    assert through_batch.sums == tiling.sweep(shape, 2, kinds=tiling.REDUCE)
+    assert plans.Forward(layer, None, strides).alone == through_batch.sums
 
 
 def test_the_pass_that_finishes_covers_every_element_by_whole_groups(monkeypatch):

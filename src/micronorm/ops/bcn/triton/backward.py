@@ -308,12 +308,9 @@ def backward_part(
             u_cs = tl.load(y_ptr + c[:, None] * y_c + s[None, :] * y_s, valid_cs, 0).to(dtype)
         else:
             u_cs = tl.fma(t_cs, scale_c[:, None], tl.broadcast_to(offset_c[:, None], [CHANNELS, SPACE]))
-        g_cs = gate(g_cs, u_cs, ACTIVATION, SLOPE)
+        g_cs = tl.where(valid_cs, gate(g_cs, u_cs, ACTIVATION, SLOPE), 0.0)
         if HAS_RESIDUAL:
-            rounded_cs = g_cs.to(dr_ptr.dtype.element_ty)
-            tl.store(dr_ptr + c[:, None] * d_c + s[None, :] * d_s, rounded_cs, valid_cs)
-            g_cs = rounded_cs.to(dtype)
-        g_cs = tl.where(valid_cs, g_cs, 0.0)
+            tl.store(dr_ptr + c[:, None] * d_c + s[None, :] * d_s, g_cs.to(dr_ptr.dtype.element_ty), valid_cs)
         sum_g_cs += g_cs
         sum_gt_cs += tl.where(valid_cs, g_cs * t_cs, 0.0)
     at = (n * pieces + p) * channels + c

@@ -230,11 +230,14 @@ class Backward:
         self.counts = self.units.counts(layer)
         self.strides = self.units.strides(layer.strides, grad, gate, result)
         # With a residual the elementwise pass reads the gradient that the reduction has gated and stored.
+        later = grad if gate is None else result
+        units = _units(layer, later, result)
         self.later = layer.gate if gate is None else {"ACTIVATION": _ACTIVATIONS[None], "SLOPE": 0.0}
-        self.later_strides = self.units.strides(layer.strides, grad if gate is None else result, result)
+        self.later |= units.constants
+        self.later_scalars = (*units.counts(layer), *units.strides(layer.strides, later, result))
         shape, count = layer.shape, processors(layer.device)
         self.tile = None if split else tiling.whole(shape, count, tensors=2)
-        self.sums = tiling.reduction(shape, count)
+        self.sums = tiling.sweep(shape, count, kinds=tiling.REDUCE) if split else tiling.reduction(shape, count)
         self.numbers = tiling.numbers(shape, self.sums.pieces)
         self.elementwise = tiling.sweep(shape, count, kinds=tiling.ELEMENTWISE)
         self.finishing = None if split else tiling.finish(shape, count, self.sums.pieces)
@@ -288,18 +291,18 @@ class Backward:
         """x, dy and the sums of the pieces → dx and the samples' shares."""
         tile, layer = self.finishing, self.layer
         assert tile is not None
-        constants = layer.constants | self.later | tile.constants | self.units.constants
+        constants = layer.constants | self.later | tile.constants
         constants |= {"PIECES": tiling.next_power(self.sums.pieces)}
         constants |= {"GROUPS": tile.channels // (layer.channels // layer.groups), "FINISHES": True}
-        scalars = (*self.counts, *self.later_strides, self.sums.pieces, *tile.cut)
+        scalars = (*self.later_scalars, self.sums.pieces, *tile.cut)
         return Launch(bwd.backward_apply, (tile.programs,), scalars, constants, tile.warps)
 
     @cached_property
     def apply(self) -> Launch:
         """x, dy and the slopes → dx."""
         tile = self.elementwise
-        constants = _DONE | self.later | tile.constants | self.units.constants
-        scalars = (*self.counts, *self.later_strides, 1, *tile.cut)
+        constants = _DONE | self.later | tile.constants
+        scalars = (*self.later_scalars, 1, *tile.cut)
         return Launch(bwd.backward_apply, (tile.programs,), scalars, constants, tile.warps)
 
     @cached_property

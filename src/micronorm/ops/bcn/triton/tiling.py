@@ -202,7 +202,7 @@ def reduction(shape: Shape, processors: int) -> Pass:
     """The pass of sums: in few enough pieces for `finish` to do the rest, where none gets too long for that."""
     best = sweep(shape, processors, kinds=REDUCE)
     width = finishing_width(shape)
-    if width is None or not shape.channels_last:
+    if width is None or width > FINISH_TILE or not shape.channels_last:
         return best
     most = max(1, min(FINISH_TILE // width, 2 * processors // (shape.samples * best.blocks)))
     if best.pieces <= most:
