@@ -1,0 +1,64 @@
+"""Rows and documents as JSON, and JSON as what it was written from: floats that are no numbers included."""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+Row = dict[str, Any]
+
+
+def encode_line(row: Mapping[str, Any]) -> bytes:
+    """A row as one line."""
+    return json.dumps(_encode(row, "row"), separators=(",", ":"), allow_nan=False).encode() + b"\n"
+
+
+def encode_document(value: Mapping[str, Any]) -> bytes:
+    """A whole file, indented for people."""
+    return json.dumps(_encode(value, "value"), indent=2, allow_nan=False).encode() + b"\n"
+
+
+def _encode(value: Any, where: str) -> Any:
+    """The value as JSON can hold it; json itself would turn keys into text and write bare NaN."""
+    if isinstance(value, Mapping):
+        if _stands_for_float(value):
+            raise ValueError(f"{where}: {dict(value)} would be read back as a float")
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"{where}: keys must be str, got {key!r}")
+        return {key: _encode(item, f"{where}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_encode(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(float(value))}
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    raise TypeError(f"{where}: a {type(value).__name__} is no JSON value; take .item() of a tensor, str() of a path")
+
+
+def _stands_for_float(value: Mapping[Any, Any]) -> bool:
+    return value.keys() == {"float"} and value["float"] in ("nan", "inf", "-inf")
+
+
+def _decode(row: Row) -> Any:
+    return float(row["float"]) if _stands_for_float(row) else row
+
+
+def parse(data: bytes, where: str) -> Row:
+    """The object that a line or a document holds; ValueError, beginning with `where`, if there is none."""
+    try:
+        value = json.loads(data, object_hook=_decode, parse_constant=_refuse)
+    except ValueError as error:
+        raise ValueError(f"{where}: not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: a JSON object was expected, got {type(value).__name__}")
+    return value
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def is_count(value: Any) -> TypeGuard[int]:
+    """Whether a value is a whole number from 0 on; JSON's true and false are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

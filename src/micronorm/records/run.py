@@ -1,0 +1,147 @@
+"""A run directory open for writing: facts, rows as they come, and the outcome at the end."""
+
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from micronorm.records.atomic import write_atomically
+from micronorm.records.encoding import Row, encode_document, encode_line, is_count, parse
+from micronorm.records.facts import FORMAT, check_facts, read_facts
+from micronorm.records.folder import ALL, DIAGNOSTICS, EPOCHS, FACTS, OUTCOME, PREDICTIONS, ROWS, STEPS
+from micronorm.records.rows import check_layers, mend, read_lines
+
+
+class Run:
+    """A run directory open for writing, by one process at a time.
+
+    Rows reach the operating system before a call returns: a killed process loses none of them, and leaves at most one
+    torn line, which readers drop. A machine that loses power keeps what `sync` was called after.
+
+    Example:
+        >>> import tempfile
+        >>> from micronorm.records import read
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> facts = {"recipe": "digits", "settings": {"epochs": 1}, "execution": {}, "data": {"name": "digits"}}
+        >>> facts |= {"environment": {}, "revision": None, "command": "micronorm train digits", "date": "2025-01-01"}
+        >>> run = Run.create(Path(folder.name) / "first", facts)
+        >>> run.append_steps([{"step": 1, "loss": 2.5}, {"step": 2, "loss": float("nan")}])
+        >>> run.rewind(1)  # a checkpoint of step 1 was resumed
+        >>> run.append_steps([{"step": 2, "loss": 2.25}])
+        >>> run.finish({"steps": 2})
+        >>> read(run.path).steps
+        [{'step': 1, 'loss': 2.5}, {'step': 2, 'loss': 2.25}]
+        >>> folder.cleanup()
+    """
+
+    def __init__(self, path: Path, facts: Row) -> None:
+        self.path = path
+        self.facts = facts
+        self._last: dict[str, int] = {}  # the last step in each file, once known
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str], facts: Mapping[str, Any], *, replace: bool = False) -> "Run":
+        """Make the directory and write its facts; `format` is added.
+
+        Args:
+            path: the directory; it may exist, and hold other files.
+            facts: the keys listed at the top of `micronorm.records`, and any others.
+            replace: remove the records of a run that is there. Files of other names, such as checkpoints, stay.
+
+        Raises:
+            FileExistsError: there is a run, and `replace` is False.
+            ValueError: a fact is missing or of the wrong kind.
+        """
+        folder = Path(path)
+        complete = {"format": FORMAT, **facts}
+        check_facts(complete, folder / FACTS)
+        text = encode_document(complete)  # before anything is removed
+        present = [name for name in ALL if (folder / name).exists()]
+        if present and not replace:
+            raise FileExistsError(
+                f"{folder} already holds a run ({', '.join(present)}): resume it or name another folder"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in present:  # the facts first: the rest is no run without them
+            (folder / name).unlink()
+        write_atomically(folder / FACTS, text)
+        return cls(folder, parse(text, str(folder / FACTS)))
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> "Run":
+        """Go on with a run; call `rewind` before the first append.
+
+        Raises:
+            FileNotFoundError: there is no run.
+            ValueError: its facts are damaged or of a newer format.
+        """
+        return cls(Path(path), read_facts(Path(path)))
+
+    def add_facts(self, **facts: Any) -> None:
+        """Set facts, in place of those of the same names."""
+        complete = {**self.facts, **facts}
+        check_facts(complete, self.path / FACTS)
+        text = encode_document(complete)
+        write_atomically(self.path / FACTS, text)
+        self.facts = parse(text, str(self.path / FACTS))
+
+    def append_steps(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append rows, each with a `step` above that of the row before it, in one write."""
+        self._append(STEPS, list(rows), apart=1)
+
+    def append_epoch(self, row: Mapping[str, Any]) -> None:
+        """Append the row of an evaluation, with a `step` not below that of the row before it."""
+        self._append(EPOCHS, [row], apart=0)
+
+    def append_diagnostics(self, row: Mapping[str, Any]) -> None:
+        """Append a look into the network, with a `step` not below that of the row before it."""
+        self._append(DIAGNOSTICS, [row], apart=0)
+
+    def rewind(self, step: int) -> None:
+        """Drop rows of steps above `step`, torn lines, and what was written at the end: the run goes on from there."""
+        for name in (OUTCOME, PREDICTIONS):
+            (self.path / name).unlink(missing_ok=True)
+        self._last.clear()
+        for name in ROWS:
+            file = self.path / name
+            if file.exists():
+                kept = b"".join(line for line, row in read_lines(file) if row["step"] <= step)
+                if len(kept) != file.stat().st_size:
+                    write_atomically(file, kept)
+
+    def finish(self, outcome: Mapping[str, Any]) -> None:
+        """Write what the run came to."""
+        write_atomically(self.path / OUTCOME, encode_document(outcome))
+
+    def sync(self) -> None:
+        """Return when all rows are on the disk: before a checkpoint that relies on them."""
+        for name in ROWS:
+            with suppress(FileNotFoundError), open(self.path / name, "rb") as file:
+                os.fsync(file.fileno())
+
+    def _append(self, name: str, rows: list[Mapping[str, Any]], *, apart: int) -> None:
+        file = self.path / name
+        if name not in self._last:
+            self._last[name] = mend(file)
+        last = self._last[name]
+        for row in rows:
+            step = row.get("step")
+            if not is_count(step):
+                raise ValueError(f"a row of {name} needs its step, an int not below 0, got {step!r}")
+            if step < last + apart:
+                raise ValueError(f"step {step} follows step {last} in {file}; after a resume, rewind first")
+            if name == DIAGNOSTICS:
+                check_layers(dict(row), f"a row of {name}")
+            last = step
+        data = b"".join(encode_line(row) for row in rows)
+        with open(file, "ab", buffering=0) as out:
+            before = out.tell()
+            try:
+                written = out.write(data)
+                if written != len(data):
+                    raise OSError(f"{file}: {written} of {len(data)} bytes written; is the disk full?")
+            except BaseException:
+                out.truncate(before)  # what follows must not be glued to half a line
+                raise
+        self._last[name] = last

@@ -1,0 +1,77 @@
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from micronorm import records
+from micronorm.records import remove_partials, write_atomically
+
+
+def test_an_atomic_write_takes_bytes_or_a_function_and_replaces_what_was_there(tmp_path):
+    file = tmp_path / "file"
+    write_atomically(file, b"old")
+    assert file.read_bytes() == b"old"
+    write_atomically(file, lambda out: [out.write(b"ne"), out.seek(1), out.write(b"ow")])
+    assert file.read_bytes() == b"now"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_exception_during_an_atomic_write_leaves_the_old_file_and_nothing_else(tmp_path, error):
+    file = tmp_path / "file"
+    file.write_bytes(b"old")
+
+    def fail(out):
+        out.write(b"half")
+        raise error("in the middle")
+
+    with pytest.raises(error, match="in the middle"):
+        write_atomically(file, fail)
+    assert file.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_written_file_has_the_permissions_of_any_new_file(tmp_path):
+    (tmp_path / "plain").write_bytes(b"")
+    write_atomically(tmp_path / "file", b"")
+    assert (tmp_path / "file").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_the_content_is_on_the_disk_before_the_name_and_the_name_before_the_return(tmp_path, monkeypatch):
+    calls = []
+    fsync, replace = os.fsync, os.replace
+
+    def watched_fsync(descriptor):
+        calls.append("folder" if os.fstat(descriptor).st_ino == tmp_path.stat().st_ino else "content")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(os, "replace", lambda *paths: [calls.append("replace"), replace(*paths)])
+    write_atomically(tmp_path / "file", b"new")
+    assert calls == ["content", "replace", "folder"]
+
+
+def test_a_writer_killed_in_the_middle_leaves_the_old_file_and_a_partial_that_is_recognised(tmp_path):
+    code = textwrap.dedent(
+        """
+        import os, signal, sys
+        from micronorm.records import write_atomically
+        def die(out):
+            out.write(b"half")
+            out.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        write_atomically(sys.argv[1], die)
+        """
+    )
+    file = tmp_path / "file"
+    file.write_bytes(b"old")
+    env = {**os.environ, "PYTHONPATH": str(Path(records.__file__).parents[2])}
+    subprocess.run([sys.executable, "-c", code, str(file)], env=env, timeout=120, check=False)
+    assert file.read_bytes() == b"old"
+    (left,) = (path for path in tmp_path.iterdir() if path != file)
+    assert left.read_bytes() == b"half"
+    assert remove_partials(tmp_path) == [left]
+    assert list(tmp_path.iterdir()) == [file]

@@ -1,0 +1,51 @@
+import json
+
+import pytest
+
+from micronorm import records
+from micronorm.records import Run, read
+from tests.records.rows import FACTS
+
+
+def sample(**changes) -> dict:
+    whole = {"height": 2, "width": 1, "channels": 3, "pixels": "AAECAwQF", "label": "3", "prediction": "5"}
+    return {**whole, "probability": 0.5, **changes}
+
+
+def test_predictions_are_read_back_and_go_when_the_run_goes_on(run):
+    records.write_predictions(run.path, [sample(), sample(label="<b>")])
+    assert read(run.path).predictions == [sample(), sample(label="<b>")]
+    assert read(run.path, rows=False).predictions == []
+    run.rewind(0)
+    assert read(run.path).predictions == []
+    records.write_predictions(run.path, [sample()])
+    again = Run.create(run.path, FACTS, replace=True)
+    assert read(again.path).predictions == []
+
+
+@pytest.mark.parametrize(
+    "bad, complaint",
+    [
+        (sample(height=0), "sample 0: height and width from 1 on"),
+        (sample(channels=4), "1 or 3 channels"),
+        (sample(label=3), "label must be str, got int"),
+        (sample(pixels="AAEC"), "3 bytes of pixels where its size gives 6"),
+        (sample(pixels="<svg onload=x>"), "no base64"),
+        ("text", "sample 0: height and width"),
+    ],
+)
+def test_pictures_that_are_none_are_refused_in_writing_and_in_reading(run, bad, complaint):
+    if isinstance(bad, dict):
+        with pytest.raises(ValueError, match=complaint):
+            records.write_predictions(run.path, [bad])
+    (run.path / records.PREDICTIONS).write_text(json.dumps({"samples": [bad]}))
+    with pytest.raises(ValueError, match=complaint):
+        read(run.path)
+
+
+def test_predictions_without_a_run_or_without_a_list_are_refused(run, tmp_path):
+    with pytest.raises(FileNotFoundError, match="holds no run"):
+        records.write_predictions(tmp_path, [])
+    (run.path / records.PREDICTIONS).write_text("{}")
+    with pytest.raises(ValueError, match="a list of samples was expected"):
+        read(run.path)

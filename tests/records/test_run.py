@@ -1,0 +1,67 @@
+import os
+
+import pytest
+
+from micronorm import records
+from micronorm.records import Run, read
+from tests.records.rows import FACTS, step_row
+
+
+def test_rewinding_drops_later_rows_of_both_files_and_the_outcome(run):
+    run.append_steps([step_row(step) for step in range(1, 7)])
+    for epoch, step in enumerate((2, 4, 6)):
+        run.append_epoch({"epoch": epoch, "step": step})
+    run.finish({"steps": 6})
+    run.rewind(4)
+    record = read(run.path)
+    assert [row["step"] for row in record.steps] == [1, 2, 3, 4]
+    assert [row["step"] for row in record.epochs] == [2, 4]
+    assert record.outcome is None
+    run.append_steps([step_row(5)])
+    assert read(run.path).steps == [step_row(step) for step in range(1, 6)]
+
+
+def test_rewinding_to_the_start_leaves_no_rows_and_a_run_without_rows_is_rewound(run):
+    run.rewind(0)
+    run.append_steps([step_row(1)])
+    run.rewind(0)
+    assert read(run.path).steps == []
+
+
+def test_a_resumed_run_that_repeats_steps_without_rewinding_is_refused(run):
+    run.append_steps([step_row(1), step_row(2)])
+    for writer in (run, Run.open(run.path)):
+        with pytest.raises(ValueError, match=r"step 2 follows step 2 .* rewind first"):
+            writer.append_steps([step_row(2)])
+    assert len(read(run.path).steps) == 2
+
+
+def test_a_run_is_not_overwritten_unless_asked(run):
+    run.append_steps([step_row(1)])
+    run.finish({"steps": 1})
+    (run.path / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="already holds a run"):
+        Run.create(run.path, FACTS)
+    assert len(read(run.path).steps) == 1
+    with pytest.raises(TypeError, match="is no JSON value"):
+        Run.create(run.path, {**FACTS, "bad": object()}, replace=True)
+    assert len(read(run.path).steps) == 1
+    Run.create(run.path, {**FACTS, "recipe": "other"}, replace=True)
+    record = read(run.path)
+    assert (record.facts["recipe"], record.steps, record.outcome) == ("other", [], None)
+    assert (run.path / "notes.txt").read_text() == "mine"
+
+
+def test_a_run_may_begin_in_a_folder_that_holds_other_files(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    assert read(Run.create(tmp_path, FACTS).path).facts["recipe"] == "digits"
+
+
+def test_syncing_reaches_every_file_of_rows(run, monkeypatch):
+    run.sync()  # none yet
+    run.append_steps([step_row(1)])
+    run.append_epoch({"step": 1})
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
+    run.sync()
+    assert synced == [(run.path / name).stat().st_ino for name in (records.STEPS, records.EPOCHS)]
