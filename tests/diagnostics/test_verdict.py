@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 import micronorm as mn
 from micronorm.diagnostics.look import look
+from micronorm.diagnostics.measures import Thresholds
 from micronorm.diagnostics.norms import read_norm
-from micronorm.diagnostics.verdict import PROBLEMS, Thresholds, Verdict, diagnose, judge
+from micronorm.diagnostics.verdict import PROBLEMS, Verdict, diagnose, judge
 from micronorm.ops.moments import Moments
 from tests.networks import SmallResNet
 
