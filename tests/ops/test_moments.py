@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from micronorm.functional import Moments, moments
-from micronorm.ops.moments import bounded, pool, pool_micro_batches, spread_to_samples, wide_dtype
+from micronorm.ops.moments import bounded, merge, pool, pool_micro_batches, spread_to_samples, wide_dtype
 from tests.tolerances import assert_close_to_max
 
 
@@ -41,6 +41,15 @@ def test_pooled_micro_batches_are_the_moments_of_their_samples(samples, micro_ba
     rows = spread_to_samples(pooled.mean, micro_batch=micro_batch, samples=samples)
     assert rows.shape == (samples, 2)
     assert torch.equal(rows[-1], pooled.mean[-1])
+
+
+@given(first=st.integers(1, 9), second=st.integers(1, 9))
+def test_merged_moments_are_those_of_all_the_elements(first, second):
+    x = torch.randn(2, first + second, dtype=torch.float64) + 100
+    parts = (Moments(part.mean(1), part.var(1, correction=0)) for part in x.split([first, second], dim=1))
+    mean, var = merge(*parts, share=second / (first + second))
+    assert_close_to_max(mean, x.mean(1), tol=1e-14)
+    assert_close_to_max(var, x.var(1, correction=0), tol=1e-12, scale=1.0)
 
 
 def test_pooling_carries_the_gradient():

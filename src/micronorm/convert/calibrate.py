@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from micronorm.nn.bcn import BatchChannelNorm
-from micronorm.ops.moments import Moments, moments, pool, wide_dtype
+from micronorm.ops.moments import Moments, merge, moments, pool, wide_dtype
 
 
 def calibrate(
@@ -103,18 +103,13 @@ class _Seen:
         if x.numel() == 0:
             return
         elements = x.numel() // x.shape[1]
-        self.merge(pool(moments(x), dim=0), elements)
+        self.add(pool(moments(x), dim=0), elements)
 
-    def merge(self, new: Moments, count: int) -> None:
-        """The union of two sets of elements: their variances weighted, plus that between their means."""
-        if self.data is None:
-            self.data, self.count = new, count
-            return
-        share = count / (self.count + count)
-        distance = new.mean - self.data.mean
-        mean = self.data.mean + share * distance
-        var = (1 - share) * self.data.var + share * new.var + share * (1 - share) * distance.square()
-        self.data, self.count = Moments(mean, var), self.count + count
+    def add(self, new: Moments, count: int) -> None:
+        """Take up `count` elements of each channel, given by their moments."""
+        total = self.count + count
+        self.data = new if self.data is None else merge(self.data, new, share=count / total)
+        self.count = total
 
     def result(self, module: Any) -> Moments:
         """The statistics as the layer keeps them: BatchNorm the unbiased variance, BCN the biased one."""
@@ -158,4 +153,4 @@ def _merge_ranks(layers: list[_Seen], device: torch.device) -> None:
         for seen, part in zip(layers, row.split([1 + 2 * size for size in sizes.tolist()]), strict=True):
             count, mean, var = int(part[0]), *part[1:].chunk(2)
             if count:
-                seen.merge(Moments(mean, var), count)
+                seen.add(Moments(mean, var), count)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from micronorm.ops.moments import Moments, pool, wide_dtype
+from micronorm.ops.moments import Moments, merge, pool, wide_dtype
 
 RARE = 0.01
 """A channel that is active in less than this share of its positions, but in some, is under-represented.
@@ -48,14 +48,9 @@ class RunningMoments:
         if samples == 0 or positions == 0:
             return
         new, count = pool(data_nc, dim=0), samples * positions
-        if self._data is None:
-            self._data, self.count = new, count
-            return
-        # The variances weighted, plus that between the two means: non-negative terms, nothing cancels.
-        share = count / (self.count + count)
-        distance = new.mean - self._data.mean
-        var = (1 - share) * self._data.var + share * new.var + share * (1 - share) * distance.square()
-        self._data, self.count = Moments(self._data.mean + share * distance, var), self.count + count
+        total = self.count + count
+        self._data = new if self._data is None else merge(self._data, new, share=count / total)
+        self.count = total
 
 
 def positives(y: Tensor, *, axis: int = 1) -> Tensor:

@@ -101,6 +101,16 @@ def pool(parts: Moments, *, dim: int) -> Moments:
     return Moments(mean, parts.var.mean(dim) + spread)
 
 
+def merge(first: Moments, second: Moments, *, share: float) -> Moments:
+    """Moments of the union of two sets of elements, of which the second holds `share` of all.
+
+    The variances weighted, plus that between the two means: non-negative terms, nothing cancels.
+    """
+    distance = second.mean - first.mean
+    var = (1 - share) * first.var + share * second.var + share * (1 - share) * distance.square()
+    return Moments(first.mean + share * distance, var)
+
+
 def pool_micro_batches(parts_nc: Moments, *, micro_batch: int) -> Moments:
     """Moments of successive micro-batches of m samples: N×C to ⌈N/m⌉×C; the last one may hold fewer samples."""
     if micro_batch == 1:
