@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from micronorm.diagnostics.layers import Filter, weight_layers
 from micronorm.diagnostics.onlooker import watch_weight
-from micronorm.nn.weight import Reparameterized
+from micronorm.nn.reparameterized import Reparameterized
 from micronorm.ops.moments import compute_dtype
 
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from micronorm.diagnostics.layers import Filter, from_rows, rows_of, weight_layers
-from micronorm.nn.weight import WS, Reparameterized
+from micronorm.nn.reparameterized import Reparameterized
+from micronorm.nn.weight import WS
 from micronorm.ops.weight import row_statistics, weight_standardize
 from micronorm.ops.weight.reference import check_weight, gradient
 

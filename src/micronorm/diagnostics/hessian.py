@@ -22,7 +22,7 @@ from micronorm.diagnostics.layers import from_rows, over_rows, rows_of, weight_l
 from micronorm.diagnostics.rewind import rewinding
 from micronorm.diagnostics.smoothness import Loss, check_loss
 from micronorm.nn.inputs import check_count
-from micronorm.nn.weight import _WS, Reparameterized
+from micronorm.nn.reparameterized import _WS, Reparameterized
 from micronorm.ops.weight import weight_standardize
 
 EXACT = 1024

@@ -14,7 +14,7 @@ from micronorm.diagnostics.norms import fits, read_norm
 from micronorm.diagnostics.onlooker import Onlooker, watch_weight
 from micronorm.diagnostics.tally import Figures, NormTally, WeightNumbers, WeightTally, to_host
 from micronorm.nn.recompute import inside_backward
-from micronorm.nn.weight import Reparameterized
+from micronorm.nn.reparameterized import Reparameterized
 
 
 def whole_weights(model: nn.Module) -> dict[str, Any]:

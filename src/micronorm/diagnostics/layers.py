@@ -6,7 +6,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from micronorm.nn.weight import Reparameterized, counterpart_kind, is_standardized_by_timm
+from micronorm.nn.reparameterized import Reparameterized
+from micronorm.nn.weight import counterpart_kind, is_standardized_by_timm
 from micronorm.surgery import names_of
 
 Filter = Callable[[nn.Module, str], bool]

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from micronorm.diagnostics.capture import Captured
 from micronorm.diagnostics.layers import Filter, over_rows, rows_of, weight_layers
 from micronorm.nn.inputs import check_eps, check_flag
-from micronorm.nn.weight import _CWN, _WN, _WS, WS, Reparameterized
+from micronorm.nn.reparameterized import _CWN, _WN, _WS, Reparameterized
+from micronorm.nn.weight import WS
 from micronorm.ops.moments import wide_dtype
 from micronorm.ops.weight import row_statistics, weight_standardize
 from micronorm.ops.weight.reference import check_weight, gradient

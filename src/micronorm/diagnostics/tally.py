@@ -20,7 +20,8 @@ from micronorm.diagnostics.layers import over_rows, rows_of
 from micronorm.diagnostics.lipschitz import gradient_shares
 from micronorm.diagnostics.norms import NormLayer
 from micronorm.diagnostics.statdiff import stat_diff
-from micronorm.nn.weight import _CWN, _WN, _WS, WS
+from micronorm.nn.reparameterized import _CWN, _WN, _WS
+from micronorm.nn.weight import WS
 from micronorm.ops.bcn import batch_channel_norm
 from micronorm.ops.moments import Moments, as_ncs, compute_dtype, moments, wide_dtype
 

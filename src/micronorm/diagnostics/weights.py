@@ -7,7 +7,7 @@ no input is close to being left out, and channels are eliminated by ReLU instead
 import torch
 from torch import Tensor, nn
 
-from micronorm.nn.weight import Reparameterized
+from micronorm.nn.reparameterized import Reparameterized
 from micronorm.ops.moments import wide_dtype
 
 PAPER_RESNET50 = 0.55

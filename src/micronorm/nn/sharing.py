@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from micronorm.nn.weight import Reparameterized
+from micronorm.nn.reparameterized import Reparameterized
 from micronorm.ops.weight import launch
 
 

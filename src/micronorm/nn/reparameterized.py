@@ -1,0 +1,265 @@
+"""What a layer does whose weight is computed anew at each forward: mixins by the kind of layer, and by the method.
+
+`micronorm.nn.weight` puts the two together with a layer of torch.nn: WSConv2d is _WS, _Conv and nn.Conv2d.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from micronorm.nn.inputs import check_eps, check_flag
+from micronorm.ops.moments import compute_dtype
+from micronorm.ops.weight import (
+    centered_weight_normalize,
+    check_fan_in,
+    choose_backend,
+    row_statistics,
+    weight_normalize,
+    weight_standardize,
+)
+
+# --- how a layer uses a weight, by the kind of layer -----------------------------------------------------------------
+
+
+class Reparameterized:
+    """What the kinds below share: `weight` seen as one row per output channel."""
+
+    # Any: torch declares these attributes differently from layer to layer.
+    weight: Any
+    bias: Any
+    shared_weight: Tensor | None = None
+    """The effective weight, where somebody computed it for several forwards (`micronorm.nn.sharing`)."""
+    onlookers: tuple[Callable[[Tensor], object], ...] = ()
+    """Are shown the effective weight of every forward, such as to see its gradient, which nothing else keeps."""
+
+    def rows(self, weight: Tensor) -> Tensor:
+        """`weight` as O×…."""
+        return weight
+
+    def from_rows(self, rows: Tensor) -> Tensor:
+        """The inverse of `rows`."""
+        return rows
+
+    def effective_weight(self) -> Tensor:
+        """The weight the layer computes with, in the layout of `weight`."""
+        raise AssertionError("each method's mixin defines this")
+
+    def by_kernel(self) -> bool:
+        """Whether the effective weight is `weight` standardized as it lies, by a kernel."""
+        return False
+
+    def weight_in_use(self) -> Tensor:
+        """The effective weight of this forward: the shared one, where there is one."""
+        weight = self._weight_in_use()
+        for look in self.onlookers:
+            look(weight)
+        return weight
+
+    def _weight_in_use(self) -> Tensor:
+        shared = self.shared_weight
+        return self.effective_weight() if shared is None or self._is_apart(shared) else shared
+
+    def _is_apart(self, shared: Tensor) -> bool:
+        """Whether this forward is outside the autocast that a shared weight was rounded for."""
+        return shared.dtype != self.weight.dtype and not torch.is_autocast_enabled(shared.device.type)
+
+
+class _Conv(Reparameterized):
+    def forward(self, input: Tensor) -> Tensor:
+        return self._conv_forward(input, self.weight_in_use(), self.bias)  # type: ignore[attr-defined]
+
+
+class _SameConv(Reparameterized):
+    """TensorFlow's SAME padding, computed from the size of each input: the convolutions of timm's `tf_` models."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        layer: Any = self
+        pads = []
+        for size, kernel, stride, dilation in zip(
+            reversed(input.shape[-2:]),
+            reversed(layer.kernel_size),
+            reversed(layer.stride),
+            reversed(layer.dilation),
+            strict=True,
+        ):
+            missing = max((-(-size // stride) - 1) * stride + (kernel - 1) * dilation + 1 - size, 0)
+            pads += [missing // 2, missing - missing // 2]
+        return layer._conv_forward(F.pad(input, pads), self.weight_in_use(), self.bias)
+
+
+class _Linear(Reparameterized):
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight_in_use(), self.bias)
+
+
+class _ConvTranspose(Reparameterized):
+    """Transposed convolutions keep their output channels in axis 1, per group: (groups·I)×(O/groups)×kernel."""
+
+    groups: int
+
+    def rows(self, weight: Tensor) -> Tensor:
+        return weight.unflatten(0, (self.groups, -1)).transpose(1, 2).flatten(0, 1)
+
+    def from_rows(self, rows: Tensor) -> Tensor:
+        return rows.unflatten(0, (self.groups, -1)).transpose(1, 2).flatten(0, 1)
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        layer: Any = self
+        if layer.padding_mode != "zeros":
+            raise ValueError(f'transposed convolutions pad with "zeros" only, got {layer.padding_mode!r}')
+        dims = self.weight.ndim - 2
+        output_padding = layer._output_padding(
+            input, output_size, layer.stride, layer.padding, layer.kernel_size, dims, layer.dilation
+        )
+        convolve = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[dims - 1]
+        return convolve(
+            input,
+            self.weight_in_use(),
+            self.bias,
+            layer.stride,
+            layer.padding,
+            output_padding,
+            layer.groups,
+            layer.dilation,
+        )
+
+
+# --- the methods -----------------------------------------------------------------------------------------------------
+
+
+class _WS(Reparameterized):
+    """Weight Standardization over the fan-in of each output channel.
+
+    `absorb()` keeps the present mean and scale of every row in the buffers `absorbed_mean` and `absorbed_scale`; the
+    effective weight is from then on scale·Ŵ + mean, which starts as the weight itself.
+    """
+
+    absorbed_mean: Tensor | None
+    absorbed_scale: Tensor | None
+    backend: str = "auto"
+    """What computes the standardized weight: "auto", "reference" or "triton"; see `micronorm.ops.weight`."""
+
+    def __init__(self, *args: Any, center: bool = True, scale: bool = True, eps: float = 1e-5, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._standardize(center=center, scale=scale, eps=eps)
+
+    def _standardize(self, *, center: bool, scale: bool, eps: float) -> None:
+        check_fan_in(self.rows(self.weight)[0].numel())
+        check_flag("center", center)
+        check_flag("scale", scale)
+        check_eps(eps)
+        self.center, self.scale, self.eps = center, scale, eps
+        layer: Any = self
+        layer.register_buffer("absorbed_mean", None)
+        layer.register_buffer("absorbed_scale", None)
+
+    def effective_weight(self) -> Tensor:
+        return self._effective_weight(None)
+
+    def _weight_in_use(self) -> Tensor:
+        dtype = None if self.shared_weight is not None else self._autocast_dtype()
+        return super()._weight_in_use() if dtype is None else self._effective_weight(dtype)
+
+    def _autocast_dtype(self) -> torch.dtype | None:
+        """The dtype autocast would cast Ŵ to, where a kernel can round to it at once: to the same bits."""
+        kind = self.weight.device.type
+        if self.weight.dtype != torch.float32 or kind not in ("cuda", "cpu") or not torch.is_autocast_enabled(kind):
+            return None  # no kernel computes elsewhere, and autocast knows no "meta"
+        return torch.get_autocast_dtype(kind) if self.by_kernel() else None
+
+    def by_kernel(self) -> bool:
+        plain = (self.center or self.scale) and self.absorbed_mean is None and self.rows(self.weight) is self.weight
+        return plain and choose_backend(self.weight, self.backend) == "triton"
+
+    def _effective_weight(self, dtype: torch.dtype | None) -> Tensor:
+        options: dict[str, Any] = {"center": self.center, "scale": self.scale, "eps": self.eps, "backend": self.backend}
+        rows = self.rows(self.weight)
+        if self.absorbed_mean is None or self.absorbed_scale is None:
+            return self.from_rows(weight_standardize(rows, **options, dtype=dtype))
+        wide = rows.to(compute_dtype(rows.dtype))  # rounded once, after the scale
+        shape = (-1,) + (1,) * (rows.ndim - 1)
+        mean, scale = (b.to(wide.dtype).reshape(shape) for b in (self.absorbed_mean, self.absorbed_scale))
+        return self.from_rows(torch.addcmul(mean, weight_standardize(wide, **options), scale).to(rows.dtype))
+
+    def absorb(self) -> None:
+        """Keep the mean and scale that standardization takes away, so that the layer goes on computing what it does.
+
+        Example:
+            >>> from micronorm.nn import WSConv2d
+            >>> conv = WSConv2d(3, 8, 3)
+            >>> conv.absorb()
+            >>> torch.allclose(conv.effective_weight(), conv.weight, atol=1e-6)
+            True
+        """
+        options = {"center": self.center, "scale": self.scale, "eps": self.eps}
+        with torch.no_grad():
+            mean, scale = row_statistics(self.rows(self.weight), **options)  # type: ignore[arg-type]
+        self.absorbed_mean, self.absorbed_scale = mean, scale
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        for name in ("absorbed_mean", "absorbed_scale"):
+            saved = state_dict.get(prefix + name)
+            if saved is not None and getattr(self, name) is None:  # the state of a layer that had absorbed
+                setattr(self, name, torch.empty_like(saved, device=self.weight.device))
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # type: ignore[misc]
+
+    def extra_repr(self) -> str:
+        switches = "".join(f", {name}=False" for name in ("center", "scale") if not getattr(self, name))
+        absorbed = "" if self.absorbed_mean is None else ", absorbed"
+        backend = "" if self.backend == "auto" else f', backend="{self.backend}"'
+        return f"{super().extra_repr()}{switches}, eps={self.eps}{absorbed}{backend}"  # type: ignore[misc]
+
+
+class _WithLength(Reparameterized):
+    """A learnable length g per output channel, which starts at the length of the weight it scales."""
+
+    length: nn.Parameter
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._standardize()
+
+    def _standardize(self) -> None:
+        check_fan_in(self.rows(self.weight)[0].numel())
+        self.length = nn.Parameter(self._natural_length(self.weight), requires_grad=self.weight.requires_grad)
+
+    def reset_length(self) -> None:
+        """Set g so that the effective weight has the length of the raw (for CWN: centred) one."""
+        with torch.no_grad():
+            self.length.copy_(self._natural_length(self.weight))
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()  # type: ignore[misc]
+        if hasattr(self, "length"):  # the base class calls this before there is one
+            self.reset_length()
+
+    def _natural_length(self, weight: Tensor) -> Tensor:
+        return self.rows(weight.detach()).flatten(1).norm(dim=1)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        weight = state_dict.get(prefix + "weight")
+        if weight is not None and weight.shape == self.weight.shape:
+            # A plain layer's state dict has no length; its weight says what it is.
+            state_dict.setdefault(prefix + "length", self._natural_length(weight))
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # type: ignore[misc]
+
+
+class _WN(_WithLength):
+    """Weight Normalization: g·W/‖W‖."""
+
+    def effective_weight(self) -> Tensor:
+        return self.from_rows(weight_normalize(self.rows(self.weight), self.length))
+
+
+class _CWN(_WithLength):
+    """Centered Weight Normalization: g·(W − mean)/‖W − mean‖."""
+
+    def effective_weight(self) -> Tensor:
+        return self.from_rows(centered_weight_normalize(self.rows(self.weight), self.length))
+
+    def _natural_length(self, weight: Tensor) -> Tensor:
+        rows = self.rows(weight.detach()).flatten(1)
+        return (rows - rows.mean(1, keepdim=True)).norm(dim=1)
