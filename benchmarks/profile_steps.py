@@ -2,9 +2,9 @@
 
     python benchmarks/profile_steps.py --out benchmarks/results/profile_steps.csv
 
-The steps are those of steps_gpu.py, captured as CUDA graphs. torch's profiler tells the time of every kernel of a few
-replays, which is summed by what a kernel is for: its name says that. `idle` is what remains of the replays' wall time
-without the profiler: the gaps between kernels, less what overlapped.
+The steps are those of training_step.py, captured as CUDA graphs. torch's profiler tells the time of every kernel of a
+few replays, which is summed by what a kernel is for: its name says that. `idle` is what remains of the replays' wall
+time without the profiler: the gaps between kernels, less what overlapped.
 """
 
 import argparse
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from steps_gpu import BN, BN_COMPILED, SHARED, SHARED_COMPILED, WORKLOADS, TrainingStep, Workload, facts
 from tables import write_csv
 from torch.profiler import ProfilerActivity, profile
+from training_step import BN, BN_COMPILED, SHARED, SHARED_COMPILED, WORKLOADS, TrainingStep, Workload, facts
 
 from micronorm.bench.timing import Captured, device_ms, spread, warm_up
 
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             for name, time in found.times.most_common(options.top):
                 print(f"        {time:>9.1f} µs {found.counts[name]:>7.1f}  {name[:110]}", flush=True)
             if options.out is not None:
-                known = facts(torch.device("cuda")) | {"command": command}
+                known = facts(torch.device("cuda"), command)
                 write_csv(options.out, [{**row, **known} for row in rows])
 
 

@@ -3,11 +3,9 @@
     python benchmarks/steps_gpu.py --out benchmarks/results/steps_gpu.csv
     python benchmarks/steps_gpu.py --tiny --device cpu          # the same logic in seconds, without graphs
 
-A step is forward, cross entropy, backward and SGD with momentum, in bfloat16 autocast and channels_last, on random
-images; the learning rate is a tensor on the device, as a captured step with a schedule has it. cuDNN searches for its
-fastest algorithms. Methods take turns, round by round. BatchNorm's baseline is its best of eager, captured, compiled,
-and both; ours is compiled too. Compiling takes long, so it comes last, workload by workload, as long as `--budget`
-seconds last.
+A step is that of training_step.py. cuDNN searches for its fastest algorithms. Methods take turns, round by round.
+BatchNorm's baseline is its best of eager, captured, compiled, and both; ours is compiled too. Compiling takes long, so
+it comes last, workload by workload, as long as `--budget` seconds last.
 
 Peak memory is the allocator's: the most that was allocated at once during a step, less what was before the method was
 built, so with parameters, gradients and momenta. Of a captured step it is read during the capture, which allocates what
@@ -15,76 +13,34 @@ every replay then uses. Ratios of memory compare methods by the same route.
 """
 
 import argparse
-import contextlib
-import gc
-import importlib.metadata
 import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.nn.functional as F
-from engine_gpu import build as build_cifar
 from tables import write_csv
-from torch import nn
+from training_step import (
+    BN,
+    BN_COMPILED,
+    PLAIN,
+    SHARED,
+    SHARED_COMPILED,
+    TINY,
+    WORKLOADS,
+    Method,
+    TrainingStep,
+    Workload,
+    facts,
+)
 
 import micronorm as mn
 from micronorm.bench.timing import Captured, device_ms, host_ms, repeats_for, spread, warm_up
-from micronorm.engine.environment import environment
-from micronorm.nn.sharing import SharedWeights
 
-CLASSES = {"resnet50": 1000, "resnet18": 1000}
 CHUNK = 50  # times `repeats_for`'s 2 ms: how long one round of one method takes
 LITERAL_STEPS = 2
-
-
-@dataclass(frozen=True)
-class Workload:
-    network: str
-    samples: int
-    size: tuple[int, int]
-    time_target: float | None = None
-    memory_target: float | None = None
-    recompute_target: float | None = None
-
-    @property
-    def name(self) -> str:
-        return f"{self.network}-{self.samples}x{self.size[0]}x{self.size[1]}"
-
-    @property
-    def is_cifar(self) -> bool:
-        return self.network.startswith("cifar")
-
-
-WORKLOADS = (
-    Workload("resnet50", 64, (224, 224), 0.9, 1.0, 0.75),
-    Workload("resnet50", 2, (800, 1344), 0.9),
-    Workload("resnet50", 1, (224, 224), 1.1),
-    Workload("cifar-resnet110", 128, (32, 32), 1.0),
-)
-TINY = (Workload("resnet18", 2, (64, 64), 0.9, 1.0, 0.75), Workload("cifar-resnet20", 4, (16, 16), 1.0))
-
-
-@dataclass(frozen=True)
-class Method:
-    name: str
-    is_ours: bool = False
-    shares: bool = False
-    recomputes: bool = False
-    spares: str = ""
-    """The only norm whose output is recomputed, where it is one."""
-    compiled: bool = False
-
-
-BN = Method("BN")
-BN_COMPILED = Method("BN compiled", compiled=True)
-PLAIN = Method("BCN+WS", is_ours=True)
-SHARED = Method("BCN+WS shared", is_ours=True, shares=True)
-SHARED_COMPILED = Method("BCN+WS shared compiled", is_ours=True, shares=True, compiled=True)
 
 
 def chosen_methods(weights: str) -> list[Method]:
@@ -112,65 +68,6 @@ class Row:
     fault: str = ""
     ratios: dict[str, float] = field(default_factory=dict)
     bn_best: str = ""
-
-
-class TrainingStep:
-    """A model, its optimizer and a batch; a call takes one step."""
-
-    def __init__(self, workload: Workload, method: Method, device: torch.device) -> None:
-        self.workload, self.method, self.device = workload, method, device
-        self.held = _memory(device)
-        torch.manual_seed(0)
-        model = build_model(workload, method).to(device).train()
-        self.model: nn.Module = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        only = (lambda module, name: name == method.spares) if method.spares else None
-        self.handle: Any = mn.recompute(self.model, filter=only) if method.recomputes else None
-        self.weights = SharedWeights(self.model) if method.shares else None
-        self.call: Callable[..., torch.Tensor] = (
-            torch.compile(self.model, dynamic=False) if method.compiled else self.model
-        )
-        on_gpu = device.type == "cuda"
-        rate: Any = torch.tensor(0.01, device=device) if on_gpu else 0.01
-        self.optimizer = torch.optim.SGD(
-            self.model.parameters(), lr=rate, momentum=0.9, weight_decay=1e-4, fused=on_gpu
-        )
-        images = torch.randn(workload.samples, 3, *workload.size, device=device)
-        self.images = images.contiguous(memory_format=torch.channels_last)
-        self.labels = torch.randint(10, (workload.samples,), device=device)
-        self.loss = torch.zeros((), device=device)
-
-    def __call__(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-        with self._shared(torch.bfloat16):  # as the engine does where a step is one forward: no layer casts its weight
-            self.loss.copy_(self.backward(self.images, self.labels))
-        self.optimizer.step()
-
-    def _shared(self, dtype: torch.dtype | None = None) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.weights is None else self.weights.shared(dtype=dtype)
-
-    def backward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Forward and backward; the gradients are those of the step's mean loss, whatever part of it this is."""
-        with torch.autocast(self.device.type, dtype=torch.bfloat16):
-            loss = F.cross_entropy(self.call(images), labels, reduction="sum") / self.workload.samples
-        loss.backward()
-        return loss.detach()
-
-    def literal(self) -> None:
-        """The same step one image at a time: as many forwards and backwards as there are samples."""
-        self.optimizer.zero_grad(set_to_none=True)
-        with self._shared():
-            for image, label in zip(self.images.split(1), self.labels.split(1), strict=True):
-                self.backward(image, label)
-        self.optimizer.step()
-
-
-def build_model(workload: Workload, method: Method) -> nn.Module:
-    if workload.is_cifar:
-        return build_cifar("BCN+WS step" if method.is_ours else "BN", workload.network)
-    import torchvision
-
-    model = torchvision.models.get_model(workload.network, weights=None, num_classes=CLASSES[workload.network])
-    return mn.convert(model) if method.is_ours else model
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
@@ -221,14 +118,6 @@ class Timed:
             if self.row.loss != self.row.loss:
                 self.row.fault = "the loss is not a number"
         return self.row
-
-
-def _memory(device: torch.device) -> tuple[int, int]:
-    if device.type != "cuda":
-        return 0, 0
-    gc.collect()
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 
 
 def measure(
@@ -378,25 +267,6 @@ def record(row: Row) -> dict[str, object]:
     }
 
 
-def facts(device: torch.device) -> dict[str, object]:
-    found = environment()
-    gpu = found["gpu"] if device.type == "cuda" else None
-    triton = importlib.metadata.version("triton") if gpu else ""
-    return {
-        "gpu": gpu["name"] if gpu else "",
-        "cpu": found["cpu"]["model"],
-        "torch": found["torch"],
-        "torchvision": importlib.metadata.version("torchvision"),
-        "triton": triton,
-        "cuda": gpu["cuda"] if gpu else "",
-        "cudnn": gpu["cudnn"] if gpu else "",
-        "micronorm": found["micronorm"],
-        "date": found["date"],
-        "revision": found["revision"] or "",
-        "command": shlex.join(["python", "benchmarks/steps_gpu.py", *_without_out(sys.argv[1:])]),
-    }
-
-
 def _without_out(arguments: Sequence[str]) -> list[str]:
     """The arguments without --out, which names a path."""
     kept, skip = [], False
@@ -437,6 +307,7 @@ def main() -> None:
     started = time.perf_counter()
     workloads = [w for w in (TINY if options.tiny else WORKLOADS) if not options.workload or w.name in options.workload]
     rows: dict[Workload, list[Row]] = {workload: [] for workload in workloads}
+    command = shlex.join(["python", "benchmarks/steps_gpu.py", *_without_out(sys.argv[1:])])
 
     def take(workload: Workload, found: Iterator[Row]) -> None:
         new = list(found)
@@ -444,7 +315,7 @@ def main() -> None:
         compare(rows[workload])
         print("\n".join(map(line, new)), flush=True)
         if options.out is not None:
-            known = facts(device)
+            known = facts(device, command)
             write_csv(options.out, [{**record(row), **known} for members in rows.values() for row in members])
 
     methods = chosen_methods(options.weights)

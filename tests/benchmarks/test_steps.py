@@ -48,14 +48,15 @@ def test_every_method_has_a_row_and_so_has_one_image_at_a_time(steps, monkeypatc
 
 
 def test_a_method_of_ours_that_fails_leaves_the_others_their_figures_and_ends_with_1(steps, monkeypatch, capsys):
-    real = steps.build_model
+    step = importlib.import_module("training_step")
+    real = step.build_model
 
     def build(workload, method):
         if method.is_ours:
             raise RuntimeError("no such\nkernel")
         return real(workload, method)
 
-    monkeypatch.setattr(steps, "build_model", build)
+    monkeypatch.setattr(step, "build_model", build)
     with pytest.raises(SystemExit) as ended:
         run(steps, monkeypatch, "--no-compile", "--no-literal", "--weights", "plain")
     assert ended.value.code == 1
