@@ -295,16 +295,17 @@ class BatchChannelNorm(WideBuffers):
             # dtypes make a sum of the wider one.
             return activation(self._normalize_fused(x, IDENTITY, None) + residual)
         elements = x.numel() // (x.shape[0] * self.num_channels)
-        training = self.training and (self.statistics == "batch" or self.weight.requires_grad)
+        weight, running_mean = self.weight, self.running_mean  # looked up once: a module takes its time
+        training = self.training and (self.statistics == "batch" or weight.requires_grad)
         known = None
-        estimates: Moments | None = Moments(self.running_mean, self.running_var)
+        estimates: Moments | None = Moments(running_mean, self.running_var)
         if training and self.statistics != "step":
             known = moments_by_kernel(x)
             estimates = self._estimates(known[1], elements=elements)
         y, numbers = batch_channel_norm_fused(
             x,
             estimates,
-            self.weight,
+            weight,
             self.bias,
             self.group_weight,
             self.group_bias,
@@ -324,7 +325,7 @@ class BatchChannelNorm(WideBuffers):
             run(
                 gather_numbers,
                 numbers.detach() if numbers.requires_grad else numbers,
-                self.running_mean,
+                running_mean,
                 *sizes,
                 window.sums,
                 window.lost,

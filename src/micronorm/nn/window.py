@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from micronorm.nn.recompute import inside_backward
-from micronorm.ops.bcn import Sums, batch_statistics, move_by_batch, scan, window_sums
+from micronorm.ops.bcn import Sums, batch_statistics, gather_fused, move_by_batch, scan, window_sums
 from micronorm.ops.moments import Moments, bounded, wide_dtype
 
 MAX_FORWARDS = 1024
@@ -181,10 +181,12 @@ _numbers = itertools.count()
 _live: weakref.WeakValueDictionary[int, Window] = weakref.WeakValueDictionary()
 
 
-def _open(ticket: Tensor, *, group_elements: int) -> Window | None:
-    """The window a ticket stands for, or None if this forward must leave no trace."""
-    # By numpy, here and below: a tensor's element costs microseconds, and small layers are made of those.
-    window = _live.get(int(ticket.numpy()[1]))
+def _open(counts: Any, *, group_elements: int) -> Window | None:
+    """The window that a ticket's counts stand for, or None if this forward must leave no trace.
+
+    The counts are a ticket's as an array: a tensor's element costs microseconds, and small layers are made of those.
+    """
+    window = _live.get(int(counts[1]))
     if window is None:  # an exported graph whose layer is gone: there is nobody to gather for
         return None
     if group_elements < _FEW_ELEMENTS and not window.warned:
@@ -198,8 +200,7 @@ def _open(ticket: Tensor, *, group_elements: int) -> Window | None:
     return None if window.paused or inside_backward() else window
 
 
-def _count_forward(window: Window, ticket: Tensor) -> None:
-    counts = ticket.numpy()
+def _count_forward(window: Window, counts: Any) -> None:
     if counts[0] >= window.control.max_forwards:
         raise RuntimeError(
             f"{window.describe()} has gathered {counts[0]} training forwards without a commit: its estimates do "
@@ -223,10 +224,11 @@ def gather(
     ticket: Tensor,
 ) -> None:
     """Add one forward to the window, unless its sums are not finite."""
-    window = _open(ticket, group_elements=group_elements)
+    counts = ticket.numpy()
+    window = _open(counts, group_elements=group_elements)
     if window is None:
         return
-    _count_forward(window, ticket)
+    _count_forward(window, counts)
     contribution = torch.cat(window_sums(Moments(mean, var), elements=elements, around=around))
     finite = contribution.isfinite().all()
     sums.add_(torch.where(finite, contribution, 0.0))
@@ -245,12 +247,11 @@ def gather_numbers(
     ticket: Tensor,
 ) -> None:
     """`gather` from what the kernels of a forward left, by one more kernel."""
-    from micronorm.ops.bcn.triton.run import gather as add
-
-    window = _open(ticket, group_elements=elements * (channels // groups))
+    counts = ticket.numpy()
+    window = _open(counts, group_elements=elements * (channels // groups))
     if window is not None:
-        _count_forward(window, ticket)
-        add(numbers, around, sums, lost, (samples, channels, elements), groups)
+        _count_forward(window, counts)
+        gather_fused(numbers, around, sums, lost, (samples, channels, elements), groups)
 
 
 def sequential_estimates(
@@ -265,7 +266,7 @@ def sequential_estimates(
 ) -> tuple[Tensor, Tensor]:
     """The estimates each sample of a "sequential" forward is normalized with; moves the running ones."""
     data = bounded(Moments(mean, var), running_var.dtype)
-    window = _open(ticket, group_elements=group_elements)
+    window = _open(ticket.numpy(), group_elements=group_elements)
     if window is None:
         source = _live.get(int(ticket[1]))
         if source is not None and inside_backward() and not source.paused:
@@ -295,7 +296,7 @@ def track_batch(
     ticket: Tensor,
 ) -> None:
     """Move the running statistics of a "batch" layer by one forward."""
-    window = _open(ticket, group_elements=group_elements)
+    window = _open(ticket.numpy(), group_elements=group_elements)
     if window is None:
         return
     momentum = window.rate if isinstance(window.rate, float) else BATCH_MOMENTUM

@@ -4,6 +4,7 @@ from micronorm.ops.bcn.estimates import Sums, move_by_batch, move_by_window, sca
 from micronorm.ops.bcn.fused import (
     batch_channel_norm_fused,
     elementwise_fused,
+    gather_fused,
     group_norm_fused,
     moments_by_kernel,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "batch_channel_norm_reference",
     "elementwise",
     "elementwise_fused",
+    "gather_fused",
     "group_norm_fused",
     "moments_by_kernel",
     "scan",

@@ -101,11 +101,17 @@ def normalize_backward(
     from_batch: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, of the residual (empty without one) and of the parameters, one after the other."""
-    affine = (weight, bias, group_weight, group_bias, None)
-    norm = _norm(mean, var, *affine, groups, eps, activation, slope)
-    grads = _kernels().backward(x, grad, output, numbers, norm, from_batch=from_batch)
-    residual = x.new_empty(0) if grads.residual is None else grads.residual
-    return grads.x, residual, grads.parameters
+    affine = (weight, bias, group_weight, group_bias)
+    options = (groups, eps, activation, slope, from_batch)
+    dx, residual, parameters = _backward(grad, x, output, numbers, mean, var, *affine, *options)
+    return dx, x.new_empty(0) if residual is None else residual, parameters
+
+
+def _backward(grad: Tensor, x: Tensor, output: Tensor | None, numbers: Tensor, *rest: Any) -> Any:
+    """`normalize_backward` with None for what is not there, which no operator may return."""
+    *estimates_and_affine, groups, eps, activation, slope, from_batch = rest
+    norm = _norm(*estimates_and_affine, None, groups, eps, activation, slope)
+    return _kernels().backward(x, grad, output, numbers, norm, from_batch=from_batch)
 
 
 def _fake_backward(
@@ -206,7 +212,7 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         if grads[0] is None:
             return (None,) * 15
-        return _gradients(ctx, grads[0], normalize_backward)
+        return _gradients(ctx, grads[0], _backward)
 
 
 def _operator_backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
@@ -287,6 +293,13 @@ def batch_channel_norm_fused(
         activation,
         from_batch,
     )
+
+
+def gather_fused(
+    numbers: Tensor, around: Tensor, sums: Tensor, lost: Tensor, sizes: tuple[int, int, int], groups: int
+) -> None:
+    """Add a forward of N×C×S elements, by the numbers it left, to the sums of its layer's window, by one kernel."""
+    _kernels().gather(numbers, around, sums, lost, sizes, groups)
 
 
 def elementwise_fused(x: Tensor, *rest: Tensor, activation: Activation) -> Tensor:
