@@ -109,8 +109,8 @@ def normalize_backward(
 
 def _backward(grad: Tensor, x: Tensor, output: Tensor | None, numbers: Tensor, *rest: Any) -> Any:
     """`normalize_backward` with None for what is not there, which no operator may return."""
-    *estimates_and_affine, groups, eps, activation, slope, from_batch = rest
-    norm = _norm(*estimates_and_affine, None, groups, eps, activation, slope)
+    mean, var, weight, bias, group_weight, group_bias, groups, eps, activation, slope, from_batch = rest
+    norm = _norm(mean, var, weight, bias, group_weight, group_bias, None, groups, eps, activation, slope)
     return _kernels().backward(x, grad, output, numbers, norm, from_batch=from_batch)
 
 
