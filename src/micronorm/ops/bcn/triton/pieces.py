@@ -21,6 +21,9 @@ used (two blocks of C; where every sample has its own, those of the first), then
 were not finite. Its dtype is the one everything is computed in: float32, or float64 for float64 inputs.
 """
 
+# Called outside a kernel these raise, which is all that pyright sees of them.
+# pyright: reportGeneralTypeIssues=false
+
 import triton
 import triton.language as tl
 
@@ -252,3 +255,94 @@ def write_numbers(
     tl.store(flag_ptr, broken_c.to(dtype), written_c & (c % SIZE == 0))
     tl.store(kept_blend(numbers_ptr, samples, channels, SIZE) + c * 0, alpha + 0 * z_c, first_c & (c == 0))
     return scale_c, offset_c
+
+
+@triton.jit
+def gradients(
+    sum_g_c,
+    sum_gt_c,
+    numbers_ptr,
+    shares_ptr,
+    mean_ptr,
+    var_ptr,
+    weight_ptr,
+    bias_ptr,
+    group_weight_ptr,
+    n,
+    c,
+    valid_c,
+    written_c,
+    samples,
+    channels,
+    space,
+    EPS: tl.constexpr,
+    ESTIMATES: tl.constexpr,
+    AFFINE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """slope, curve and shift of dx; stores the sample's shares of the parameters' gradients where `written_c`."""
+    dtype: tl.constexpr = numbers_ptr.dtype.element_ty
+    block = samples * channels
+    at = n * channels + c
+    pivot_c = tl.load(numbers_ptr + at, valid_c, 0)
+    residue_c = tl.load(numbers_ptr + block + at, valid_c, 0)
+    var_c = tl.load(numbers_ptr + 2 * block + at, valid_c, 0)
+    if ESTIMATES == KEPT:  # the layer's own may have moved since
+        mean_ptr = numbers_ptr + 5 * block
+        var_ptr = mean_ptr + channels
+    _, _, distance_c, rstd_c, a_c, z_c, apart_c, inv_c = terms(
+        pivot_c,
+        residue_c,
+        var_c,
+        mean_ptr,
+        var_ptr,
+        weight_ptr,
+        bias_ptr,
+        n * channels if ESTIMATES == PER_SAMPLE else 0,
+        c,
+        valid_c,
+        EPS,
+        ESTIMATES,
+        GROUPS,
+        SIZE,
+        CHANNELS,
+    )
+    alpha = mixing(kept_blend(numbers_ptr, samples, channels, SIZE), dtype, ESTIMATES != NO_ESTIMATES)
+    gamma_c = post(group_weight_ptr, c, valid_c, 1.0, dtype, AFFINE, SIZE, CHANNELS)
+    d_scale_c = sum_gt_c - residue_c * sum_g_c  # Σ g·(x − m)
+    mix_c = (1 - alpha) + alpha * inv_c
+    gain_c = gamma_c * mix_c
+
+    # Through 1/S to the group variance: pull = 2/k · dL/dvar.
+    from_inv_c = tl.where(valid_c, gamma_c * (d_scale_c * a_c + sum_g_c * apart_c), 0.0)
+    pull_c = -alpha * inv_c * inv_c * inv_c * group_sum(from_inv_c, GROUPS, SIZE, CHANNELS) / SIZE
+    # What the mean of (n, c) feels through z − M and the variance.
+    offsets_c = group_sum(tl.where(valid_c, gamma_c * sum_g_c, 0.0), GROUPS, SIZE, CHANNELS) / SIZE
+    through_c = tl.fma(pull_c, apart_c, -alpha * inv_c * offsets_c)
+    d_z_c = tl.fma(gain_c, sum_g_c, through_c)
+    d_a_c = tl.fma(gain_c, d_scale_c, tl.fma(d_z_c, distance_c, pull_c * a_c * var_c))
+
+    if ESTIMATES != NO_ESTIMATES or AFFINE != NO_AFFINE:
+        affines = channels // SIZE if AFFINE == PER_GROUP else channels
+        before = 2 * channels if ESTIMATES != NO_ESTIMATES else 0
+        row_ptr = shares_ptr + n * (before + 2 * affines)
+        if ESTIMATES != NO_ESTIMATES:
+            tl.store(row_ptr + c, d_a_c * rstd_c, written_c)
+            tl.store(row_ptr + channels + c, d_z_c, written_c)
+        row_ptr += before
+        d_gamma_c = tl.fma(d_scale_c * a_c, mix_c, sum_g_c * ((1 - alpha) * z_c + alpha * (apart_c * inv_c)))
+        if AFFINE == PER_CHANNEL:
+            tl.store(row_ptr + c, d_gamma_c, written_c)
+            tl.store(row_ptr + affines + c, sum_g_c, written_c)
+        if AFFINE == PER_GROUP:
+            first_c = written_c & (c % SIZE == 0)
+            d_gamma_c = group_sum(tl.where(valid_c, d_gamma_c, 0.0), GROUPS, SIZE, CHANNELS)
+            d_beta_c = group_sum(tl.where(valid_c, sum_g_c, 0.0), GROUPS, SIZE, CHANNELS)
+            tl.store(row_ptr + c // SIZE, d_gamma_c, first_c)
+            tl.store(row_ptr + affines + c // SIZE, d_beta_c, first_c)
+
+    curve_c = pull_c * a_c * a_c / space
+    shift_c = through_c * a_c / space - curve_c * residue_c
+    return gain_c * a_c, curve_c, shift_c

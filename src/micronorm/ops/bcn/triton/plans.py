@@ -7,9 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from micronorm.ops.activation import Activation
-from micronorm.ops.bcn.triton import backward as bwd
-from micronorm.ops.bcn.triton import forward as fwd
-from micronorm.ops.bcn.triton import tiling
+from micronorm.ops.bcn.triton import backward, backward_split, forward, forward_split, tiling
 from micronorm.ops.bcn.triton.gather import gather_window
 from micronorm.ops.bcn.triton.launch import Launch, processors
 from micronorm.ops.bcn.triton.layout import Strides
@@ -155,12 +153,12 @@ class Forward:
         assert tile is not None
         constants = self.layer.constants | self.layer.gate | self.limit | {"HAS_RESIDUAL": self.residual is not None}
         constants |= self.units.constants | {"GROUPS": tile.groups, "CHANNELS": tile.channels, "SPACE": tile.space}
-        return Launch(fwd.forward_whole, (tile.programs,), (*self.counts, *self.strides), constants, tile.warps)
+        return Launch(forward.forward_whole, (tile.programs,), (*self.counts, *self.strides), constants, tile.warps)
 
     def _reduce(self, tile: tiling.Pass) -> Launch:
         scalars = (*self.counts, *self.strides[:3], *tile.cut)
         constants = tile.constants | self.units.constants
-        return Launch(fwd.moments_part, (tile.programs,), scalars, constants, tile.warps)
+        return Launch(forward_split.moments_part, (tile.programs,), scalars, constants, tile.warps)
 
     @cached_property
     def reduce(self) -> Launch:
@@ -179,7 +177,9 @@ class Forward:
         channels = min(tiling.next_power(layer.channels), 32)
         scalars = (*layer.counts, *layer.strides[:2], *tile.cut[:2])
         constants = {"CHANNELS": channels, "PIECES": tiling.next_power(tile.pieces)}
-        return Launch(fwd.moments_merge, (layer.samples, -(-layer.channels // channels)), scalars, constants, 4)
+        return Launch(
+            forward_split.moments_merge, (layer.samples, -(-layer.channels // channels)), scalars, constants, 4
+        )
 
     def _terms(self, *, has_parts: bool) -> Launch:
         tile, layer = self.numbers, self.layer
@@ -187,7 +187,7 @@ class Forward:
         constants = layer.constants | self.limit | {"HAS_PARTS": has_parts, "PIECES": tiling.next_power(pieces)}
         constants |= {"GROUPS": tile.groups, "CHANNELS": tile.channels}
         scalars = (*layer.counts, *layer.strides[:2], self.moments.pieces, self.moments.piece)
-        return Launch(fwd.forward_numbers, (tile.programs,), scalars, constants, 4)
+        return Launch(forward_split.forward_numbers, (tile.programs,), scalars, constants, 4)
 
     @cached_property
     def terms(self) -> Launch:
@@ -208,7 +208,7 @@ class Forward:
         constants |= {"HAS_RESIDUAL": self.residual is not None, "PIECES": tiling.next_power(self.moments.pieces)}
         constants |= {"GROUPS": tile.channels // (layer.channels // layer.groups), "FINISHES": True}
         scalars = (*self.counts, *self.strides, *self.moments.cut[:2], *tile.cut)
-        return Launch(fwd.forward_apply, (tile.programs,), scalars, constants, tile.warps)
+        return Launch(forward_split.forward_apply, (tile.programs,), scalars, constants, tile.warps)
 
     @cached_property
     def apply(self) -> Launch:
@@ -217,7 +217,7 @@ class Forward:
         constants = _DONE | layer.gate | {"HAS_RESIDUAL": self.residual is not None, "HAS_BLEND": False, "MAX": 0.0}
         constants |= tile.constants | self.units.constants
         scalars = (*self.counts, *self.strides, 1, 1, *tile.cut)
-        return Launch(fwd.forward_apply, (tile.programs,), scalars, constants, tile.warps)
+        return Launch(forward_split.forward_apply, (tile.programs,), scalars, constants, tile.warps)
 
 
 class Backward:
@@ -260,7 +260,7 @@ class Backward:
         constants = self.layer.constants | self.layer.gate | self.has_residual | self.units.constants
         constants |= {"GROUPS": tile.groups, "CHANNELS": tile.channels, "SPACE": tile.space}
         scalars = (*self.counts, *self.strides)
-        return Launch(bwd.backward_whole, (tile.programs,), scalars, constants, tile.warps)
+        return Launch(backward.backward_whole, (tile.programs,), scalars, constants, tile.warps)
 
     @cached_property
     def reduce(self) -> Launch:
@@ -268,7 +268,7 @@ class Backward:
         tile, layer = self.sums, self.layer
         constants = layer.gate | self.has_residual | tile.constants | self.units.constants
         scalars = (*self.counts, *self.strides, *tile.cut)
-        return Launch(bwd.backward_part, (tile.programs,), scalars, constants, tile.warps)
+        return Launch(backward_split.backward_part, (tile.programs,), scalars, constants, tile.warps)
 
     @cached_property
     def terms(self) -> Launch:
@@ -276,7 +276,9 @@ class Backward:
         tile, layer = self.numbers, self.layer
         constants = layer.constants | {"GROUPS": tile.groups, "CHANNELS": tile.channels}
         constants |= {"PIECES": tiling.next_power(self.sums.pieces)}
-        return Launch(bwd.backward_numbers, (tile.programs,), (*layer.counts, self.sums.pieces), constants, 4)
+        return Launch(
+            backward_split.backward_numbers, (tile.programs,), (*layer.counts, self.sums.pieces), constants, 4
+        )
 
     @cached_property
     def through_batch(self) -> Launch:
@@ -284,7 +286,7 @@ class Backward:
         layer = self.layer
         channels = min(tiling.next_power(layer.channels), 128)
         grid = (layer.samples, -(-layer.channels // channels))
-        return Launch(bwd.backward_batch, grid, layer.counts, {"EPS": layer.eps, "CHANNELS": channels}, 4)
+        return Launch(backward_split.backward_batch, grid, layer.counts, {"EPS": layer.eps, "CHANNELS": channels}, 4)
 
     @cached_property
     def finish(self) -> Launch:
@@ -295,7 +297,7 @@ class Backward:
         constants |= {"PIECES": tiling.next_power(self.sums.pieces)}
         constants |= {"GROUPS": tile.channels // (layer.channels // layer.groups), "FINISHES": True}
         scalars = (*self.later_scalars, self.sums.pieces, *tile.cut)
-        return Launch(bwd.backward_apply, (tile.programs,), scalars, constants, tile.warps)
+        return Launch(backward_split.backward_apply, (tile.programs,), scalars, constants, tile.warps)
 
     @cached_property
     def apply(self) -> Launch:
@@ -303,14 +305,16 @@ class Backward:
         tile = self.elementwise
         constants = _DONE | self.later | tile.constants
         scalars = (*self.later_scalars, 1, *tile.cut)
-        return Launch(bwd.backward_apply, (tile.programs,), scalars, constants, tile.warps)
+        return Launch(backward_split.backward_apply, (tile.programs,), scalars, constants, tile.warps)
 
     @cached_property
     def total(self) -> Launch:
         """The samples' shares → the gradients of the parameters."""
         rows, width = tiling.over_samples(self.layer.samples, self.columns)
         constants = {"SAMPLES": rows, "COLUMNS": width}
-        return Launch(bwd.sum_samples, (-(-self.columns // width),), (self.layer.samples, self.columns), constants, 4)
+        return Launch(
+            backward.sum_samples, (-(-self.columns // width),), (self.layer.samples, self.columns), constants, 4
+        )
 
 
 @lru_cache(maxsize=1024)

@@ -69,7 +69,6 @@ class Pass(NamedTuple):
     warps: int
     channels_last: bool
     stages: int
-    unroll: int
 
     @property
     def cut(self) -> tuple[int, int, int]:
@@ -80,14 +79,14 @@ class Pass(NamedTuple):
     def constants(self) -> dict[str, Any]:
         """What a kernel is compiled for."""
         tile = {"CHANNELS": self.channels, "SPACE": self.space, "CHANNELS_LAST": self.channels_last}
-        return tile | {"STAGES": self.stages, "UNROLL": self.unroll}
+        return tile | {"STAGES": self.stages}
 
 
 class PassKind(NamedTuple):
     """How a kind of pass likes its work.
 
     `tile`: elements of a tile; `run`: bytes of it that lie side by side in memory; `programs`: per processor, at most
-    where space is cut for their sake; `warps`, `stages` and `unroll`: of a program and of its loop.
+    where space is cut for their sake; `warps` and `stages`: of a program and of its loop.
     """
 
     tile: int
@@ -95,7 +94,6 @@ class PassKind(NamedTuple):
     programs: int
     warps: int
     stages: int = 1
-    unroll: int = 1
 
 
 # By `Shape.layout`. Measured on one H200, bf16, over the shapes of `micronorm bench`: a reduction along channels wants
@@ -227,7 +225,7 @@ def finish(shape: Shape, processors: int, pieces: int) -> Pass | None:
     per_piece = -(-tiles // cut)
     cut = -(-tiles // per_piece)
     programs = shape.samples * cut * blocks
-    return Pass(width, space, cut, per_piece * space, blocks, programs, 4, shape.channels_last, 1, 1)
+    return Pass(width, space, cut, per_piece * space, blocks, programs, 4, shape.channels_last, 1)
 
 
 def sweep(shape: Shape, processors: int, *, kinds: Mapping[str, PassKind], most: int | None = None) -> Pass:
@@ -256,5 +254,4 @@ def sweep(shape: Shape, processors: int, *, kinds: Mapping[str, PassKind], most:
         kind.warps,
         shape.channels_last,
         kind.stages,
-        kind.unroll,
     )
