@@ -27,7 +27,10 @@ METHODS = {method.name: method for method in (BN, BN_COMPILED, SHARED, SHARED_CO
 REPLAYS = 5
 KINDS = (
     ("weights", r"^(forward|backward)_(one|many)"),
-    ("norm, per element", r"^((forward|backward)_(whole|apply|part)|moments_part|triton_|.*(batch_norm|bn_(fw|bw)))"),
+    (
+        "norm, per element",
+        r"^((forward|backward)_(whole|twice|apply|part)|moments_part|triton_|.*(batch_norm|bn_(fw|bw)))",
+    ),
     ("norm, per channel", r"^((forward|backward)_(numbers|batch)|moments_merge|gather_window|sum_samples|commit)"),
     ("optimizer", r"multi_tensor_apply|FusedSgd"),
     ("pooling", r"pool"),

@@ -28,6 +28,7 @@ def test_kernels_of_a_profile_are_told_apart_by_their_names(monkeypatch):
     script = importlib.import_module("profile_steps")
     kinds = {
         "forward_whole": "norm, per element",
+        "backward_twice": "norm, per element",
         "triton_red_fused__native_batch_norm_legit_functional_2": "norm, per element",
         "gather_window": "norm, per channel",
         "backward_many": "weights",

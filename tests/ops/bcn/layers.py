@@ -18,15 +18,24 @@ _SMALL_TILES = dict.fromkeys(tiling.REDUCE, tiling.PassKind(tile=128, run=64, pr
 _FEW_PIECES = 3  # of several tiles each, the last of them shorter
 
 
+def _small_twice(shape: tiling.Shape, processors: int, **counts: int) -> tiling.Twice:
+    """Two groups a program where tiles can hold several, and tiles of eight positions."""
+    groups = 2 if tiling.is_power(shape.size) else 1
+    programs = shape.samples * -(-shape.groups // groups)
+    return tiling.Twice(groups, tiling.next_power(groups * shape.size), 8, programs, 4, 1)
+
+
 def set_scheme(monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
     """Cut the work by this scheme until the test is over, on whatever device.
 
-    "whole": a program holds some groups; "split": two passes; "pieces": two passes over pieces of space; "finish": the
-    same, the second of which does the arithmetic between them.
+    "whole": a program holds some groups; "twice": a program goes over some groups twice; "split": two passes; "pieces":
+    two passes over pieces of space; "finish": the same, the second of which does the arithmetic between them.
     """
+    if scheme == "twice":
+        monkeypatch.setattr(tiling, "twice", _small_twice)
     if scheme == "finish":
         monkeypatch.setattr(tiling, "whole", lambda *args, **options: None)
-    elif scheme != "whole":
+    elif scheme not in ("whole", "twice"):
         monkeypatch.setattr(tiling, "SMALL_BYTES", 0)
     if scheme in ("pieces", "finish"):
         for name in ("REDUCE", "ELEMENTWISE"):

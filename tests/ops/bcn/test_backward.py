@@ -41,7 +41,7 @@ def given(x, g):
     }
 
 
-@pytest.mark.parametrize("scheme", ["whole", "split", "finish"])
+@pytest.mark.parametrize("scheme", ["whole", "twice", "split", "finish"])
 def test_a_gradient_may_lie_in_memory_in_any_way(device, scheme, monkeypatch):
     set_scheme(monkeypatch, scheme)
     norm = layer_of(CASE, device)
@@ -105,7 +105,7 @@ def test_the_sums_over_samples_are_added_in_one_order(device):
     assert all(torch.equal(a, b) for other in runs[1:] for a, b in zip(runs[0], other, strict=True))
 
 
-@pytest.mark.parametrize("scheme", ["whole", "split"])
+@pytest.mark.parametrize("scheme", ["whole", "twice", "split"])
 def test_a_samples_results_do_not_depend_on_the_others(device, scheme, monkeypatch):
     set_scheme(monkeypatch, scheme)
     norm = layer_of(CASE, device, torch.float32).eval()
@@ -165,6 +165,7 @@ def test_gradients_do_not_depend_on_create_graph(device, case):
     [
         ((1, 12, 3, 5), 4, "whole", None, True, False),
         ((2, 12, 3, 5), 2, "pieces", "relu", True, True),
+        ((2, 12, 3, 5), 3, "twice", "relu", True, True),
         ((1, 3, 7), 3, "split", "silu", False, True),
         ((2, 8), 1, "whole", "leaky_relu", True, True),
     ],

@@ -34,6 +34,7 @@ MANY_SAMPLES = Case((131, 2, 2), 1, "step")  # more than are added at once
 CUTS = [(case, "whole") for case in (*PIECES[::2], *SPLIT, MANY_SAMPLES)]
 CUTS += [(case, "pieces") for case in PIECES] + [(case, "split") for case in SPLIT]
 CUTS += [(PIECES[i], "finish") for i in (1, 3, 4)] + [(SPLIT[i], "finish") for i in (2, 3, 7)]
+CUTS += [(PIECES[i], "twice") for i in (0, 1, 2, 3, 4, 7, 10)] + [(SPLIT[i], "twice") for i in (1, 2, 7)]
 
 
 @pytest.fixture(autouse=True)

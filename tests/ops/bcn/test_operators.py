@@ -10,7 +10,7 @@ import micronorm as mn
 from micronorm.ops.activation import Activation
 from micronorm.ops.bcn import batch_channel_norm_fused, elementwise_fused, moments_by_kernel
 from micronorm.ops.moments import Moments
-from tests.ops.bcn.layers import Case, data, layer_of, outcome
+from tests.ops.bcn.layers import Case, data, layer_of, outcome, set_scheme
 from tests.tolerances import assert_close_to_max, tolerance
 
 CASES = [
@@ -126,8 +126,9 @@ def test_the_moments_of_a_kernel_are_the_moments(device):
     assert_close_to_max(found.var, x.var((2, 3), correction=0), tol=tolerance("output", torch.float64))
 
 
-@pytest.mark.parametrize("added", [True, False])
-def test_an_output_is_made_again_to_the_bit_from_the_numbers_it_left(device, added):
+@pytest.mark.parametrize("added, scheme", [(True, "whole"), (False, "whole"), (True, "twice"), (False, "split")])
+def test_an_output_is_made_again_to_the_bit_from_the_numbers_it_left(device, added, scheme, monkeypatch):
+    set_scheme(monkeypatch, scheme)
     x, residual = (torch.randn(2, 6, 3, 5, device=device) for _ in range(2))
     rest = (residual,) if added else ()
     act = Activation("leaky_relu", 0.2)

@@ -55,6 +55,8 @@ def poisoned(monkeypatch):
         (Case((1, 12, 5, 5), 4, "step", "relu", "contiguous"), "whole", torch.bfloat16),
         (Case((1, 12, 5, 5), 2, "step", "silu", layout="channels_last", blend=0.5), "pieces", torch.float32),
         (Case((1, 12, 5, 5), 2, "step", "silu", layout="channels_last", blend=0.5), "pieces", torch.float16),
+        (Case((1, 12, 5, 5), 4, "step", "relu", "contiguous"), "twice", torch.bfloat16),
+        (Case((1, 8, 5, 5), 2, "step", "silu", layout="channels_last", blend=0.5), "twice", torch.float16),
         (Case((2, 6, 9), 2, "sequential", "leaky_relu", "contiguous"), "whole", torch.float32),
         (Case((2, 6, 9), 2, "sequential", "leaky_relu", "contiguous"), "pieces", torch.bfloat16),
         (Case((2, 8, 5, 5), 4, "batch", layout="channels_last"), "split", torch.float32),
@@ -131,7 +133,7 @@ def test_a_mean_far_above_the_spread_costs_no_more_than_in_torch(
         assert mine <= max(other, FLOOR[dtype])
 
 
-@pytest.mark.parametrize("scheme", ["whole", "pieces"])
+@pytest.mark.parametrize("scheme", ["whole", "twice", "pieces"])
 def test_a_mean_that_float32_cannot_hold_costs_no_digits(device, scheme, monkeypatch):
     """Estimates near the mean, as after training: x − c is exact, and what rounding took from c is carried along."""
     set_scheme(monkeypatch, scheme)
@@ -148,7 +150,8 @@ def test_a_mean_that_float32_cannot_hold_costs_no_digits(device, scheme, monkeyp
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # numpy, in the interpreter
 @pytest.mark.parametrize(
-    "statistics, scheme", [("step", "whole"), ("step", "split"), ("sequential", "whole"), ("batch", "whole")]
+    "statistics, scheme",
+    [("step", "whole"), ("step", "twice"), ("step", "split"), ("sequential", "whole"), ("batch", "whole")],
 )
 def test_values_near_1e30_give_finite_outputs_and_leave_the_estimates(device, statistics, scheme, monkeypatch):
     set_scheme(monkeypatch, scheme)
@@ -162,7 +165,7 @@ def test_values_near_1e30_give_finite_outputs_and_leave_the_estimates(device, st
     assert norm._window.lost.tolist() == [1, 0]
 
 
-@pytest.mark.parametrize("scheme", ["whole", "split", "finish"])
+@pytest.mark.parametrize("scheme", ["whole", "twice", "split", "finish"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sums_of_a_gated_gradient_are_of_what_was_not_rounded(device, scheme, dtype, monkeypatch):
     set_scheme(monkeypatch, scheme)

@@ -108,6 +108,39 @@ def test_the_backward_of_a_larger_tensor_is_split_where_its_programs_would_fill_
     assert tiling.whole(deep, 132, tensors=2) is not None
 
 
+@given(shapes(), PROCESSORS, st.sampled_from([1, 2]), st.booleans())
+def test_two_passes_in_one_launch_have_whole_groups_full_rows_and_room(shape, processors, tensors, added):
+    loads = tensors + added
+    tile = tiling.twice(shape, processors, tensors=tensors, loads=loads)
+    if tile is None:
+        return
+    assert is_power(tile.channels)
+    assert is_power(tile.space)
+    assert tile.channels == tile.groups * shape.size
+    assert shape.channels % tile.channels == 0
+    assert tile.programs == shape.samples * shape.channels // tile.channels >= processors * 15 // 16
+    assert (tile.channels if shape.channels_last else tile.space) * shape.itemsize >= tiling.NARROW
+    assert tile.stages > 1
+    assert (tile.stages - 1) * tile.channels * tile.space * shape.itemsize * loads <= tiling.ON_THE_WAY
+
+
+def test_which_tensors_are_gone_over_twice_in_one_launch():
+    def found(samples, channels, space, *, channels_last=True, itemsize=2):
+        shape = tiling.Shape(samples, channels, space, 32, itemsize, channels_last)
+        return tiling.twice(shape, 132, tensors=1, loads=1)
+
+    assert found(64, 512, 784)
+    assert found(64, 512, 784, channels_last=False)
+    assert found(16, 256, 3136)
+    assert found(64, 512, 784, itemsize=4)
+    assert not found(64, 512, 784, itemsize=8)
+    assert not found(2, 256, 67200)  # of few samples
+    assert not found(64, 64, 12544)  # long ones, along channels
+    assert not found(64, 2048, 49)  # short ones
+    assert not found(64, 96, 3136)  # three channels a group
+    assert not found(8, 64, 784)  # small ones
+
+
 @given(st.integers(1, 5000), st.integers(1, 5000))
 def test_sums_over_samples_take_them_in_few_rounds_and_a_tile_that_fits(samples, columns):
     rows, width = tiling.over_samples(samples, columns)

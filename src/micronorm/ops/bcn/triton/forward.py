@@ -1,4 +1,7 @@
-"""The forward in one launch, where a sample's groups fit on chip. The legend of names is in pieces.py."""
+"""The forward in one launch, which reads x once where its groups fit on chip. The legend of names is in pieces.py.
+
+Programs go from the last sample to the first: the end of x is what the layer before has left in the cache.
+"""
 
 # Called outside a kernel these raise, which is all that pyright sees of them.
 # pyright: reportGeneralTypeIssues=false
@@ -7,6 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from micronorm.ops.bcn.triton.loops import moments, write_output
 from micronorm.ops.bcn.triton.pieces import COUNTS, activate, split_mean, write_numbers
 
 
@@ -63,7 +67,7 @@ def forward_whole(
     channels, space = channels * S_UNIT, space * C_UNIT
     WIDTH: tl.constexpr = GROUPS * SIZE
     blocks = tl.cdiv(channels, WIDTH)
-    program = tl.program_id(0)
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
     n = program // blocks
     local = tl.arange(0, CHANNELS)
     c = (program % blocks) * WIDTH + local
@@ -119,3 +123,126 @@ def forward_whole(
     y_ptr += n.to(tl.int64) * y_n
     y_cs = activate(u_cs, ACTIVATION, SLOPE)
     tl.store(y_ptr + c[:, None] * y_c + s[None, :] * y_s, y_cs.to(y_ptr.dtype.element_ty), valid_cs)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def forward_twice(
+    x_ptr,
+    residual_ptr,
+    y_ptr,
+    numbers_ptr,
+    mean_ptr,
+    var_ptr,
+    weight_ptr,
+    bias_ptr,
+    group_weight_ptr,
+    group_bias_ptr,
+    blend_ptr,
+    samples,
+    channels,
+    space,
+    x_n,
+    x_c,
+    x_s,
+    r_n,
+    r_c,
+    r_s,
+    y_n,
+    y_c,
+    y_s,
+    EPS: tl.constexpr,
+    ESTIMATES: tl.constexpr,
+    AFFINE: tl.constexpr,
+    HAS_BLEND: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    SLOPE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    SPACE: tl.constexpr,
+    STAGES: tl.constexpr,
+    ALIGN: tl.constexpr,
+    C_UNIT: tl.constexpr,
+    S_UNIT: tl.constexpr,
+    MAX: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """The whole forward where a sample's groups do not fit on chip: x is read twice, the second time from the cache."""
+    if EARLY:  # not before the launch before this one is done
+        gdc_wait()
+        gdc_launch_dependents()
+    dtype: tl.constexpr = numbers_ptr.dtype.element_ty
+    x_n, x_c, x_s = x_n * ALIGN, x_c * C_UNIT, x_s * S_UNIT
+    r_n, r_c, r_s = r_n * ALIGN, r_c * C_UNIT, r_s * S_UNIT
+    y_n, y_c, y_s = y_n * ALIGN, y_c * C_UNIT, y_s * S_UNIT
+    channels, space = channels * S_UNIT, space * C_UNIT
+    WIDTH: tl.constexpr = GROUPS * SIZE
+    blocks = tl.cdiv(channels, WIDTH)
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    n = program // blocks
+    local = tl.arange(0, CHANNELS)
+    c = (program % blocks) * WIDTH + local
+    valid_c = (local < WIDTH) & (c < channels)
+    x_ptr += n.to(tl.int64) * x_n
+    first_c, mean_c, square_c = moments(x_ptr, c, valid_c, 0, space, x_c, x_s, dtype, CHANNELS, SPACE, STAGES)
+    pivot_c, residue_c = split_mean(first_c, mean_c)
+    raw_var_c = square_c / space
+    write_numbers(
+        numbers_ptr,
+        pivot_c,
+        residue_c,
+        raw_var_c,
+        mean_ptr,
+        var_ptr,
+        weight_ptr,
+        bias_ptr,
+        group_weight_ptr,
+        group_bias_ptr,
+        blend_ptr,
+        n,
+        c,
+        valid_c,
+        valid_c,
+        samples,
+        channels,
+        EPS,
+        ESTIMATES,
+        AFFINE,
+        HAS_BLEND,
+        GROUPS,
+        SIZE,
+        CHANNELS,
+        MAX,
+    )
+    tl.debug_barrier()  # what the elementwise kernel would find, for `recompute` to give the same bits
+    block = samples * channels
+    at = n * channels + c
+    pivot_c = tl.load(numbers_ptr + at, valid_c, 0)
+    scale_c = tl.load(numbers_ptr + 3 * block + at, valid_c, 0)
+    offset_c = tl.load(numbers_ptr + 4 * block + at, valid_c, 0)
+    write_output(
+        x_ptr,
+        residual_ptr + n.to(tl.int64) * r_n,
+        y_ptr + n.to(tl.int64) * y_n,
+        pivot_c,
+        scale_c,
+        offset_c,
+        c,
+        valid_c,
+        0,
+        space,
+        x_c,
+        x_s,
+        r_c,
+        r_s,
+        y_c,
+        y_s,
+        dtype,
+        ACTIVATION,
+        SLOPE,
+        HAS_RESIDUAL,
+        CHANNELS,
+        SPACE,
+        STAGES,
+    )

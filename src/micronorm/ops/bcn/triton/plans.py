@@ -129,7 +129,8 @@ class Forward:
     def __init__(self, layer: Layer, residual: Strides | None, output: Strides) -> None:
         self.layer, self.residual, self.output = layer, residual, output
         shape, count = layer.shape, processors(layer.device)
-        self.tile = tiling.whole(shape, count, tensors=1)
+        loads = 1 if residual is None else 2
+        self.tile = tiling.twice(shape, count, tensors=1, loads=loads) or tiling.whole(shape, count, tensors=1)
         self.moments = tiling.reduction(shape, count)
         self.alone = tiling.sweep(shape, count, kinds=tiling.REDUCE)
         self.numbers = tiling.numbers(shape, self.moments.pieces)
@@ -151,9 +152,10 @@ class Forward:
         """x → y and the numbers, in one."""
         tile = self.tile
         assert tile is not None
+        kernel = forward.forward_twice if isinstance(tile, tiling.Twice) else forward.forward_whole
         constants = self.layer.constants | self.layer.gate | self.limit | {"HAS_RESIDUAL": self.residual is not None}
-        constants |= self.units.constants | {"GROUPS": tile.groups, "CHANNELS": tile.channels, "SPACE": tile.space}
-        return Launch(forward.forward_whole, (tile.programs,), (*self.counts, *self.strides), constants, tile.warps)
+        constants |= self.units.constants | tile.constants
+        return Launch(kernel, (tile.programs,), (*self.counts, *self.strides), constants, tile.warps)
 
     def _reduce(self, tile: tiling.Pass) -> Launch:
         scalars = (*self.counts, *self.strides[:3], *tile.cut)
@@ -236,11 +238,15 @@ class Backward:
         self.later |= units.constants
         self.later_scalars = (*units.counts(layer), *units.strides(layer.strides, later, result))
         shape, count = layer.shape, processors(layer.device)
-        self.tile = None if split else tiling.whole(shape, count, tensors=2)
+        self.tile = None if split else self._tile(shape, count, loads=2 if gate is None else 3)
         self.sums = tiling.sweep(shape, count, kinds=tiling.REDUCE) if split else tiling.reduction(shape, count)
         self.numbers = tiling.numbers(shape, self.sums.pieces)
         self.elementwise = tiling.sweep(shape, count, kinds=tiling.ELEMENTWISE)
         self.finishing = None if split else tiling.finish(shape, count, self.sums.pieces)
+
+    @staticmethod
+    def _tile(shape: tiling.Shape, count: int, *, loads: int) -> tiling.Twice | tiling.Whole | None:
+        return tiling.twice(shape, count, tensors=2, loads=loads) or tiling.whole(shape, count, tensors=2)
 
     @property
     def parts(self) -> int:
@@ -257,10 +263,9 @@ class Backward:
         """x and dy → dx and the samples' shares, in one."""
         tile = self.tile
         assert tile is not None
-        constants = self.layer.constants | self.layer.gate | self.has_residual | self.units.constants
-        constants |= {"GROUPS": tile.groups, "CHANNELS": tile.channels, "SPACE": tile.space}
-        scalars = (*self.counts, *self.strides)
-        return Launch(backward.backward_whole, (tile.programs,), scalars, constants, tile.warps)
+        kernel = backward.backward_twice if isinstance(tile, tiling.Twice) else backward.backward_whole
+        constants = self.layer.constants | self.layer.gate | self.has_residual | self.units.constants | tile.constants
+        return Launch(kernel, (tile.programs,), (*self.counts, *self.strides), constants, tile.warps)
 
     @cached_property
     def reduce(self) -> Launch:
