@@ -217,6 +217,7 @@ def test_what_the_kernels_read_is_what_lies_there(name, shape):
     assert torch.equal(view(read, strides), x.flatten(2) if x.ndim > 2 else x.unsqueeze(-1))
     assert (layout.strides_of(x) is None) == (read.data_ptr() != x.data_ptr())
     y = layout.output_like(x)
+    assert y.stride() == torch.empty_like(layout.source(x)).stride()
     assert y.shape == x.shape
     assert layout.strides_of(y) is not None
     assert y.untyped_storage().nbytes() == y.numel() * y.itemsize  # dense
@@ -231,6 +232,17 @@ def test_strides_that_cannot_be_one_axis_are_none_and_expanded_ones_are_read_in_
     assert layout.strides_of(x[:, :, ::2, :1]) == (60, 20, 10)
     assert layout.strides_of(torch.ones(()).expand(2, 3, 4, 5)) == (0, 0, 0)
     assert layout.strides_of(torch.randn(2, 3)) == (3, 1, 1)
+
+
+def test_an_input_whose_like_could_not_be_written_is_copied():
+    x = torch.arange(99.0).as_strided((2, 4, 2, 2), (24, 3, 4, 2))  # a channel begins between the rows of another
+    assert layout.strides_of(x) == (24, 3, 2)
+    assert layout.strides_of(torch.empty_like(x)) is None
+    copied = layout.source(x)
+    assert torch.equal(copied, x)
+    assert torch.empty_like(copied).stride() == layout.output_like(x).stride() == (16, 4, 2, 1)
+    dense = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    assert layout.source(dense) is dense
 
 
 def test_a_copy_lies_as_the_tensor_it_goes_with():

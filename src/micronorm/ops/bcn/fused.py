@@ -32,25 +32,12 @@ def _activation(kind: str, slope: float) -> Activation:
     return Activation(kind or None, slope)
 
 
-def _norm(
-    mean: Tensor | None,
-    var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    group_weight: Tensor | None,
-    group_bias: Tensor | None,
-    blend: Tensor | None,
-    groups: int,
-    eps: float,
-    activation: str,
-    slope: float,
-) -> Any:
+def _rule(mean: Tensor | None, weight: Tensor | None, groups: int, eps: float, activation: str, slope: float) -> Any:
     """The normalization as the kernels want it."""
     kind = "none" if weight is None else "kept"
     if mean is not None:
         kind = "shared" if mean.ndim == 1 else "per sample"
-    affine = (weight, bias, group_weight, group_bias, blend)
-    return _kernels().Norm(kind, mean, var, *affine, groups, eps, _activation(activation, slope))
+    return _kernels().rule(kind, groups, eps, activation, slope)
 
 
 def normalize(
@@ -74,8 +61,9 @@ def normalize(
 
     `given` are the `channel_moments` of x, where the estimates are made of them; `from_batch` concerns the backward.
     """
-    affine = (weight, bias, group_weight, group_bias, blend)
-    return _kernels().forward(x, residual, _norm(mean, var, *affine, groups, eps, activation, slope), given)
+    rule = _rule(mean, weight, groups, eps, activation, slope)
+    norm = (mean, var, weight, bias, group_weight, group_bias, blend)
+    return _kernels().forward(x, residual, given, rule, norm)
 
 
 def _fake(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
@@ -110,8 +98,9 @@ def normalize_backward(
 def _backward(grad: Tensor, x: Tensor, output: Tensor | None, numbers: Tensor, *rest: Any) -> Any:
     """`normalize_backward` with None for what is not there, which no operator may return."""
     mean, var, weight, bias, group_weight, group_bias, groups, eps, activation, slope, from_batch = rest
-    norm = _norm(mean, var, weight, bias, group_weight, group_bias, None, groups, eps, activation, slope)
-    return _kernels().backward(x, grad, output, numbers, norm, from_batch=from_batch)
+    rule = _rule(mean, weight, groups, eps, activation, slope)
+    norm = (mean, var, weight, bias, group_weight, group_bias, None)
+    return _kernels().backward(x, grad, output, numbers, rule, norm, from_batch)
 
 
 def _fake_backward(

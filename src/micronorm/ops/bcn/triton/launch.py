@@ -17,6 +17,8 @@ INTERPRETED = isinstance(forward_whole, InterpretedFunction)
 
 # What triton itself asks torch for.
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+# torch.cuda's, without its look whether CUDA was ever used: here a tensor is on it.
+current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 _ALIGNMENT = 15  # kernels are compiled for addresses divisible by 16
 
 

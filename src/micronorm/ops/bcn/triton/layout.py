@@ -34,6 +34,17 @@ def laid_out(x: Tensor, like: Tensor | None = None) -> Tensor:
     return copy.copy_(x) if strides_of(copy) is not None else x.contiguous()
 
 
+def source(x: Tensor) -> Tensor:
+    """x, or a copy of it, that kernels can read and whose `empty_like` they can write, an `output_like` of x."""
+    x = laid_out(x)
+    return x if output_strides(x) is not None else x.contiguous()
+
+
+def output_strides(x: Tensor) -> Strides | None:
+    """The strides of an `empty_like` of x, as those of x."""
+    return strides_of(torch.empty_like(x, device="meta"))
+
+
 def output_like(x: Tensor) -> Tensor:
     """An empty tensor for the result: dense, in the memory format of x where kernels can write that."""
     y = torch.empty_like(x)

@@ -10,7 +10,7 @@ from micronorm.ops.activation import Activation
 from micronorm.ops.bcn.triton import backward, backward_split, forward, forward_split, tiling
 from micronorm.ops.bcn.triton.gather import gather_window
 from micronorm.ops.bcn.triton.launch import Launch, processors
-from micronorm.ops.bcn.triton.layout import Strides
+from micronorm.ops.bcn.triton.layout import Strides, numbers_size
 
 _ACTIVATIONS = {None: 0, "relu": 1, "leaky_relu": 2, "silu": 3}
 _ESTIMATES = {"none": 0, "shared": 1, "per sample": 2, "kept": 3}
@@ -140,7 +140,17 @@ class Forward:
         self.counts, self.strides = self.units.counts(layer), self.units.strides(layer.strides, residual, output)
         self.limit = {"MAX": torch.finfo(layer.compute).max, "HAS_BLEND": layer.dtypes[-1] is not None}
 
-    @property
+    @cached_property
+    def compute(self) -> torch.dtype:
+        """The dtype of everything between loads and stores."""
+        return self.layer.compute
+
+    @cached_property
+    def size(self) -> int:
+        """How many numbers it leaves."""
+        return numbers_size(self.layer.samples, self.layer.channels, self.layer.groups)
+
+    @cached_property
     def parts(self) -> int:
         """How many numbers the pieces give, and the programs that finish keep for themselves."""
         own = 0 if self.finishing is None else 3 * self.finishing.channels * self.finishing.programs
@@ -248,12 +258,12 @@ class Backward:
     def _tile(shape: tiling.Shape, count: int, *, loads: int) -> tiling.Twice | tiling.Whole | None:
         return tiling.twice(shape, count, tensors=2, loads=loads) or tiling.whole(shape, count, tensors=2)
 
-    @property
+    @cached_property
     def parts(self) -> int:
         """How many numbers the pieces give."""
         return 2 * self.layer.samples * self.sums.pieces * self.layer.channels
 
-    @property
+    @cached_property
     def columns(self) -> int:
         """How many numbers a sample gives to the gradients of the parameters."""
         return sum(self.layer.parameters)
