@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import micronorm as mn
@@ -165,6 +166,11 @@ def test_a_copy_gathers_for_itself(device):
     assert twin._window.forwards == 0
     twin(torch.randn(1, 4, 3, 3, device=device))
     assert (layer._window.sums[0], twin._window.sums[0]) == (18, 9)
+
+
+def test_a_layer_can_be_made_of_fake_tensors():
+    with FakeTensorMode():
+        assert norm()._window.sums.shape == (9,)
 
 
 def test_paused_forwards_and_empty_batches_gather_nothing(device):

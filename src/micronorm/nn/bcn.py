@@ -17,7 +17,7 @@ from micronorm.nn.rematerialize.collector import active as rematerializing
 from micronorm.nn.rematerialize.collector import remember
 from micronorm.nn.running import WideBuffers
 from micronorm.nn.spec import GroupedSpec
-from micronorm.nn.window import Window, gather, gather_numbers, run, sequential_estimates, track_batch
+from micronorm.nn.window import Window, gather, gather_own, run, sequential_estimates, track_batch
 from micronorm.ops.activation import IDENTITY, Activation, check_activation
 from micronorm.ops.bcn import (
     batch_channel_norm,
@@ -320,17 +320,9 @@ class BatchChannelNorm(WideBuffers):
             sources = (x,) if residual is None else (x, residual)
             remember(y, partial(elementwise_fused, activation=activation), sources, (numbers,))
         if training and self.statistics == "step":
-            window = self._window
-            sizes = (x.shape[0], self.num_channels, elements, self.num_groups)
-            run(
-                gather_numbers,
-                numbers.detach() if numbers.requires_grad else numbers,
-                running_mean,
-                *sizes,
-                window.sums,
-                window.lost,
-                window.ticket,
-            )
+            sizes = (x.shape[0], self.num_channels, elements)
+            left = numbers.detach() if numbers.requires_grad else numbers
+            gather_own(self._window, left, running_mean, sizes, self.num_groups)
         return y
 
     @torch.no_grad()

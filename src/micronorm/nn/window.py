@@ -11,6 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -102,6 +103,11 @@ class Window:
         while on_first_use:
             on_first_use.pop()()
 
+    @cached_property
+    def counts(self) -> memoryview:
+        """The numbers of the ticket; not before they are asked for, as a layer may be made of fake tensors."""
+        return _counts(self.ticket)
+
     @property
     def control(self) -> Control:
         """The control in force."""
@@ -181,14 +187,20 @@ _numbers = itertools.count()
 _live: weakref.WeakValueDictionary[int, Window] = weakref.WeakValueDictionary()
 
 
-def _open(counts: Any, *, group_elements: int) -> Window | None:
-    """The window that a ticket's counts stand for, or None if this forward must leave no trace.
+def _counts(ticket: Tensor) -> memoryview:
+    """A ticket's numbers: a tensor's element costs microseconds, and small layers are made of those."""
+    return ticket.numpy().data
 
-    The counts are a ticket's as an array: a tensor's element costs microseconds, and small layers are made of those.
-    """
-    window = _live.get(int(counts[1]))
-    if window is None:  # an exported graph whose layer is gone: there is nobody to gather for
-        return None
+
+def _open(ticket: Tensor, *, group_elements: int) -> Window | None:
+    """The window that a ticket stands for, or None if this forward must leave no trace."""
+    window = _live.get(_counts(ticket)[1])
+    # None in an exported graph whose layer is gone: there is nobody to gather for.
+    return None if window is None or not _is_open(window, group_elements) else window
+
+
+def _is_open(window: Window, group_elements: int) -> bool:
+    """Whether a forward of groups of so many elements leaves a trace; warns of few elements."""
     if group_elements < _FEW_ELEMENTS and not window.warned:
         window.warned = True
         warnings.warn(
@@ -197,20 +209,21 @@ def _open(counts: Any, *, group_elements: int) -> Window | None:
             UserWarning,
             stacklevel=2,
         )
-    return None if window.paused or inside_backward() else window
+    return not (window.paused or inside_backward())
 
 
-def _count_forward(window: Window, counts: Any) -> None:
-    if counts[0] >= window.control.max_forwards:
+def _count_forward(window: Window, counts: memoryview) -> None:
+    forwards = counts[0]
+    if forwards >= window.control.max_forwards:
         raise RuntimeError(
-            f"{window.describe()} has gathered {counts[0]} training forwards without a commit: its estimates do "
+            f"{window.describe()} has gathered {forwards} training forwards without a commit: its estimates do "
             "not move. A torch.optim optimizer that holds the layer's weight commits when it steps; for any other loop "
             "keep handle = mn.attach(model, rate=...) and call handle.commit() after each update. Forwards that do not "
             "train belong after model.eval(), or into `with handle.paused():` where they need train mode. A layer that "
             "no optimizer holds is frozen by layer.requires_grad_(False). If a step really takes more forwards, raise "
             "the limit: mn.attach(model, max_forwards=...)."
         )
-    counts[0] += 1
+    counts[0] = forwards + 1
 
 
 def gather(
@@ -224,11 +237,10 @@ def gather(
     ticket: Tensor,
 ) -> None:
     """Add one forward to the window, unless its sums are not finite."""
-    counts = ticket.numpy()
-    window = _open(counts, group_elements=group_elements)
+    window = _open(ticket, group_elements=group_elements)
     if window is None:
         return
-    _count_forward(window, counts)
+    _count_forward(window, _counts(ticket))
     contribution = torch.cat(window_sums(Moments(mean, var), elements=elements, around=around))
     finite = contribution.isfinite().all()
     sums.add_(torch.where(finite, contribution, 0.0))
@@ -247,11 +259,19 @@ def gather_numbers(
     ticket: Tensor,
 ) -> None:
     """`gather` from what the kernels of a forward left, by one more kernel."""
-    counts = ticket.numpy()
-    window = _open(counts, group_elements=elements * (channels // groups))
+    window = _open(ticket, group_elements=elements * (channels // groups))
     if window is not None:
-        _count_forward(window, counts)
+        _count_forward(window, _counts(ticket))
         gather_fused(numbers, around, sums, lost, (samples, channels, elements), groups)
+
+
+def gather_own(window: Window, numbers: Tensor, around: Tensor, sizes: tuple[int, int, int], groups: int) -> None:
+    """`gather_numbers` of N×C×S elements by the layer whose window it is, which eager code need not look for."""
+    if torch.compiler.is_compiling():
+        torch.ops.micronorm.gather_numbers(numbers, around, *sizes, groups, window.sums, window.lost, window.ticket)
+    elif _is_open(window, sizes[2] * (sizes[1] // groups)):
+        _count_forward(window, window.counts)
+        gather_fused(numbers, around, window.sums, window.lost, sizes, groups)
 
 
 def sequential_estimates(
@@ -266,9 +286,9 @@ def sequential_estimates(
 ) -> tuple[Tensor, Tensor]:
     """The estimates each sample of a "sequential" forward is normalized with; moves the running ones."""
     data = bounded(Moments(mean, var), running_var.dtype)
-    window = _open(ticket.numpy(), group_elements=group_elements)
+    window = _open(ticket, group_elements=group_elements)
     if window is None:
-        source = _live.get(int(ticket[1]))
+        source = _live.get(_counts(ticket)[1])
         if source is not None and inside_backward() and not source.paused:
             again = _repeated(source, data)
             return again.mean.clone(), again.var.clone()
@@ -296,7 +316,7 @@ def track_batch(
     ticket: Tensor,
 ) -> None:
     """Move the running statistics of a "batch" layer by one forward."""
-    window = _open(ticket.numpy(), group_elements=group_elements)
+    window = _open(ticket, group_elements=group_elements)
     if window is None:
         return
     momentum = window.rate if isinstance(window.rate, float) else BATCH_MOMENTUM
