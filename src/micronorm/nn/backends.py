@@ -21,6 +21,7 @@ _FORMS = {
     "reference": "the plain equations in PyTorch operations, differentiated by autograd",
 }
 
+_PLAIN = (Tensor, torch.nn.Parameter)
 _LARGEST = 2**31  # kernels count the elements of a sample, and the numbers of all samples, in 32 bits
 _NUMBERS = 8  # at most so many for every (n, c)
 _LEAST_CAPABILITY = (7, 0)
@@ -60,8 +61,7 @@ def resolve_backend(backend: str, x: Tensor) -> str:
         return "reference"  # which autograd differentiates: the one-pass form has a backward of its own
     if backend == "auto" and not x.is_cuda:
         return "one-pass"
-    device = x.device
-    problem = kernel_problem(device.type, device.index) or _tensor_problem(x, transformed) or _size_problem(x)
+    problem = _device_problem(x) or _tensor_problem(x, transformed) or _size_problem(x)
     if problem is None:
         return "triton"
     if backend == "triton":
@@ -76,9 +76,10 @@ def kernel_problem(kind: str, index: int | None = None) -> str | None:
         >>> kernel_problem("mps") is None
         False
     """
-    if (kind, index) not in _problems:
-        _problems[kind, index] = _look_for_problem(kind, index)
-    return _problems[kind, index]
+    try:
+        return _problems[kind, index]
+    except KeyError:
+        return _problems.setdefault((kind, index), _look_for_problem(kind, index))
 
 
 # What torch.compiler.assume_constant_result does, which would import the compiler: tracing takes the answer as it is.
@@ -105,9 +106,16 @@ def _look_for_problem(kind: str, index: int | None) -> str | None:
     return None
 
 
+def _device_problem(x: Tensor) -> str | None:
+    """Why the kernels do not run where this tensor is."""
+    if x.is_cuda:  # the usual case: to spell a device's type takes torch microseconds
+        return kernel_problem("cuda", x.get_device())
+    return kernel_problem(x.device.type, x.device.index)
+
+
 def _tensor_problem(x: Tensor, transformed: bool) -> str | None:
     """Why the kernels cannot be launched on this tensor; code that is being compiled gets them as operators."""
-    if type(x) not in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling():
+    if type(x) not in _PLAIN and not torch.compiler.is_compiling():
         return f"kernels take plain tensors, not {type(x).__name__}"
     if transformed:
         return "kernels know no transforms of torch.func and no forward-mode differentiation"
@@ -116,10 +124,11 @@ def _tensor_problem(x: Tensor, transformed: bool) -> str | None:
 
 def _size_problem(x: Tensor) -> str | None:
     """Why the kernels cannot count what there is of this tensor."""
-    if x.numel() // x.shape[0] >= _LARGEST:
-        return f"a sample of {x.numel() // x.shape[0]} elements is more than kernels count in 32 bits"
-    if _NUMBERS * x.shape[0] * x.shape[1] >= _LARGEST:
-        return f"{x.shape[0]} samples of {x.shape[1]} channels have more means than kernels count in 32 bits"
+    shape, count = x.shape, x.numel()
+    if count // shape[0] >= _LARGEST:
+        return f"a sample of {count // shape[0]} elements is more than kernels count in 32 bits"
+    if _NUMBERS * shape[0] * shape[1] >= _LARGEST:
+        return f"{shape[0]} samples of {shape[1]} channels have more means than kernels count in 32 bits"
     return None
 
 

@@ -9,23 +9,24 @@ def check_input(x: Tensor, num_channels: int, name: str) -> None:
     """Refuse an input that is not floating N×C×… of rank 2 to 5 with `num_channels` channels; `name` is the layer's."""
     if not x.is_floating_point():
         raise TypeError(f"{name} takes floating-point input, got {x.dtype}; convert it with x.float()")
-    if not 2 <= x.ndim <= 5:
+    shape = x.shape
+    if not 2 <= len(shape) <= 5:
         raise ValueError(
-            f"{name} takes N×C to N×C×D×H×W, rank 2 to 5, got shape {tuple(x.shape)}; "
+            f"{name} takes N×C to N×C×D×H×W, rank 2 to 5, got shape {tuple(shape)}; "
             "a single sample needs a batch axis: x.unsqueeze(0)"
         )
-    if x.shape[1] != num_channels:
-        unbatched = x.ndim == 3 and x.shape[0] == num_channels
+    if shape[1] != num_channels:
+        unbatched = len(shape) == 3 and shape[0] == num_channels
         raise ValueError(
-            f"{name} has {num_channels} channels, got {x.shape[1]} in axis 1 of shape {tuple(x.shape)}; "
+            f"{name} has {num_channels} channels, got {shape[1]} in axis 1 of shape {tuple(shape)}; "
             + (
                 "if that is one sample, add a batch axis: x.unsqueeze(0)"
                 if unbatched
                 else "channels come second, whatever the memory format: x.movedim(-1, 1) if yours are last"
             )
         )
-    if 0 in x.shape[2:]:
-        raise ValueError(f"{name} takes an empty batch but no empty map, got shape {tuple(x.shape)}; drop such inputs")
+    if 0 in shape[2:]:
+        raise ValueError(f"{name} takes an empty batch but no empty map, got shape {tuple(shape)}; drop such inputs")
 
 
 def check_residual(residual: Tensor, x: Tensor) -> None:
