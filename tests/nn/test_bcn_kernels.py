@@ -242,6 +242,17 @@ def test_parameters_may_lie_in_memory_in_any_way(device):
         assert_close_to_max(a, b, tol=TOL, scale=max(1.0, b.abs().max().item()))
 
 
+def test_a_parameter_that_is_computed_from_another_is_the_one_in_force(device):
+    layer, doubled = norm(activation="relu").to(device), norm(activation="relu").to(device)
+    nn.init.constant_(doubled.weight, 2)
+    x = torch.randn(2, 4, 3, 3, device=device)
+    expected = doubled(x)
+    assert torch.equal(torch.func.functional_call(layer, {"weight": 2 * layer.weight}, (x,)), expected)
+    nn.utils.parametrize.register_parametrization(layer, "weight", nn.Hardtanh(2, 3))
+    assert "weight" not in layer._parameters
+    assert torch.equal(layer(x), expected)
+
+
 def test_recompute_gives_the_same_bits_where_the_activation_is_not_the_kernels(device):
     """SiLU behind a sum is torch's: the sum and it round as torch does, which no kernel repeats."""
 

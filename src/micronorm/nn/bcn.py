@@ -295,23 +295,20 @@ class BatchChannelNorm(WideBuffers):
             # dtypes make a sum of the wider one.
             return activation(self._normalize_fused(x, IDENTITY, None) + residual)
         elements = x.numel() // (x.shape[0] * self.num_channels)
-        weight, running_mean = self.weight, self.running_mean  # looked up once: a module takes its time
-        training = self.training and (self.statistics == "batch" or weight.requires_grad)
+        running_mean, running_var, blend, *affine = self._tensors()
+        training = self.training and (self.statistics == "batch" or affine[0].requires_grad)
         known = None
-        estimates: Moments | None = Moments(running_mean, self.running_var)
+        estimates: Moments | None = Moments(running_mean, running_var)
         if training and self.statistics != "step":
             known = moments_by_kernel(x)
             estimates = self._estimates(known[1], elements=elements)
         y, numbers = batch_channel_norm_fused(
             x,
             estimates,
-            weight,
-            self.bias,
-            self.group_weight,
-            self.group_bias,
+            *affine,
             groups=self.num_groups,
             eps=self.eps,
-            blend=self.blend,
+            blend=blend,
             activation=activation,
             residual=residual,
             moments=known,
@@ -324,6 +321,26 @@ class BatchChannelNorm(WideBuffers):
             left = numbers.detach() if numbers.requires_grad else numbers
             gather_own(self._window, left, running_mean, sizes, self.num_groups)
         return y
+
+    def _tensors(self) -> tuple[Any, ...]:
+        """The estimates, the blend and the affine parameters.
+
+        From where nn.Module keeps them, past its search for attributes: a small layer would wait for seven of them.
+        """
+        buffers, parameters = self._buffers, self._parameters
+        try:
+            return (
+                buffers["running_mean"],
+                buffers["running_var"],
+                buffers["blend"],
+                parameters["weight"],
+                parameters["bias"],
+                parameters["group_weight"],
+                parameters["group_bias"],
+            )
+        except KeyError:  # computed from another one, as by torch.nn.utils.parametrize
+            affine = (self.weight, self.bias, self.group_weight, self.group_bias)
+            return self.running_mean, self.running_var, self.blend, *affine
 
     @torch.no_grad()
     def _estimates(self, data: Moments, *, elements: int) -> Moments | None:
