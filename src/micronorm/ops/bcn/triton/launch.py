@@ -29,7 +29,7 @@ def _watched() -> bool:
 
 
 class Launch:
-    """A kernel with its grid and every argument but the tensors.
+    """A kernel with its grid and every argument but the tensors, which are on one device at every call.
 
     The compiled kernel is kept and called by its addresses: for triton to find it among the compiled ones and to ask
     the driver about every tensor costs more than a small layer takes.
@@ -42,6 +42,7 @@ class Launch:
         self.scalars, self.constants = tuple(scalars), dict(constants)
         self.compiled: Any = None  # kept alive: the addresses below are its
         self.start: Any = None
+        self.device: int | None = None
         self.head: tuple[Any, ...] = ()
         self.tail: tuple[Any, ...] = ()
 
@@ -54,8 +55,7 @@ class Launch:
         if self.compiled is None or bits & _ALIGNMENT or _watched():
             self._find(tensors, aligned=not bits & _ALIGNMENT)
         else:
-            stream = current_stream(tensors[0].device.index)
-            self.start(*self.grid, stream, *self.head, *addresses, *self.tail)
+            self.start(*self.grid, current_stream(self.device), *self.head, *addresses, *self.tail)
 
     def _find(self, tensors: tuple[Tensor, ...], *, aligned: bool) -> None:
         """Launch by triton's own way, and keep what it compiled."""
@@ -67,6 +67,7 @@ class Launch:
             names = self.kernel.arg_names[len(tensors) + len(self.scalars) :]
             self.tail = (*self.scalars, *(self.constants[name] for name in names))
             self.start, self.head = _starter(compiled)
+            self.device = tensors[0].device.index
             self.compiled = compiled
 
 
