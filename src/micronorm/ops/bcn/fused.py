@@ -142,9 +142,9 @@ def _gradients(ctx: Any, grad: Tensor, backward: Callable) -> tuple[Any, ...]:
     dx, residual, parameters = backward(grad, *saved, *ctx.options)
     if ctx.has_residual and saved[1] is None:  # added and left as it is
         residual = grad
-    parts = iter(parameters.split_with_sizes([p.shape[0] for p in saved[5:9] if p is not None]))
-    own = saved[2].dtype  # that of the kernels' numbers
-    grads = [None if p is None else next(parts) if p.dtype == own else next(parts).to(p.dtype) for p in saved[5:9]]
+    affine, own = saved[5:9], parameters.dtype
+    parts = iter(parameters.split_with_sizes([p.numel() for p in affine if p is not None]))
+    grads = [None if p is None else next(parts) if p.dtype == own else next(parts).to(p.dtype) for p in affine]
     return dx, residual if ctx.has_residual else None, None, None, None, *grads, *(None,) * 6
 
 
