@@ -236,14 +236,20 @@ def _fills_its_storage(tensor: Tensor) -> bool:
     return not tensor.storage_offset() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.dtype.itemsize
 
 
-_local = threading.local()
+class _Local(threading.local):
+    """Of a thread; with an attribute of the class, because to find out that there is none takes longest."""
+
+    collector: Collector | None = None
+
+
+_local = _Local()
 
 
 def active(layer: nn.Module | None = None) -> Collector | None:
     """The collector of this thread's forward; None outside one, in compiled code, and for a layer that is left out."""
     if torch.compiler.is_compiling():
         return None
-    collector = getattr(_local, "collector", None)
+    collector = _local.collector
     return None if collector is None or layer in collector.left_out else collector
 
 
