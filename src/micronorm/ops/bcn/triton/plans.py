@@ -129,8 +129,7 @@ class Forward:
     def __init__(self, layer: Layer, residual: Strides | None, output: Strides) -> None:
         self.layer, self.residual, self.output = layer, residual, output
         shape, count = layer.shape, processors(layer.device)
-        loads = 1 if residual is None else 2
-        self.tile = tiling.twice(shape, count, tensors=1, loads=loads) or tiling.whole(shape, count, tensors=1)
+        self.tile = tiling.in_one_launch(shape, count, tensors=1, loads=1 if residual is None else 2)
         self.moments = tiling.reduction(shape, count)
         self.alone = tiling.sweep(shape, count, kinds=tiling.REDUCE)
         self.numbers = tiling.numbers(shape, self.moments.pieces)
@@ -248,15 +247,11 @@ class Backward:
         self.later |= units.constants
         self.later_scalars = (*units.counts(layer), *units.strides(layer.strides, later, result))
         shape, count = layer.shape, processors(layer.device)
-        self.tile = None if split else self._tile(shape, count, loads=2 if gate is None else 3)
+        self.tile = None if split else tiling.in_one_launch(shape, count, tensors=2, loads=2 if gate is None else 3)
         self.sums = tiling.sweep(shape, count, kinds=tiling.REDUCE) if split else tiling.reduction(shape, count)
         self.numbers = tiling.numbers(shape, self.sums.pieces)
         self.elementwise = tiling.sweep(shape, count, kinds=tiling.ELEMENTWISE)
         self.finishing = None if split else tiling.finish(shape, count, self.sums.pieces)
-
-    @staticmethod
-    def _tile(shape: tiling.Shape, count: int, *, loads: int) -> tiling.Twice | tiling.Whole | None:
-        return tiling.twice(shape, count, tensors=2, loads=loads) or tiling.whole(shape, count, tensors=2)
 
     @cached_property
     def parts(self) -> int:

@@ -256,6 +256,11 @@ def _twice(shape: Shape, processors: int, kind: TwiceKind, loads: int) -> Twice 
     return Twice(width // shape.size, width, space, programs, kind.warps, stages)
 
 
+def in_one_launch(shape: Shape, processors: int, *, tensors: int, loads: int) -> Twice | Whole | None:
+    """The tile of a whole forward or backward in one launch, or None where it is split."""
+    return twice(shape, processors, tensors=tensors, loads=loads) or whole(shape, processors, tensors=tensors)
+
+
 def numbers(shape: Shape, pieces: int) -> Numbers:
     """Whole groups of some channels a program, few enough for their pieces to fit beside them."""
     size, groups = shape.size, 1
