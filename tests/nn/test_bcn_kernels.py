@@ -281,6 +281,16 @@ def test_recompute_gives_the_same_bits_where_the_activation_is_not_the_kernels(d
         assert torch.equal(a.grad, b.grad)
 
 
+def test_a_model_that_has_gathered_can_be_copied_with_its_handle(device):
+    model = nn.Sequential(norm()).to(device).train()
+    handle = mn.attach(model, rate=0.1)
+    x = torch.randn(2, 4, 3, 3, device=device)
+    model(x)
+    copied = copy.deepcopy((model, handle))[0]
+    model(x)
+    assert [net[0]._window.ticket[0].item() for net in (model, copied)] == [2, 0]
+
+
 def test_parameters_on_another_device_than_the_input_are_refused(device):
     x = torch.randn(2, 4, 3, 3, device=device)
     norm().to(device).eval()(x)  # a layer like it, whose kernels are ready to be called by addresses

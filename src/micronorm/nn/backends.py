@@ -76,10 +76,9 @@ def kernel_problem(kind: str, index: int | None = None) -> str | None:
         >>> kernel_problem("mps") is None
         False
     """
-    try:
-        return _problems[kind, index]
-    except KeyError:
-        return _problems.setdefault((kind, index), _look_for_problem(kind, index))
+    if (kind, index) not in _problems:
+        _problems[kind, index] = _look_for_problem(kind, index)
+    return _problems[kind, index]
 
 
 # What torch.compiler.assume_constant_result does, which would import the compiler: tracing takes the answer as it is.

@@ -326,6 +326,7 @@ class BatchChannelNorm(WideBuffers):
         """The estimates, the blend and the affine parameters.
 
         From where nn.Module keeps them, past its search for attributes: a small layer would wait for seven of them.
+        What is registered there counts, whatever else may answer to its name.
         """
         buffers, parameters = self._buffers, self._parameters
         try:
@@ -339,8 +340,9 @@ class BatchChannelNorm(WideBuffers):
                 parameters["group_bias"],
             )
         except KeyError:  # computed from another one, as by torch.nn.utils.parametrize
-            affine = (self.weight, self.bias, self.group_weight, self.group_bias)
-            return self.running_mean, self.running_var, self.blend, *affine
+            pass
+        affine = (self.weight, self.bias, self.group_weight, self.group_bias)
+        return self.running_mean, self.running_var, self.blend, *affine
 
     @torch.no_grad()
     def _estimates(self, data: Moments, *, elements: int) -> Moments | None:

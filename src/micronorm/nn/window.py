@@ -108,6 +108,10 @@ class Window:
         """The numbers of the ticket; not before they are asked for, as a layer may be made of fake tensors."""
         return _counts(self.ticket)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy has: its `counts` are those of its own ticket."""
+        return {name: value for name, value in self.__dict__.items() if name != "counts"}
+
     @property
     def control(self) -> Control:
         """The control in force."""
