@@ -148,6 +148,15 @@ def test_a_mean_that_float32_cannot_hold_costs_no_digits(device, scheme, monkeyp
     assert dx_error <= tolerance("gradient", torch.float32)
 
 
+@pytest.mark.parametrize("scheme", ["twice", "split"])
+def test_a_border_unlike_the_rest_of_an_image_costs_no_digits(device, scheme, monkeypatch):
+    set_scheme(monkeypatch, scheme)
+    x = 1 + 0.01 * torch.randn(1, 2, 64, 64, device=device)
+    x[..., 0] = 5
+    exact = torch.group_norm(x.double(), 1)
+    assert_close_to_max(group_norm_fused(x, None, None, groups=1), exact, tol=torch.finfo(torch.float32).eps * 8)
+
+
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # numpy, in the interpreter
 @pytest.mark.parametrize(
     "statistics, scheme",

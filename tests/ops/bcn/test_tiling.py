@@ -141,6 +141,21 @@ def test_which_tensors_are_gone_over_twice_in_one_launch():
     assert not found(8, 64, 784)  # small ones
 
 
+def test_tensors_that_lie_differently_are_not_gone_over_twice():
+    norm = (32, 1e-5, IDENTITY, "shared", "per group", (None,) * 7)
+    last, first = (512 * 784, 1, 512), (512 * 784, 784, 1)
+    layer = plans.Layer(64, 512, 784, last, torch.float32, torch.device("cpu"), *norm)
+    assert isinstance(plans.Forward(layer, last, last).tile, tiling.Twice)
+    assert isinstance(plans.Backward(layer, last, last, last, split=False).tile, tiling.Twice)
+    for tile in (
+        plans.Forward(layer, first, last).tile,
+        plans.Backward(layer, first, None, last, split=False).tile,
+        plans.Backward(layer, last, first, last, split=False).tile,
+        plans.Backward(layer, last, None, last, split=True).tile,
+    ):
+        assert tile is None
+
+
 @given(st.integers(1, 5000), st.integers(1, 5000))
 def test_sums_over_samples_take_them_in_few_rounds_and_a_tile_that_fits(samples, columns):
     rows, width = tiling.over_samples(samples, columns)

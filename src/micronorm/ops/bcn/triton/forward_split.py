@@ -44,7 +44,7 @@ def moments_part(
     c = b * CHANNELS + tl.arange(0, CHANNELS)
     valid_c = c < channels
     start = p * piece
-    end = tl.minimum(start + piece, space)
+    end = start + tl.minimum(piece, space - start)
     x_ptr += n.to(tl.int64) * x_n
     _, mean_c, square_c = moments(x_ptr, c, valid_c, start, end, x_c, x_s, dtype, CHANNELS, SPACE, STAGES)
     at = (n * pieces + p) * channels + c
@@ -310,7 +310,7 @@ def forward_apply(
         c,
         valid_c,
         start,
-        tl.minimum(start + piece, space),
+        start + tl.minimum(piece, space - start),
         x_c,
         x_s,
         r_c,

@@ -253,7 +253,11 @@ def write_numbers(
     broken_c = group_sum(tl.where(finite_c | (valid_c == 0), 0.0, 1.0), GROUPS, SIZE, CHANNELS)
     flag_ptr = numbers_ptr + 5 * block + 2 * channels + n * (channels // SIZE) + c // SIZE
     tl.store(flag_ptr, broken_c.to(dtype), written_c & (c % SIZE == 0))
-    tl.store(kept_blend(numbers_ptr, samples, channels, SIZE) + c * 0, alpha + 0 * z_c, first_c & (c == 0))
+    tl.store(
+        kept_blend(numbers_ptr, samples, channels, SIZE) + c * 0,
+        tl.zeros([CHANNELS], dtype) + alpha,
+        first_c & (c == 0),
+    )
     return scale_c, offset_c
 
 

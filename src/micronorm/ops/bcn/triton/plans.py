@@ -119,8 +119,13 @@ def _units(layer: Layer, *strides: Strides | None) -> _Units:
     each = [layer.strides, *(s for s in strides if s is not None)]
     steps = [step for n, c, s in each for step in ((n, s) if last else (n, c))]
     common = math.gcd(16, layer.channels if last else layer.space, *steps)
-    beside = {c if last else s for _, c, s in each}
-    return _Units(common if common < 16 and beside == {1} else 1, last)
+    return _Units(common if common < 16 and _alike(layer, *strides) else 1, last)
+
+
+def _alike(layer: Layer, *strides: Strides | None) -> bool:
+    """Whether channels, or positions, lie side by side in the input and in all others."""
+    last = layer.shape.channels_last
+    return {c if last else s for _, c, s in (layer.strides, *(s for s in strides if s is not None))} == {1}
 
 
 class Forward:
@@ -129,7 +134,8 @@ class Forward:
     def __init__(self, layer: Layer, residual: Strides | None, output: Strides) -> None:
         self.layer, self.residual, self.output = layer, residual, output
         shape, count = layer.shape, processors(layer.device)
-        self.tile = tiling.in_one_launch(shape, count, tensors=1, loads=1 if residual is None else 2)
+        loads, alike = 1 if residual is None else 2, _alike(layer, residual, output)
+        self.tile = tiling.in_one_launch(shape, count, tensors=1, loads=loads, alike=alike)
         self.moments = tiling.reduction(shape, count)
         self.alone = tiling.sweep(shape, count, kinds=tiling.REDUCE)
         self.numbers = tiling.numbers(shape, self.moments.pieces)
@@ -247,7 +253,9 @@ class Backward:
         self.later |= units.constants
         self.later_scalars = (*units.counts(layer), *units.strides(layer.strides, later, result))
         shape, count = layer.shape, processors(layer.device)
-        self.tile = None if split else tiling.in_one_launch(shape, count, tensors=2, loads=2 if gate is None else 3)
+        loads, alike = 2 if gate is None else 3, _alike(layer, grad, gate, result)
+        tile = tiling.in_one_launch(shape, count, tensors=2, loads=loads, alike=alike)
+        self.tile = None if split else tile
         self.sums = tiling.sweep(shape, count, kinds=tiling.REDUCE) if split else tiling.reduction(shape, count)
         self.numbers = tiling.numbers(shape, self.sums.pieces)
         self.elementwise = tiling.sweep(shape, count, kinds=tiling.ELEMENTWISE)

@@ -120,13 +120,15 @@ def _norm_key(rule: Rule, tensors: Tensors) -> tuple[Any, ...]:
     )
 
 
-# A plan is kept under layouts that kernels read: tensors under whose key there is one need no closer look.
+# A plan is kept under layouts that kernels read: tensors under whose key there is one need no closer look. But a view
+# that is negated when it is read, as the imaginary part of a conjugate, would be read by its address as it is.
 
 
 def _forward_plan(
     x: Tensor, residual: Tensor | None, rule: Rule, tensors: Tensors
 ) -> tuple[Tensor, Tensor | None, Forward]:
     """The launches, and the tensors laid out for them."""
+    x, residual = x.resolve_neg(), None if residual is None else residual.resolve_neg()
     plan = _forwards.get(_forward_key(x, residual, rule, tensors))
     if plan is None:
         x = source(x)
@@ -152,6 +154,7 @@ def _backward_plan(
     x: Tensor, grad: Tensor, y: Tensor | None, rule: Rule, tensors: Tensors, split: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Backward]:
     """The launches, and the tensors laid out for them."""
+    x, grad = x.resolve_neg(), grad.resolve_neg()
     plan = _backwards.get(_backward_key(x, grad, y, rule, tensors, split))
     if plan is None:
         x = source(x)

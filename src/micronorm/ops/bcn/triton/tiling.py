@@ -256,9 +256,14 @@ def _twice(shape: Shape, processors: int, kind: TwiceKind, loads: int) -> Twice 
     return Twice(width // shape.size, width, space, programs, kind.warps, stages)
 
 
-def in_one_launch(shape: Shape, processors: int, *, tensors: int, loads: int) -> Twice | Whole | None:
-    """The tile of a whole forward or backward in one launch, or None where it is split."""
-    return twice(shape, processors, tensors=tensors, loads=loads) or whole(shape, processors, tensors=tensors)
+def in_one_launch(shape: Shape, processors: int, *, tensors: int, loads: int, alike: bool) -> Twice | Whole | None:
+    """The tile of a whole forward or backward in one launch, or None where it is split.
+
+    Tensors are `alike` where the same lies side by side in all: others would be turned around on chip, beside what is
+    on the way from memory, for which there is no room.
+    """
+    tile = twice(shape, processors, tensors=tensors, loads=loads) if alike else None
+    return tile or whole(shape, processors, tensors=tensors)
 
 
 def numbers(shape: Shape, pieces: int) -> Numbers:
