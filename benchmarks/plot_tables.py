@@ -1,4 +1,4 @@
-"""The tables of steps_gpu.py and ws_gpu.py as pictures beside them: python benchmarks/plot_tables.py."""
+"""The tables of steps_gpu.py, ws_gpu.py and `micronorm bench` as pictures beside them."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,7 +6,10 @@ from typing import Any
 
 from tables import read_csv
 
-from micronorm.bench.plot import OURS, THEIRS, load_pyplot
+from micronorm.bench.cases import Case
+from micronorm.bench.peers import METHODS
+from micronorm.bench.plot import OURS, THEIRS, draw, load_pyplot
+from micronorm.bench.rows import Row
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -33,7 +36,7 @@ def steps(pyplot: Any, table: str) -> Any:
         chosen = [row for row in rows if (row["network"], row["samples"], row["size"]) == workload]
         names, times = [row["method"] for row in chosen], [float(row["ms"]) for row in chosen]
         best = min(time for name, time in zip(names, times, strict=True) if name.startswith("BN"))
-        bars(left, names, times, [f"{time:.2f} ms, {time / best:.2f}× BN's best" for time in times])
+        bars(left, names, times, [f"{time:.2f} ms, {time / best:.2f}× BN's best here" for time in times])
         peaks = [float(row["peak_to_bn"]) for row in chosen]
         bars(right, [""] * len(names), peaks, [f"{peak:.2f}×" for peak in peaks])
         for patch, name in zip(right.patches, names, strict=True):
@@ -60,16 +63,36 @@ def weights(pyplot: Any, table: str) -> Any:
     return figure
 
 
+def norms(table: str) -> None:
+    """Norm + ReLU, as `micronorm bench --plot` draws it."""
+    methods = {(method.name, method.mode): method for method in reversed(METHODS)}
+    found = [row for row in read_csv(RESULTS / table) if row["to_bn_nhwc"]]
+    rows = []
+    for row in found:
+        case = Case(tuple(map(int, row["shape"].split("x"))), "", row["group"])
+        method = methods[row["method"], row["mode"]]
+        ratios = {"to_bn_nhwc": float(row["to_bn_nhwc"])}
+        rows.append(Row(case, row["layout"], row["route"], method, row["dtype"], 2, int(row["rounds"]), ratios=ratios))
+    for path in draw(rows, RESULTS, caption=_where(found[0])):
+        if path.suffix == ".svg":
+            path.unlink()
+
+
 def _origin(title: str, row: dict[str, str]) -> str:
-    return f"{title}\n{row['gpu']}, torch {row['torch']}, {row['date'][:10]}"
+    return f"{title}\n{_where(row)}"
+
+
+def _where(row: dict[str, str]) -> str:
+    return f"{row['gpu']}, torch {row['torch']}, {row['date'][:10]}"
 
 
 def main() -> None:
     pyplot = load_pyplot()
-    for table, draw in (("steps_gpu.csv", steps), ("ws_gpu.csv", weights)):
-        figure = draw(pyplot, table)
+    for table, figure_of in (("steps_gpu.csv", steps), ("ws_gpu.csv", weights)):
+        figure = figure_of(pyplot, table)
         figure.savefig(RESULTS / table.replace(".csv", ".png"), dpi=130)
         pyplot.close(figure)
+    norms("norm_relu_gpu.csv")
 
 
 if __name__ == "__main__":

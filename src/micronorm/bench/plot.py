@@ -67,7 +67,7 @@ def _figure(pyplot: Any, rows: Sequence[Row], group: str, route: str, caption: s
     ratios = [row.ratios["to_bn_nhwc"] for row in rows if _is_shown(row)]
     targets = TARGETS.get(group)
     target = None if targets is None else targets.graph_to_bn if route == "graph" else targets.eager_to_bn
-    limits = min([0.9, *ratios, target or 1]) / 1.3, max([1.1, *ratios, target or 1]) * 1.35
+    limits = min([0.9, *ratios, target or 1]) / 1.5, max([1.1, *ratios, target or 1]) * 1.35
     width = min(18.0, max(7.0, 1.2 + len(names) * (0.45 + 0.16 * len(labels))))
     figure, axes = pyplot.subplots(
         len(layouts), 1, figsize=(width, 1.4 + 2.5 * len(layouts)), layout="constrained", squeeze=False, sharex=True
