@@ -86,8 +86,11 @@ def assert_compiled_training_agrees(model, net, plain_net):
     assert_same_state(net.state_dict(), plain_net.state_dict(), tol=tolerance("one_step", torch.float64))
 
 
-@pytest.mark.parametrize("statistics", ["step", "batch", "sequential"])
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
+@pytest.mark.parametrize(
+    "statistics, reentrant",
+    [("step", True), ("step", False), ("batch", False), ("sequential", True)]
+    + [pytest.param(*rest, marks=pytest.mark.slow) for rest in (("batch", True), ("sequential", False))],
+)
 def test_checkpointing_a_compiled_block_changes_nothing(statistics, reentrant):
     net = tiny(statistics)
     twin = copy.deepcopy(net)

@@ -95,7 +95,7 @@ def test_a_rank_that_runs_out_of_memory_is_followed_by_all_and_none_waits(world)
         assert_same_state(found["state"], alone.model.state_dict(), tol=tolerance("one_step", torch.float64))
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_an_error_on_one_rank_is_raised_on_all_and_none_waits(world):
     *others, last = (rank["errors"] for rank in on(world))
     for name in ("forward", "backward", "both"):
