@@ -54,7 +54,7 @@ def literal(net):
     return net
 
 
-@pytest.mark.parametrize("micro_batch", [1, 2, 5, 24])
+@pytest.mark.parametrize("micro_batch", [1, pytest.param(2, marks=pytest.mark.slow), 5, 24])
 def test_fifty_batched_steps_equal_algorithm_1_run_on_each_micro_batch(micro_batch):
     spec = mn.BCN(groups=4, statistics="sequential", rate=0.05, micro_batch=micro_batch)
     batched = SmallResNet(spec, mn.WS()).double()
