@@ -1,4 +1,4 @@
-"""Memory that nobody has written holds NaN: what a kernel leaves out shows."""
+"""Memory that nobody has written holds NaN, integers their largest: what a kernel leaves out shows."""
 
 from collections.abc import Iterable
 from types import ModuleType
@@ -17,10 +17,14 @@ class Poisoned:
         return getattr(torch, name)
 
     def empty(self, *args, **kwargs):
-        return torch.empty(*args, **kwargs).fill_(torch.nan)
+        return _spoil(torch.empty(*args, **kwargs))
 
     def empty_like(self, *args, **kwargs):
-        return torch.empty_like(*args, **kwargs).fill_(torch.nan)
+        return _spoil(torch.empty_like(*args, **kwargs))
+
+
+def _spoil(made: torch.Tensor) -> torch.Tensor:
+    return made.fill_(torch.nan if made.is_floating_point() else torch.iinfo(made.dtype).max)
 
 
 def poison_memory(monkeypatch: pytest.MonkeyPatch, modules: Iterable[ModuleType]) -> None:

@@ -20,6 +20,7 @@ from micronorm.convert.rewrite import Conditions, add_fused, copy_traced, norm_a
 from micronorm.convert.rules import CONVOLUTIONS
 from micronorm.convert.tracing import IN_PLACE, Traced, short, trace_alone
 from micronorm.nn.norm_act import fusible_activation, has_hooks
+from micronorm.nn.pool import is_plain, max_pool
 from micronorm.ops.activation import Activation
 from micronorm.surgery import foreign_forward
 
@@ -43,12 +44,13 @@ _SPOKEN = {"relu": "ReLU", "leaky_relu": "LeakyReLU", "silu": "SiLU"}
 class Fusions:
     """The rewritten forwards by module, and for each norm what it was fused with and why it was not.
 
-    Both hold one entry per call of the norm.
+    Both hold one entry per call of the norm. `pools` are the max-pooling layers beside them that go by a kernel.
     """
 
     forwards: dict[nn.Module, Callable[..., Any]] = field(default_factory=dict)
     fused: dict[nn.Module, list[str]] = field(default_factory=dict)
     unfused: dict[nn.Module, list[str]] = field(default_factory=dict)
+    pools: set[nn.Module] = field(default_factory=set)
 
 
 def spoken(activation: Activation) -> str:
@@ -173,7 +175,8 @@ class _Fuser:
         for norm, tail in reversed(tails):
             table = self.found.unfused if tail.why_not else self.found.fused
             table.setdefault(norm, []).append(tail.why_not or tail.text)
-        if any(not tail.why_not for _, tail in tails):
+        pooled = [self._pool(node) for node in list(self.graph.nodes) if self._is_pooling(node)]
+        if pooled or any(not tail.why_not for _, tail in tails):
             self.graph.lint()
             self.found.forwards[self.caller] = write_forward(self.caller, self.traced, conditions)
 
@@ -279,7 +282,19 @@ class _Fuser:
             return "an add that another norm takes"
         return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
+    def _is_pooling(self, node: torch.fx.Node) -> bool:
+        return is_plain(self._module(node)) and len(node.args) == 1 and not node.kwargs
+
     # --- the graph ---------------------------------------------------------------------------------------------------
+
+    def _pool(self, node: torch.fx.Node) -> None:
+        """The layer is handed to `max_pool`, which sees at every call what can compute it."""
+        with self.graph.inserting_before(node):
+            layer = self.graph.create_node("get_attr", str(node.target))
+            made = self.graph.call_function(max_pool, (layer, node.args[0]))
+        node.replace_all_uses_with(made)
+        self.graph.erase_node(node)
+        self.found.pools.add(self.caller.get_submodule(str(node.target)))
 
     def _rewrite(self, node: torch.fx.Node, tail: _Tail) -> None:
         options: dict[str, Any] = {}

@@ -12,7 +12,9 @@ from micronorm.surgery import replace, set_forward
 
 Forward = Callable[..., Any]
 
-_INSIDE = "norms with the activation inside the layer"  # of timm and its like: told where there are any
+_INSIDE = "norms with the activation inside the layer"  # of timm and its like
+_POOLED = "max-pooling layers by kernel on a GPU"
+_RARE = (_INSIDE, _POOLED)  # told where there are any
 
 
 @dataclass(frozen=True)
@@ -55,16 +57,23 @@ class Plan:
     """
 
     def __init__(
-        self, model: nn.Module, decisions: list[Decision], flow: Flow, forwards: Mapping[nn.Module, Forward]
+        self,
+        model: nn.Module,
+        decisions: list[Decision],
+        flow: Flow,
+        forwards: Mapping[nn.Module, Forward],
+        *,
+        pools: int = 0,
     ) -> None:
         self.decisions = decisions
         self._forwards = dict(forwards)
+        self._pools = pools
         self.pairing, self.pairing_detail = flow.method, flow.detail
         self._model: nn.Module | None = model
 
     @property
     def totals(self) -> dict[str, int]:
-        """How many norms and convolutions are converted and left, how many norms fused, how many with one inside."""
+        """How many norms and convolutions are converted and left, norms fused or with one inside, and poolings."""
         counts = {
             f"{role}s {what}": sum(
                 d.role == role and (d.becomes is not None) == (what == "converted") for d in self.decisions
@@ -75,6 +84,7 @@ class Plan:
         return counts | {
             "norms fused": sum(bool(d.fused) for d in self.decisions),
             _INSIDE: sum(d.inside is not None for d in self.decisions),
+            _POOLED: self._pools,
         }
 
     def apply(self) -> nn.Module:
@@ -120,7 +130,7 @@ class Plan:
     def summary(self) -> str:
         """The totals and the pairing, and why norms are not fused, in two or three lines."""
         detail = f" ({self.pairing_detail})" if self.pairing_detail else ""
-        totals = ", ".join(f"{count} {what}" for what, count in self.totals.items() if count or what != _INSIDE)
+        totals = ", ".join(f"{count} {what}" for what, count in self.totals.items() if count or what not in _RARE)
         lines = [totals, f"paired by {self.pairing}{detail}"]
         reasons = Counter(d.unfused[0] for d in self.decisions if d.unfused and not d.fused)
         if reasons:

@@ -66,7 +66,8 @@ class Planner:
         if all(is_rewritten(module) for module in fusions.forwards):
             self._refuse_no_change(decisions)
         refuse_reparameterized((d.name, d.module) for d in decisions if d.make is not None)
-        return Plan(self.model, [_fused(d, fusions) for d in decisions], flow, fusions.forwards)
+        fused = [_fused(decision, fusions) for decision in decisions]
+        return Plan(self.model, fused, flow, fusions.forwards, pools=len(fusions.pools))
 
     def _fusible(self, decisions: list[Decision]) -> list[nn.Module]:
         """The norms that will be able to compute what follows them."""

@@ -3,13 +3,13 @@
 All weights of a call are on one device and of one dtype, and their rows are dense: `standardize.py` sees to it.
 """
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from micronorm.ops.device import on_device
 from micronorm.ops.moments import compute_dtype
 from micronorm.ops.weight import tables
 
@@ -46,7 +46,7 @@ def forward(
     wide = compute_dtype(weights[0].dtype)
     stats = torch.empty(3, channels, dtype=wide, device=weights[0].device)
     options = {"EPS": float(eps), "CENTER": center, "SCALE": scale, "WIDE": kernels.DTYPES[wide]}
-    with _on(weights[0].device):
+    with on_device(weights[0].device):
         if len(weights) == 1:
             grid, shape, tile = _one(weights[0], channels)
             kernels.forward_one[grid](weights[0], outs[0], stats, *shape, **options, **tile)
@@ -77,7 +77,7 @@ def backward(
     gs = [_laid_out_as(g, w) for g, w in zip((g for g in grads if g is not None), ws, strict=True)]
     dws = [torch.empty_like(w) for w in ws]
     options = {"CENTER": center, "SCALE": scale, "WIDE": kernels.DTYPES[stats.dtype]}
-    with _on(stats.device):
+    with on_device(stats.device):
         if len(ws) == 1:
             grid, shape, tile = _one(ws[0], channels)
             column = stats[:, columns[used[0]] :]
@@ -146,10 +146,3 @@ def _laid_out_as(g: Tensor, w: Tensor) -> Tensor:
     if g.data_ptr() % 16 == 0 and (g.stride() == w.stride() or (g.is_contiguous() and w.is_contiguous())):
         return g
     return torch.empty_like(w, dtype=g.dtype).copy_(g)
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager:
-    # Triton launches on the current device, which need not be the tensors'.
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)

@@ -1,0 +1,106 @@
+"""The Triton kernels of max-pooling, imported on first use only, since it imports triton.
+
+A plane is H×W×C in memory: an image in channels_last, one channel of it (C = 1) otherwise. A program computes part of
+one row, so that it divides once; what is left to divide per element is by C, a constant.
+"""
+
+# Triton's language has Python's grammar, not its types.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+
+import torch
+import triton
+import triton.language as tl
+
+WIDE = {torch.float32: tl.float32, torch.float64: tl.float64}
+"""What is computed in, as Triton calls it."""
+
+
+@triton.jit
+def max_pool_forward(
+    x,
+    y,
+    places,
+    height,
+    width,
+    out_height,
+    out_width,
+    C: tl.constexpr,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
+    SH: tl.constexpr,
+    SW: tl.constexpr,
+    PH: tl.constexpr,
+    PW: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The largest of each window, and where in the window it stands: KW·row + column, the first of equals."""
+    line = tl.program_id(0).to(tl.int64)
+    oh = (line % out_height).to(tl.int32)
+    e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = e < out_width * C
+    top, left = oh * SH - PH, e // C * SW - PW
+    x += line // out_height * height * width * C + e % C
+    best = tl.full([BLOCK], float("-inf"), WIDE)
+    # A window of -inf alone has its gradient at its first place, as torch's.
+    place = tl.maximum(-top, 0) * KW + tl.maximum(-left, 0)
+    for i in tl.static_range(KH):
+        row_is_there = (top + i >= 0) & (top + i < height)
+        for j in tl.static_range(KW):
+            there = inside & row_is_there & (left + j >= 0) & (left + j < width)
+            value = tl.load(x + ((top + i) * width + left + j) * C, mask=there, other=float("-inf")).to(WIDE)
+            takes = (value > best) | (value != value)
+            best = tl.where(takes, value, best)
+            place = tl.where(takes, i * KW + j, place)
+    at = line * out_width * C + e
+    tl.store(y + at, best.to(y.dtype.element_ty), mask=inside)
+    tl.store(places + at, place.to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def max_pool_backward(
+    grad,
+    places,
+    dx,
+    height,
+    width,
+    out_height,
+    out_width,
+    C: tl.constexpr,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
+    SH: tl.constexpr,
+    SW: tl.constexpr,
+    PH: tl.constexpr,
+    PW: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Every element of x gathers the gradients of the windows it was the largest of, in one order.
+
+    A program computes cells of SH×SW elements, from row a·SH − PH and column b·SW − PW on. Windows a − u, b − v reach
+    them, and which of the windows' places an element has does not depend on a and b.
+    """
+    cells_high = (height + PH + SH - 1) // SH
+    line = tl.program_id(0).to(tl.int64)
+    image = line // cells_high
+    a = (line % cells_high).to(tl.int32)
+    e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    b = e // C
+    grad += image * out_height * out_width * C + e % C
+    places += image * out_height * out_width * C + e % C
+    dx += image * height * width * C + e % C
+    for r in tl.static_range(SH):
+        for s in tl.static_range(SW):
+            total = tl.zeros([BLOCK], WIDE)
+            for u in tl.static_range((KH - r + SH - 1) // SH):
+                for v in tl.static_range((KW - s + SW - 1) // SW):
+                    oh, ow = a - u, b - v
+                    there = (oh >= 0) & (oh < out_height) & (ow >= 0) & (ow < out_width)
+                    at = (oh * out_width + ow) * C
+                    place = tl.load(places + at, mask=there, other=255)
+                    value = tl.load(grad + at, mask=there, other=0.0).to(WIDE)
+                    total += tl.where(place == (r + u * SH) * KW + s + v * SW, value, 0.0)
+            ih, iw = a * SH + r - PH, b * SW + s - PW
+            there = (ih >= 0) & (ih < height) & (iw >= 0) & (iw < width)
+            tl.store(dx + (ih * width + iw) * C, total.to(dx.dtype.element_ty), mask=there)
