@@ -6,7 +6,7 @@ norm `activation=` and `residual=` and leaves out what the norm then does. The c
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch.fx
 import torch.nn.functional as F
 from torch import nn
 
+from micronorm.convert.branches import join_branches
 from micronorm.convert.lookups import NotTraceable
 from micronorm.convert.rewrite import Conditions, add_fused, copy_traced, norm_add, write_forward
 from micronorm.convert.rules import CONVOLUTIONS
@@ -44,12 +45,14 @@ _SPOKEN = {"relu": "ReLU", "leaky_relu": "LeakyReLU", "silu": "SiLU"}
 class Fusions:
     """The rewritten forwards by module, and for each norm what it was fused with and why it was not.
 
-    Both hold one entry per call of the norm. `pools` are the max-pooling layers beside them that go by a kernel.
+    Both hold one entry per call of the norm, and `joined` one per call of a convolution that adds a branch. `pools` are
+    the max-pooling layers beside them that go by a kernel.
     """
 
     forwards: dict[nn.Module, Callable[..., Any]] = field(default_factory=dict)
     fused: dict[nn.Module, list[str]] = field(default_factory=dict)
     unfused: dict[nn.Module, list[str]] = field(default_factory=dict)
+    joined: list[nn.Module] = field(default_factory=list)
     pools: set[nn.Module] = field(default_factory=set)
 
 
@@ -64,36 +67,40 @@ def spoken(activation: Activation) -> str:
     return _SPOKEN[activation.kind]
 
 
-def find_fusions(model: nn.Module, norms: Iterable[nn.Module]) -> Fusions:
-    """Look for what follows each of `norms`, in the modules that call them. Nothing is changed.
+def find_fusions(model: nn.Module, norms: Iterable[nn.Module], pointwise: Iterable[nn.Module] = ()) -> Fusions:
+    """Look for what follows each of `norms`, and stands beside each of `pointwise`, in the modules that call them.
+
+    Nothing is changed.
 
     Args:
         model: the model.
         norms: layers that are, or will be when the forwards are put in place, of a type in `nn.norm_act.FUSIBLE`.
+        pointwise: 1×1 convolutions that are, or will be, of a type in `nn.branch.JOINING`.
     """
-    wanted = set(norms)
+    wanted, beside = set(norms), set(pointwise)
     found = Fusions()
     known: dict[type, list[tuple[Traced, Conditions]]] = {}
-    for caller, held in _callers(model, wanted).items():
+    for caller, held in _callers(model, wanted, beside).items():
         try:
             traced = _traced_like_one_before(caller, known.setdefault(type(caller), []))
         except NotTraceable as why:
             for norm in held:
                 found.unfused.setdefault(norm, []).append(f"{type(caller).__name__} {why}")
             continue
-        _Fuser(caller, traced, wanted, found).fuse()
+        _Fuser(caller, traced, wanted, found).fuse(beside)
     for norm in wanted - found.fused.keys() - found.unfused.keys():
         found.unfused[norm] = ["nothing was seen to call it"]
     return found
 
 
-def _callers(model: nn.Module, norms: set[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
-    """Each module that has some of the norms as children, or in lists and dictionaries of modules, with these."""
+def _callers(model: nn.Module, norms: set[nn.Module], pointwise: set[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
+    """Each module that has some of these as children, or in lists and dictionaries of modules, with its norms."""
     callers = {}
     for module in model.modules():
-        held = [norm for norm in _held(module) if norm in norms]
-        if held and not _is_list(module):
-            callers[module] = held
+        held = set(_held(module))
+        in_a_row = type(module).forward is nn.Sequential.forward  # nothing stands beside anything
+        if not _is_list(module) and (held & norms or (held & pointwise and not in_a_row)):
+            callers[module] = [norm for norm in _held(module) if norm in norms]
     return callers
 
 
@@ -156,8 +163,8 @@ class _Fuser:
         self.caller, self.traced, self.norms, self.found = caller, traced, norms, found
         self.graph = traced.graph
 
-    def fuse(self) -> None:
-        """Fuse what can be, and write the forward."""
+    def fuse(self, pointwise: Collection[nn.Module]) -> None:
+        """Fuse what can be, join the branches beside these convolutions, and write the forward."""
         conditions = Conditions()
         conditions.assume(self.traced.assumptions)
         tails: list[tuple[nn.Module, _Tail]] = []
@@ -175,8 +182,10 @@ class _Fuser:
         for norm, tail in reversed(tails):
             table = self.found.unfused if tail.why_not else self.found.fused
             table.setdefault(norm, []).append(tail.why_not or tail.text)
+        joined = join_branches(self.caller, self.graph, pointwise)
+        self.found.joined += joined
         pooled = [self._pool(node) for node in list(self.graph.nodes) if self._is_pooling(node)]
-        if pooled or any(not tail.why_not for _, tail in tails):
+        if joined or pooled or any(not tail.why_not for _, tail in tails):
             self.graph.lint()
             self.found.forwards[self.caller] = write_forward(self.caller, self.traced, conditions)
 

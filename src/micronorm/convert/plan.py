@@ -13,8 +13,9 @@ from micronorm.surgery import replace, set_forward
 Forward = Callable[..., Any]
 
 _INSIDE = "norms with the activation inside the layer"  # of timm and its like
+_JOINING = "convolutions that add another branch's gradient"
 _POOLED = "max-pooling layers by kernel on a GPU"
-_RARE = (_INSIDE, _POOLED)  # told where there are any
+_RARE = (_INSIDE, _JOINING, _POOLED)  # told where there are any
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class Decision:
     """What becomes of one layer. `becomes` is None where it stays; `names` are all it is registered under.
 
     For norms of ours `fused` says with what the layer is computed together, one entry per call, and `unfused` why it is
-    not. `inside` is the activation that a norm with one of its own computes in its passes.
+    not. `inside` is the activation that a norm with one of its own computes in its passes. A convolution `joins` where
+    its backward adds the gradient of another branch that takes its input.
     """
 
     names: tuple[str, ...]
@@ -35,6 +37,7 @@ class Decision:
     fused: tuple[str, ...] = ()
     unfused: tuple[str, ...] = ()
     inside: str | None = None
+    joins: bool = False
 
     @property
     def name(self) -> str:
@@ -43,7 +46,7 @@ class Decision:
 
     def to_dict(self) -> dict[str, Any]:
         """The decision as plain values."""
-        fields = ("name", "names", "role", "type", "becomes", "reason", "fused", "unfused", "inside")
+        fields = ("name", "names", "role", "type", "becomes", "reason", "fused", "unfused", "inside", "joins")
         return {name: getattr(self, name) for name in fields}
 
 
@@ -73,7 +76,7 @@ class Plan:
 
     @property
     def totals(self) -> dict[str, int]:
-        """How many norms and convolutions are converted and left, norms fused or with one inside, and poolings."""
+        """How many norms and convolutions are converted and left, norms fused, and what is told where there is any."""
         counts = {
             f"{role}s {what}": sum(
                 d.role == role and (d.becomes is not None) == (what == "converted") for d in self.decisions
@@ -84,6 +87,7 @@ class Plan:
         return counts | {
             "norms fused": sum(bool(d.fused) for d in self.decisions),
             _INSIDE: sum(d.inside is not None for d in self.decisions),
+            _JOINING: sum(d.joins for d in self.decisions),
             _POOLED: self._pools,
         }
 

@@ -16,6 +16,7 @@ from micronorm.flow import Flow, Node, trace_flow
 from micronorm.flow.kinds import one_element_per_channel, passes_scale
 from micronorm.flow.trace import by_order
 from micronorm.nn.bcn import BCN, BatchChannelNorm
+from micronorm.nn.branch import JOINING, is_pointwise
 from micronorm.nn.group import GroupNorm
 from micronorm.nn.norm_act import FUSIBLE, BatchChannelNormAct, activation_inside
 from micronorm.nn.spec import GroupedSpec, NormSpec, WeightSpec
@@ -62,8 +63,10 @@ class Planner:
         decisions = [
             (norms | convolutions)[module] for module in self.names if module in norms or module in convolutions
         ]
-        fusions = find_fusions(self.model, self._fusible(decisions)) if self.fuse else Fusions()
-        if all(is_rewritten(module) for module in fusions.forwards):
+        fusions = Fusions()
+        if self.fuse:
+            fusions = find_fusions(self.model, self._fusible(decisions), self._pointwise(decisions))
+        if not fusions.fused or all(is_rewritten(module) for module in fusions.forwards):
             self._refuse_no_change(decisions)
         refuse_reparameterized((d.name, d.module) for d in decisions if d.make is not None)
         fused = [_fused(decision, fusions) for decision in decisions]
@@ -76,6 +79,17 @@ class Planner:
             module
             for module in self.names
             if (self._becomes_fusible(self.norms[module]) if module in made else self._is_fusible(module))
+        ]
+
+    def _pointwise(self, decisions: list[Decision]) -> list[nn.Module]:
+        """The 1×1 convolutions that will be able to add another branch's gradient to their own."""
+        return [
+            d.module
+            for d in decisions
+            if isinstance(d.module, nn.Conv2d)
+            and self.allowed[d.module]
+            and (d.make is not None or type(d.module) in JOINING)
+            and is_pointwise(d.module)
         ]
 
     def _is_fusible(self, module: nn.Module) -> bool:
@@ -272,7 +286,10 @@ def _fused(decision: Decision, fusions: Fusions) -> Decision:
         remarks.append(f"with the {decision.inside} inside the layer")
     if fused and unfused:
         remarks.append(f"{len(unfused)} of {len(fused) + len(unfused)} calls alone")
-    return replace(decision, reason="; ".join([decision.reason, *remarks]), fused=fused, unfused=unfused)
+    joins = decision.module in fusions.joined
+    if joins:
+        remarks.append("adds the other branch's gradient in its own product")
+    return replace(decision, reason="; ".join([decision.reason, *remarks]), fused=fused, unfused=unfused, joins=joins)
 
 
 def _fan_in(module: Any) -> int:
