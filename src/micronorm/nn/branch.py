@@ -49,8 +49,9 @@ def _joins(conv: Any, x: Tensor) -> bool:
     """Whether the two gradients can be joined. It is asked in every forward: what is mostly so comes first."""
     if torch.compiler.is_compiling() or type(x) not in _PLAIN or not x.requires_grad:
         return False
-    backend = getattr(conv, "backend", "auto")  # "triton" runs on a CPU too, where Triton's interpreter does
-    if backend == "reference" or not (x.is_cuda or backend == "triton"):
+    # Not of the layer itself: where it has none, nn.Module takes microseconds to say so.
+    backend = conv.__dict__.get("backend") or getattr(type(conv), "backend", "auto")
+    if backend == "reference" or not (x.is_cuda or backend == "triton"):  # which Triton's interpreter runs on a CPU
         return False
     return (
         type(conv) in JOINING
