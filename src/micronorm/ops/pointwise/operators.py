@@ -5,7 +5,6 @@ memory, after the one that wrote dy·W. Here the other gradient comes in as that
 added to the product before it is written.
 """
 
-import contextlib
 import functools
 import importlib.util
 from typing import Any
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._functorch import is_legacy_batchedtensor
 
+from micronorm.ops.device import on_device
 from micronorm.ops.transforms import is_transformed
 
 _HALF = (torch.float16, torch.bfloat16)  # float32 follows torch's switches for TF32
@@ -128,7 +128,7 @@ def data_gradient_and(dy: Tensor, weight: Tensor, other: Tensor) -> Tensor:
         "EVEN_COLUMNS": columns % tile["BLOCK_COLUMNS"] == 0,
         "WIDE": kernels.INTERPRETED,
     }
-    with _on(dx.device):
+    with on_device(dx.device):
         kernels.product_and_other[grid](dy, matrix, other, dx, rows, depth, columns, **even, **tile)
     return dx
 
@@ -151,10 +151,3 @@ def _kernels() -> Any:
     from micronorm.ops.pointwise import kernels
 
     return kernels
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager:
-    # Triton launches on the current device, which need not be the tensors'.
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)
