@@ -13,8 +13,7 @@ from micronorm.ops.device import on_device
 from micronorm.ops.moments import compute_dtype
 
 MOST_PLACES = 255  # of a window: a place is one byte, and one number stands for none
-_BLOCK = 512  # elements of a program, at most
-_FORWARD_LANES, _BACKWARD_LANES = 128, 256  # elements of a warp
+_BLOCK = 256  # elements of a program, at most
 
 
 class Window(NamedTuple):
@@ -100,7 +99,7 @@ def _forward(x: Tensor, window: Window) -> tuple[Tensor, Tensor]:
     y = _empty(x, window.output((x.shape[2], x.shape[3])), layout)
     places = torch.empty_like(y, dtype=torch.uint8)
     planes, points = _planes(x, layout)
-    blocks, options = _tiles(y.shape[3] * points, _FORWARD_LANES)
+    blocks, options = _tiles(y.shape[3] * points, layout)
     constants = _constants(x, points, window)
     with on_device(x.device):
         kernels.max_pool_forward[planes * y.shape[2], blocks](x, y, places, *_sizes(x, y), **constants, **options)
@@ -113,7 +112,7 @@ def _backward(grad: Tensor, places: Tensor, window: Window, size: tuple[int, int
     dx = _empty(grad, size, layout)
     planes, points = _planes(dx, layout)
     high, wide = (-(-(size[axis] + window.padding[axis]) // window.stride[axis]) for axis in (0, 1))  # cells
-    blocks, options = _tiles(wide * points, _BACKWARD_LANES)
+    blocks, options = _tiles(wide * points, layout)
     constants = _constants(dx, points, window)
     with on_device(grad.device):
         kernels.max_pool_backward[planes * high, blocks](grad, places, dx, *_sizes(dx, grad), **constants, **options)
@@ -146,9 +145,11 @@ def _sizes(x: Tensor, y: Tensor) -> tuple[int, ...]:
     return (*x.shape[2:], *y.shape[2:])
 
 
-def _tiles(row: int, lanes: int) -> tuple[int, dict[str, int]]:
+def _tiles(row: int, layout: torch.memory_format) -> tuple[int, dict[str, int]]:
     """How many programs a row of so many elements takes, and their size."""
     block = min(max(1 << (row - 1).bit_length(), 32), _BLOCK)
+    # Lanes that read 16 bytes each, or elements that lie apart.
+    lanes = 256 if layout is torch.channels_last else 128
     return -(-row // block), {"BLOCK": block, "num_warps": max(block // lanes, 1)}
 
 
