@@ -40,7 +40,8 @@ def moments_part(
     dtype: tl.constexpr = parts_ptr.dtype.element_ty
     x_n, x_c, x_s = x_n * ALIGN, x_c * C_UNIT, x_s * S_UNIT
     channels, space = channels * S_UNIT, space * C_UNIT
-    n, p, b = place(tl.program_id(0), pieces, blocks, CHANNELS_LAST)
+    # From the end, which the layer before has written last; the elementwise pass then begins where this one ends.
+    n, p, b = place(tl.num_programs(0) - 1 - tl.program_id(0), pieces, blocks, CHANNELS_LAST)
     c = b * CHANNELS + tl.arange(0, CHANNELS)
     valid_c = c < channels
     start = p * piece
@@ -248,8 +249,7 @@ def forward_apply(
     r_n, r_c, r_s = r_n * ALIGN, r_c * C_UNIT, r_s * S_UNIT
     y_n, y_c, y_s = y_n * ALIGN, y_c * C_UNIT, y_s * S_UNIT
     channels, space = channels * S_UNIT, space * C_UNIT
-    # From the end: what the pass before this one read last is still in the cache.
-    n, p, b = place(tl.num_programs(0) - 1 - tl.program_id(0), pieces, blocks, CHANNELS_LAST)
+    n, p, b = place(tl.program_id(0), pieces, blocks, CHANNELS_LAST)
     c = b * CHANNELS + tl.arange(0, CHANNELS)
     valid_c = c < channels
     if FINISHES:
