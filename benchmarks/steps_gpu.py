@@ -4,8 +4,8 @@
     python benchmarks/steps_gpu.py --tiny --device cpu          # the same logic in seconds, without graphs
 
 A step is that of training_step.py. cuDNN searches for its fastest algorithms. Methods take turns, round by round.
-BatchNorm's baseline is its best of eager, captured, compiled, and both; ours is compiled too. Compiling takes long, so
-it comes last, workload by workload, as long as `--budget` seconds last.
+BatchNorm's baseline is its best of eager, captured, compiled, and both; ours is compiled too. Captured steps come
+first, then compiled ones as long as `--budget` seconds last, then one image at a time and eager steps.
 
 Peak memory is the allocator's: the most that was allocated at once during a step, less what was before the method was
 built, so with parameters, gradients and momenta. Of a captured step it is read during the capture, which allocates what
@@ -17,7 +17,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -48,7 +48,6 @@ def chosen_methods(weights: str) -> list[Method]:
     ours = {"plain": [PLAIN], "shared": [SHARED], "both": [PLAIN, SHARED]}[weights]
     if hasattr(mn, "recompute"):
         ours += [Method(f"{m.name} recompute", is_ours=True, shares=m.shares, recomputes=True) for m in ours]
-        ours.append(replace(ours[-1], name=ours[-1].name.replace("recompute", "stem"), spares="bn1"))
     else:
         print("this micronorm has no mn.recompute: its rows are left out", flush=True)
     return [BN, *ours]
@@ -133,8 +132,7 @@ def measure(
 
     A `step` that is there already, one method's, is taken in place of a new one: compiled code is made once.
     """
-    fitting = [method for method in methods if not (method.spares and workload.is_cifar)]  # whose stem is small
-    every = [Timed(workload, method, route, device, step) for method in fitting]
+    every = [Timed(workload, method, route, device, step) for method in methods]
     sound = [timed for timed in every if not timed.row.fault]
     for _ in range(rounds):
         for timed in sound:
@@ -226,8 +224,7 @@ def verdicts(rows: Sequence[Row], workload: Workload) -> list[str]:
     for row in rows:
         if not row.method.is_ours or row.what != "step" or row.route != route:
             continue
-        whole = row.method.recomputes and not row.method.spares
-        peak_target = workload.recompute_target if whole else workload.memory_target
+        peak_target = workload.recompute_target if row.method.recomputes else workload.memory_target
         for name, most in (("to_bn_best", workload.time_target), ("peak_to_bn", peak_target)):
             value = row.ratios.get(name)
             if most is not None and value is not None:
@@ -319,11 +316,9 @@ def main() -> None:
             write_csv(options.out, [{**record(row), **known} for members in rows.values() for row in members])
 
     methods = chosen_methods(options.weights)
+    first, *others = options.route
     for workload in workloads:
-        for route in options.route:
-            take(workload, measure(workload, methods, route, device, options.rounds))
-    if workloads and not options.no_literal:
-        take(workloads[0], literal(workloads[0], methods[1], options.route, device))
+        take(workload, measure(workload, methods, first, device, options.rounds))
     for workload in () if options.no_compile else workloads:
         if time.perf_counter() - started > options.budget:
             print(f"{workload.name}: not compiled, {options.budget:.0f} s are over", flush=True)
@@ -334,6 +329,11 @@ def main() -> None:
             for route in options.route:
                 take(workload, measure(workload, [method], route, device, options.rounds, step=step))
             del step
+    if workloads and not options.no_literal:
+        take(workloads[0], literal(workloads[0], methods[1], options.route, device))
+    for workload in workloads:
+        for route in others:
+            take(workload, measure(workload, methods, route, device, options.rounds))
     print()
     for workload, members in rows.items():
         print("\n".join([*map(line, members), *verdicts(members, workload)]))

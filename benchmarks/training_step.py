@@ -56,8 +56,6 @@ class Method:
     is_ours: bool = False
     shares: bool = False
     recomputes: bool = False
-    spares: str = ""
-    """The only norm whose output is recomputed, where it is one."""
     compiled: bool = False
 
 
@@ -77,8 +75,7 @@ class TrainingStep:
         torch.manual_seed(0)
         model = build_model(workload, method).to(device).train()
         self.model: nn.Module = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        only = (lambda module, name: name == method.spares) if method.spares else None
-        self.handle: Any = mn.recompute(self.model, filter=only) if method.recomputes else None
+        self.handle: Any = mn.recompute(self.model) if method.recomputes else None
         self.weights = SharedWeights(self.model) if method.shares else None
         self.call: Callable[..., torch.Tensor] = (
             torch.compile(self.model, dynamic=False) if method.compiled else self.model
