@@ -36,7 +36,7 @@ KINDS = (
     ("pooling", r"pool"),
     (
         "convolution, matmul",
-        r"conv|gemm|cutlass|xmma|cudnn|nvjet|dgrad|wgrad|fprop|splitK|cublas|nchwToNhwc|nhwcToNchw",
+        r"conv|gemm|cutlass|xmma|cudnn|nvjet|dgrad|wgrad|fprop|splitK|cublas|nchwToNhwc|nhwcToNchw|product_and_other",
     ),
     ("sums, casts, copies", r"elementwise|Memcpy|Memset|copy|fill|reduce|cat"),
 )
