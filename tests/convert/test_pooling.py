@@ -52,9 +52,16 @@ def test_a_plan_counts_them():
     plan = mn.plan(Stem())
     assert plan.totals["max-pooling layers by kernel on a GPU"] == 1
     assert "1 max-pooling layers by kernel on a GPU" in plan.summary()
-    without = mn.plan(Stem(), fuse=False)
-    assert without.totals["max-pooling layers by kernel on a GPU"] == 0
-    assert "pooling" not in without.summary()
+    dilated = Stem()
+    dilated.pool = nn.MaxPool2d(3, 2, 1, dilation=2)
+    plans = [
+        mn.plan(Stem(), fuse=False),
+        mn.plan(Stem(), filter=lambda module, name: name != "pool"),
+        mn.plan(dilated),  # for which there is no kernel
+    ]
+    for plan in plans:
+        assert plan.totals["max-pooling layers by kernel on a GPU"] == 0
+        assert "pooling" not in plan.summary()
 
 
 def test_a_change_after_conversion_is_obeyed(by_kernel):

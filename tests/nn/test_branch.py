@@ -61,6 +61,20 @@ def test_autocast_decides_for_a_float32_layer():
         assert not joins(conv, x)
 
 
+def test_what_torch_refuses_stays_refused():
+    conv, x = layer(nn.Conv2d, dtype=torch.float64), image()
+    with torch.autocast("cpu", dtype=HALF):  # which casts no float64
+        for call in (conv, lambda t: conv_and_input(conv, t)):
+            with pytest.raises(RuntimeError):
+                call(x)
+
+
+def test_a_layout_is_judged_without_the_batch():
+    whole = torch.randn(4, 16, 1, 1).to(HALF, memory_format=torch.channels_last)
+    conv = layer()
+    assert {joins(conv, whole[:n, :8].requires_grad_()) for n in (1, 2, 4)} == {False}
+
+
 class Own(WSConv2d):
     def forward(self, input: Tensor) -> Tensor:
         return 2 * super().forward(input)
@@ -123,8 +137,12 @@ def test_without_grad_mode_and_under_transforms_the_layer_is_called(monkeypatch)
         assert not joins(conv, x)
     with torch.no_grad():
         assert not joins(conv, x)
-    conv.backend = "auto"
-    torch.func.grad(lambda t: float(joins(conv, t)) + conv_and_input(conv, t)[0].sum())(x.detach())
+    # Asked of what runs on this CPU, and of a layer whose weight torch.func can go through.
+    conv = layer(nn.Conv2d)
+    assert joins(conv, x)
+    seen = []
+    torch.func.grad(lambda t: (seen.append(joins(conv, t)), conv_and_input(conv, t)[0].sum())[1])(x.detach())
+    assert seen == [False]
 
 
 def gradients(conv, x, *, joined: bool):

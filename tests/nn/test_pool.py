@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -32,7 +33,12 @@ def launched(monkeypatch):
 
 @pytest.mark.parametrize(
     "layer",
-    [nn.MaxPool2d(3, 2, 1), nn.MaxPool2d(2), nn.MaxPool2d((3, 2), stride=(2, 1), padding=(1, 0), ceil_mode=True)],
+    [
+        nn.MaxPool2d(3, 2, 1),
+        nn.MaxPool2d(2),
+        nn.MaxPool2d((3, 2), stride=(2, 1), padding=(1, 0), ceil_mode=True),
+        nn.MaxPool2d((2,), stride=[], padding=(1,)),  # type: ignore[arg-type]
+    ],
     ids=str,
 )
 def test_a_plain_layer_is_computed_by_the_kernels(device, launched, layer):
@@ -56,7 +62,9 @@ OTHERS = {
     "a subclass": Loud(2),
     "hooks": hooked(),
     "dilation": nn.MaxPool2d(2, dilation=2),
-    "windows beyond a byte": nn.MaxPool2d(16, padding=8),
+    "windows that would take long to compile": nn.MaxPool2d(8, padding=4),
+    "windows far apart": nn.MaxPool2d(2, stride=8),
+    "numbers of another kind": nn.MaxPool2d(np.int64(2)),  # type: ignore[arg-type]
     "another kind": nn.AvgPool2d(2),
 }
 
@@ -81,6 +89,15 @@ def test_other_inputs_go_to_torch(device, launched):
 def test_errors_are_torchs(device, layer):
     with pytest.raises(RuntimeError, match=r"pad|too small"):
         max_pool(layer, torch.randn(1, 2, 9, 10, device=device), backend="triton")
+
+
+def test_integers_and_tracers_go_to_torch(launched, monkeypatch):
+    layer, whole = nn.MaxPool2d(2), torch.arange(32).view(1, 2, 4, 4)
+    assert torch.equal(max_pool(layer, whole, backend="triton"), layer(whole))
+    x = torch.randn(1, 2, 4, 4)
+    monkeypatch.setattr(torch.jit, "is_tracing", lambda: True)
+    assert torch.equal(max_pool(layer, x, backend="triton"), layer(x))
+    assert not launched
 
 
 def test_on_a_cpu_it_is_torchs(launched):

@@ -19,7 +19,7 @@ WINDOWS = [
     Window((2, 2), (3, 3), (1, 1), ceil_mode=True),
     Window((1, 1), (2, 1), (0, 0)),
 ]
-LARGEST = Window((17, 15), (4, 5), (8, 7))  # 255 places
+LARGEST = Window((7, 7), (5, 7), (3, 2))
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 LAYOUTS = [torch.contiguous_format, torch.channels_last]
 
@@ -79,14 +79,16 @@ def test_infinities_and_what_is_no_number_go_torchs_way(device, poison, layout):
     x[0, :, :5] = -torch.inf
     x[1, 0, 3, 3:6] = torch.nan
     x[1, 1, 6] = torch.inf
+    x[1, 1, :3] = torch.tensor([-0.0, 0.0], device=device).repeat(3)
     for window in (WINDOWS[0], WINDOWS[2]):
         y, expected, dx, expected_dx = both(x, window)
         assert torch.equal(y.cpu().nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
+        assert torch.equal(y.cpu().signbit(), expected.signbit())
         assert_close_to_max(dx.cpu(), expected_dx, tol=tolerance("output", torch.float32))
 
 
-def test_a_place_is_a_byte(device, poison):
-    x = plane((1, 4, 6, 5), torch.float32, device, torch.channels_last)
+def test_the_largest_windows(device, poison):
+    x = plane((1, 2, 9, 11), torch.float32, device, torch.channels_last)
     y, expected, dx, expected_dx = both(x, LARGEST)
     assert torch.equal(y.cpu(), expected)
     assert_close_to_max(dx.cpu(), expected_dx, tol=tolerance("output", torch.float32))
@@ -126,15 +128,40 @@ def test_a_sample_pools_alike_in_any_company(device):
     assert torch.equal(grads[0][3:4], grads[1])
 
 
-def test_it_can_be_differentiated_twice(device):
+@pytest.mark.parametrize("window", [WINDOWS[0], WINDOWS[3]], ids=str)
+def test_it_can_be_differentiated_twice(device, window):
     x = torch.randn(1, 2, 5, 4, device=device, dtype=torch.float64)
     found = []
     for pool in (max_pool2d, torchs):
         leaf = x.clone().requires_grad_()
-        (dx,) = torch.autograd.grad((pool(leaf, WINDOWS[0]) ** 3).sum(), leaf, create_graph=True)
+        (dx,) = torch.autograd.grad((pool(leaf, window) ** 3).sum(), leaf, create_graph=True)
         found.append((dx.detach(), *torch.autograd.grad((dx**2).sum(), leaf)))
     for ours, theirs in zip(*found, strict=True):
         assert_close_to_max(ours, theirs, tol=tolerance("gradient", torch.float64))
+
+
+def test_under_create_graph_sums_are_rounded_once_too(device):
+    x = torch.randn(1, 2, 5, 4, device=device).to(torch.bfloat16).requires_grad_()
+    y = max_pool2d(x, WINDOWS[4])
+    g = torch.rand_like(y)
+    plain = torch.autograd.grad(y, x, g, retain_graph=True)[0]
+    (again,) = torch.autograd.grad(y, x, g, create_graph=True)
+    assert_close_to_max(again, plain.double(), tol=torch.finfo(torch.bfloat16).eps)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own, for jvp
+def test_batched_and_dual_gradients_go_by_operations_of_torch(device):
+    x = torch.randn(1, 2, 5, 4, device=device, dtype=torch.float64, requires_grad=True)
+    y, expected = max_pool2d(x, WINDOWS[0]), torchs(x, WINDOWS[0])
+    g = torch.randn(3, *y.shape, device=device, dtype=torch.float64)
+    batched = [torch.autograd.grad(out, x, g, is_grads_batched=True, retain_graph=True)[0] for out in (y, expected)]
+    assert_close_to_max(*batched, tol=tolerance("output", torch.float64))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(g[0], g[1])
+        found = torch.autograd.grad(y, x, dual)[0]
+        tangent = torch.autograd.forward_ad.unpack_dual(found).tangent
+    assert tangent is not None
+    assert_close_to_max(tangent, batched[0][1], tol=tolerance("output", torch.float64))
 
 
 @layouts
@@ -143,9 +170,8 @@ def test_the_operators_pass_opcheck(device, layout):
     sizes = ([3, 3], [2, 2], [1, 1])
     torch.library.opcheck(torch.ops.micronorm.max_pool2d.default, (x, *sizes, False))
     y, places = operators.pool(x, *sizes, False)
-    torch.library.opcheck(
-        torch.ops.micronorm.max_pool2d_backward.default, (torch.randn_like(y), places, [4, 5], *sizes)
-    )
+    args = (torch.randn_like(y), places, *sizes, [4, 5], layout is torch.channels_last)
+    torch.library.opcheck(torch.ops.micronorm.max_pool2d_backward.default, args)
 
 
 @layouts
@@ -156,6 +182,13 @@ def test_compiled_code_gets_the_same(device, layout):
     assert torch.equal(*pooled)
     g = torch.randn_like(pooled[0])
     assert torch.equal(*(torch.autograd.grad(y, t, g)[0] for y, t in zip(pooled, (a, b), strict=True)))
+
+
+@layouts
+def test_the_gradient_lies_as_the_input_does_where_one_number_is_left(device, layout):
+    x = plane((2, 3, 3, 3), torch.float32, device, layout).requires_grad_()
+    (dx,) = torch.autograd.grad(max_pool2d(x, Window((3, 3), (3, 3), (0, 0))).sum(), x)
+    assert dx.stride() == x.stride()
 
 
 @pytest.mark.gpu

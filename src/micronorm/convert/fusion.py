@@ -21,7 +21,7 @@ from micronorm.convert.rewrite import Conditions, add_fused, copy_traced, norm_a
 from micronorm.convert.rules import CONVOLUTIONS
 from micronorm.convert.tracing import IN_PLACE, Traced, short, trace_alone
 from micronorm.nn.norm_act import fusible_activation, has_hooks
-from micronorm.nn.pool import is_plain, max_pool
+from micronorm.nn.pool import max_pool
 from micronorm.ops.activation import Activation
 from micronorm.surgery import foreign_forward
 
@@ -67,7 +67,12 @@ def spoken(activation: Activation) -> str:
     return _SPOKEN[activation.kind]
 
 
-def find_fusions(model: nn.Module, norms: Iterable[nn.Module], pointwise: Iterable[nn.Module] = ()) -> Fusions:
+def find_fusions(
+    model: nn.Module,
+    norms: Iterable[nn.Module],
+    pointwise: Iterable[nn.Module] = (),
+    pools: Iterable[nn.Module] = (),
+) -> Fusions:
     """Look for what follows each of `norms`, and stands beside each of `pointwise`, in the modules that call them.
 
     Nothing is changed.
@@ -76,8 +81,9 @@ def find_fusions(model: nn.Module, norms: Iterable[nn.Module], pointwise: Iterab
         model: the model.
         norms: layers that are, or will be when the forwards are put in place, of a type in `nn.norm_act.FUSIBLE`.
         pointwise: 1×1 convolutions that are, or will be, of a type in `nn.branch.JOINING`.
+        pools: max-pooling layers that `nn.pool` can compute; those that the same modules call.
     """
-    wanted, beside = set(norms), set(pointwise)
+    wanted, beside, pooling = set(norms), set(pointwise), set(pools)
     found = Fusions()
     known: dict[type, list[tuple[Traced, Conditions]]] = {}
     for caller, held in _callers(model, wanted, beside).items():
@@ -87,7 +93,7 @@ def find_fusions(model: nn.Module, norms: Iterable[nn.Module], pointwise: Iterab
             for norm in held:
                 found.unfused.setdefault(norm, []).append(f"{type(caller).__name__} {why}")
             continue
-        _Fuser(caller, traced, wanted, found).fuse(beside)
+        _Fuser(caller, traced, wanted, found).fuse(beside, pooling)
     for norm in wanted - found.fused.keys() - found.unfused.keys():
         found.unfused[norm] = ["nothing was seen to call it"]
     return found
@@ -163,8 +169,8 @@ class _Fuser:
         self.caller, self.traced, self.norms, self.found = caller, traced, norms, found
         self.graph = traced.graph
 
-    def fuse(self, pointwise: Collection[nn.Module]) -> None:
-        """Fuse what can be, join the branches beside these convolutions, and write the forward."""
+    def fuse(self, pointwise: Collection[nn.Module], pools: Collection[nn.Module]) -> None:
+        """Fuse what can be, join the branches beside these convolutions, pool by kernel, and write the forward."""
         conditions = Conditions()
         conditions.assume(self.traced.assumptions)
         tails: list[tuple[nn.Module, _Tail]] = []
@@ -184,7 +190,7 @@ class _Fuser:
             table.setdefault(norm, []).append(tail.why_not or tail.text)
         joined = join_branches(self.caller, self.graph, pointwise)
         self.found.joined += joined
-        pooled = [self._pool(node) for node in list(self.graph.nodes) if self._is_pooling(node)]
+        pooled = [self._pool(node) for node in list(self.graph.nodes) if self._is_one_of(pools, node)]
         if joined or pooled or any(not tail.why_not for _, tail in tails):
             self.graph.lint()
             self.found.forwards[self.caller] = write_forward(self.caller, self.traced, conditions)
@@ -291,8 +297,9 @@ class _Fuser:
             return "an add that another norm takes"
         return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
-    def _is_pooling(self, node: torch.fx.Node) -> bool:
-        return is_plain(self._module(node)) and len(node.args) == 1 and not node.kwargs
+    def _is_one_of(self, layers: Collection[nn.Module], node: torch.fx.Node) -> bool:
+        """Whether a node calls one of these layers with one tensor."""
+        return self._module(node) in layers and len(node.args) == 1 and not node.kwargs
 
     # --- the graph ---------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from micronorm.nn.bcn import BCN, BatchChannelNorm
 from micronorm.nn.branch import JOINING, is_pointwise
 from micronorm.nn.group import GroupNorm
 from micronorm.nn.norm_act import FUSIBLE, BatchChannelNormAct, activation_inside
+from micronorm.nn.pool import window_of
 from micronorm.nn.spec import GroupedSpec, NormSpec, WeightSpec
 from micronorm.nn.weight import CWN, WS, counterpart_kind, is_standardized_by_timm
 from micronorm.surgery import is_rewritten, names_of
@@ -65,7 +66,8 @@ class Planner:
         ]
         fusions = Fusions()
         if self.fuse:
-            fusions = find_fusions(self.model, self._fusible(decisions), self._pointwise(decisions))
+            pools = [module for module in self.names if self.allowed[module] and window_of(module) is not None]
+            fusions = find_fusions(self.model, self._fusible(decisions), self._pointwise(decisions), pools)
         if not fusions.fused or all(is_rewritten(module) for module in fusions.forwards):
             self._refuse_no_change(decisions)
         refuse_reparameterized((d.name, d.module) for d in decisions if d.make is not None)

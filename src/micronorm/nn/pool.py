@@ -4,12 +4,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.utils import _pair
 
 from micronorm.nn.backends import resolve_backend
 from micronorm.nn.norm_act import has_hooks
 from micronorm.ops.pool import MOST_PLACES, Window, max_pool2d
 
+_LARGEST = 2**31
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -20,7 +20,7 @@ def max_pool(pool: nn.Module, x: Tensor, *, backend: str = "auto") -> Tensor:
     overlap in the order in which they come.
 
     Args:
-        pool: the layer. It is called as it is where it has hooks, dilation or `return_indices`.
+        pool: the layer. It is called as it is where it has hooks, dilation, `return_indices` or large windows.
         x: N×C×H×W.
         backend: "auto", or "triton" for the kernels on a CPU too, under Triton's interpreter.
 
@@ -30,27 +30,40 @@ def max_pool(pool: nn.Module, x: Tensor, *, backend: str = "auto") -> Tensor:
     """
     if x.ndim != 4 or x.dtype not in _DTYPES or x.numel() == 0 or resolve_backend(backend, x) != "triton":
         return pool(x)
-    window = _window(pool, x)
-    return pool(x) if window is None else max_pool2d(x, window)
+    window = window_of(pool)
+    if window is None or torch.jit.is_tracing() or not _fits(window, x):
+        return pool(x)  # errors are torch's too
+    return max_pool2d(x, window)
 
 
-def is_plain(pool: Any) -> bool:
-    """Whether a layer is torch's max-pooling over the plane, and nobody looks at its calls.
+def window_of(pool: Any) -> Window | None:
+    """The windows of a layer that the kernels know: torch's max-pooling over the plane, which nobody looks at.
 
     Example:
-        >>> is_plain(nn.MaxPool2d(2)), is_plain(nn.AvgPool2d(2))
-        (True, False)
+        >>> window_of(nn.MaxPool2d(2)), window_of(nn.AvgPool2d(2))
+        (Window(kernel=(2, 2), stride=(2, 2), padding=(0, 0), ceil_mode=False), None)
     """
-    return type(pool) is nn.MaxPool2d and not has_hooks(pool) and "forward" not in pool.__dict__
-
-
-def _window(pool: Any, x: Tensor) -> Window | None:
-    """The layer's windows, where the kernels know them; None leaves the layer to torch, and errors too."""
-    if not is_plain(pool) or pool.return_indices or _pair(pool.dilation) != (1, 1):
+    if type(pool) is not nn.MaxPool2d or has_hooks(pool) or "forward" in pool.__dict__:
         return None
-    kernel, stride, padding = (_pair(size) for size in (pool.kernel_size, pool.stride, pool.padding))
-    window = Window(kernel, stride, padding, pool.ceil_mode)
+    kernel, padding, dilation = (_pair(size) for size in (pool.kernel_size, pool.padding, pool.dilation))
+    given = pool.stride
+    stride = kernel if isinstance(given, list | tuple) and not given else _pair(given)
+    if kernel is None or stride is None or padding is None or dilation != (1, 1) or pool.return_indices:
+        return None
     sound = min(*kernel, *stride) > 0 and all(0 <= 2 * p <= k for p, k in zip(padding, kernel, strict=True))
-    if not sound or kernel[0] * kernel[1] > MOST_PLACES:
+    few = kernel[0] * kernel[1] <= MOST_PLACES and stride[0] * stride[1] <= MOST_PLACES
+    return Window(kernel, stride, padding, pool.ceil_mode) if sound and few else None
+
+
+def _pair(size: Any) -> tuple[int, int] | None:
+    """A size along both axes, as torch reads it; None for what it may refuse."""
+    sizes = size if isinstance(size, list | tuple) else (size,)
+    if not 1 <= len(sizes) <= 2 or not all(isinstance(s, int) for s in sizes):
         return None
-    return window if min(window.output((x.shape[2], x.shape[3]))) > 0 else None
+    return sizes[0], sizes[-1]
+
+
+def _fits(window: Window, x: Tensor) -> bool:
+    """Whether there are windows in x, and no more numbers in the pooled planes of a sample than kernels count."""
+    height, width = window.output((x.shape[2], x.shape[3]))
+    return min(height, width) > 0 and x.shape[1] * height * width < _LARGEST

@@ -1,6 +1,8 @@
 """Whether somebody differentiates or batches a computation from outside, so that it must be plain operations."""
 
 import torch
+from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
 
@@ -14,3 +16,18 @@ def is_transformed() -> bool:
     if torch.compiler.is_compiling():
         return False
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def is_plain_backward(*grads: Tensor) -> bool:
+    """Whether a backward pass is just that, so that a kernel may compute it; in it, and given its gradients.
+
+    It is not under create_graph, in which it is differentiated again, nor with `is_grads_batched`.
+
+    Example:
+        >>> with torch.no_grad():
+        ...     is_plain_backward(torch.ones(2))
+        True
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed():
+        return False
+    return not any(map(is_legacy_batchedtensor, grads))

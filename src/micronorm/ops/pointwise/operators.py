@@ -12,10 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._functorch import is_legacy_batchedtensor
 
 from micronorm.ops.device import on_device
-from micronorm.ops.transforms import is_transformed
+from micronorm.ops.transforms import is_plain_backward
 
 _HALF = (torch.float16, torch.bfloat16)  # float32 follows torch's switches for TF32
 _PLAIN = (Tensor, nn.Parameter)
@@ -46,7 +45,7 @@ def pointwise_conv_and_input(x: Tensor, weight: Tensor, bias: Tensor | None = No
     """F.conv2d(x, weight, bias) for a 1×1 kernel, and x again for whatever else takes it.
 
     The same numbers as without it. The gradient of x is the sum of both outputs' shares, by one kernel where
-    `kernel_runs` on them, summed in float32 and rounded once. The second output shares x's memory.
+    `kernel_runs` on them, summed in float32 and rounded once. The second output is a view of x.
 
     Args:
         x: N×C×H×W.
@@ -70,18 +69,17 @@ class _ConvAndInput(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
         ctx.save_for_backward(x, weight)
         ctx.set_materialize_grads(False)
-        # Of x itself autograd would make a view that may not be written to; this knows x's version, as x does.
-        return F.conv2d(x, weight, bias), x.detach()
+        return F.conv2d(x, weight, bias), x  # of which autograd makes a view that nobody may write to
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         dy, other = grads
-        x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         if not needs_x:
             other = None
         if dy is None:
             return other, None, None
+        x, weight = ctx.saved_tensors
         joined = None if other is None or not _by_kernel(dy, other, weight) else data_gradient_and(dy, weight, other)
         wanted = (needs_x and joined is None, needs_weight, needs_bias)
         dx, dw, dbias = _convolution_backward(dy, x, weight, wanted) if any(wanted) else (None, None, None)
@@ -91,12 +89,13 @@ class _ConvAndInput(torch.autograd.Function):
 
 
 def _by_kernel(dy: Tensor, other: Tensor, weight: Tensor) -> bool:
-    """Whether the kernel adds these; not under create_graph and the like, where the operations must be torch's."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed():
-        return False
-    if any(map(is_legacy_batchedtensor, (dy, other))):  # autograd.grad(…, is_grads_batched=True)
-        return False
-    return all(kernel_runs(t) for t in (dy, other, weight)) and dy.numel() > 0 and other.numel() > 0
+    """Whether the kernel adds these."""
+    return (
+        is_plain_backward(dy, other)
+        and all(kernel_runs(t) for t in (dy, other, weight))
+        and dy.numel() > 0
+        and other.numel() > 0
+    )
 
 
 def _convolution_backward(dy: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, ...]) -> Any:

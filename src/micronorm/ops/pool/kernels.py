@@ -24,6 +24,7 @@ def max_pool_forward(
     width,
     out_height,
     out_width,
+    blocks,
     C: tl.constexpr,
     KH: tl.constexpr,
     KW: tl.constexpr,
@@ -35,9 +36,9 @@ def max_pool_forward(
     BLOCK: tl.constexpr,
 ):
     """The largest of each window, and where in the window it stands: KW·row + column, the first of equals."""
-    line = tl.program_id(0).to(tl.int64)
+    line = (tl.program_id(0) // blocks).to(tl.int64)
     oh = (line % out_height).to(tl.int32)
-    e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    e = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = e < out_width * C
     top, left = oh * SH - PH, e // C * SW - PW
     x += line // out_height * height * width * C + e % C
@@ -66,6 +67,7 @@ def max_pool_backward(
     width,
     out_height,
     out_width,
+    blocks,
     C: tl.constexpr,
     KH: tl.constexpr,
     KW: tl.constexpr,
@@ -82,10 +84,10 @@ def max_pool_backward(
     them, and which of the windows' places an element has does not depend on a and b.
     """
     cells_high = (height + PH + SH - 1) // SH
-    line = tl.program_id(0).to(tl.int64)
+    line = (tl.program_id(0) // blocks).to(tl.int64)
     image = line // cells_high
     a = (line % cells_high).to(tl.int32)
-    e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    e = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     b = e // C
     grad += image * out_height * out_width * C + e % C
     places += image * out_height * out_width * C + e % C

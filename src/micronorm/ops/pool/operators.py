@@ -11,8 +11,10 @@ from torch import Tensor
 
 from micronorm.ops.device import on_device
 from micronorm.ops.moments import compute_dtype
+from micronorm.ops.transforms import is_plain_backward
 
-MOST_PLACES = 255  # of a window: a place is one byte, and one number stands for none
+MOST_PLACES = 49
+"""Of a window, and elements between one window and the next: kernels are unrolled, and take seconds to compile."""
 _BLOCK = 256  # elements of a program, at most
 
 
@@ -46,11 +48,11 @@ def max_pool2d(x: Tensor, window: Window) -> Tensor:
 
     .. math:: y_{nchw} = \max_{i, j} x_{n, c, h s - p + i, w s - p + j}
 
-    The gradient of each x is summed in float32 at least and in one order, and rounded once.
+    The gradient of each x is summed in float32 at least and rounded once, in one order except under create_graph.
 
     Args:
         x: N×C×H×W, not empty, in contiguous or channels_last memory; other layouts are copied.
-        window: kernel sizes whose product is at most `MOST_PLACES`, and so on.
+        window: kernel sizes whose product is at most `MOST_PLACES`, and strides likewise.
 
     Returns:
         N×C×H'×W', in the layout of x.
@@ -66,14 +68,15 @@ class _MaxPool(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, window: Window) -> Tensor:
         y, places = _forward(x, window)
         ctx.save_for_backward(places)
-        ctx.window, ctx.size = window, x.shape[2:]
+        ctx.window, ctx.size, ctx.layout = window, x.shape[2:], _layout(x)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (places,) = ctx.saved_tensors
-        by = scatter if torch.is_grad_enabled() else _backward  # create_graph: by what can be differentiated again
-        return by(grads[0], places, ctx.window, ctx.size), None
+        if is_plain_backward(*grads):
+            return _backward(grads[0], places, ctx.window, ctx.size, ctx.layout), None
+        return scatter(grads[0], places, ctx.window, ctx.size), None
 
 
 def scatter(grad: Tensor, places: Tensor, window: Window, size: tuple[int, int]) -> Tensor:
@@ -84,10 +87,10 @@ def scatter(grad: Tensor, places: Tensor, window: Window, size: tuple[int, int])
     )
     place = places.long()
     rows, columns = high[:, None] + place // window.kernel[1], wide + place % window.kernel[1]
-    flat = (rows * size[1] + columns).flatten(2)
-    wider = grad.flatten(2).to(compute_dtype(grad.dtype))
+    flat = (rows * size[1] + columns).reshape(*grad.shape[:2], -1)
+    wider = grad.reshape(*grad.shape[:2], -1).to(compute_dtype(grad.dtype))
     total = wider.new_zeros(*grad.shape[:2], size[0] * size[1]).scatter_add(2, flat, wider)
-    return total.to(grad.dtype).unflatten(2, tuple(size))
+    return total.to(grad.dtype).reshape(*grad.shape[:2], *size)
 
 
 # --- the kernels -----------------------------------------------------------------------------------------------------
@@ -100,22 +103,24 @@ def _forward(x: Tensor, window: Window) -> tuple[Tensor, Tensor]:
     places = torch.empty_like(y, dtype=torch.uint8)
     planes, points = _planes(x, layout)
     blocks, options = _tiles(y.shape[3] * points, layout)
-    constants = _constants(x, points, window)
+    sizes, constants = (*x.shape[2:], *y.shape[2:], blocks), _constants(x, points, window)
     with on_device(x.device):
-        kernels.max_pool_forward[planes * y.shape[2], blocks](x, y, places, *_sizes(x, y), **constants, **options)
+        kernels.max_pool_forward[(planes * y.shape[2] * blocks,)](x, y, places, *sizes, **constants, **options)
     return y, places
 
 
-def _backward(grad: Tensor, places: Tensor, window: Window, size: tuple[int, int]) -> Tensor:
-    kernels, layout = _kernels(), _layout(places)
+def _backward(
+    grad: Tensor, places: Tensor, window: Window, size: tuple[int, int], layout: torch.memory_format
+) -> Tensor:
+    kernels = _kernels()
     grad = grad.contiguous(memory_format=layout).resolve_neg()
     dx = _empty(grad, size, layout)
     planes, points = _planes(dx, layout)
     high, wide = (-(-(size[axis] + window.padding[axis]) // window.stride[axis]) for axis in (0, 1))  # cells
     blocks, options = _tiles(wide * points, layout)
-    constants = _constants(dx, points, window)
+    sizes, constants = (*size, *grad.shape[2:], blocks), _constants(dx, points, window)
     with on_device(grad.device):
-        kernels.max_pool_backward[planes * high, blocks](grad, places, dx, *_sizes(dx, grad), **constants, **options)
+        kernels.max_pool_backward[(planes * high * blocks,)](grad, places, dx, *sizes, **constants, **options)
     return dx
 
 
@@ -128,7 +133,8 @@ def _kernels() -> Any:
 
 def _layout(x: Tensor) -> torch.memory_format:
     """The layout to pool x in: the one it has, or the nearer one."""
-    return torch.channels_last if x.stride(1) == 1 and x.shape[1] > 1 else torch.contiguous_format
+    last = x.stride(1) == 1 and x.shape[1] > 1 and not x.is_contiguous()
+    return torch.channels_last if last else torch.contiguous_format
 
 
 def _empty(x: Tensor, size: tuple[int, int], layout: torch.memory_format) -> Tensor:
@@ -139,10 +145,6 @@ def _planes(x: Tensor, layout: torch.memory_format) -> tuple[int, int]:
     """How many planes x is made of, and how many numbers each of their points has."""
     samples, channels = x.shape[:2]
     return (samples, channels) if layout is torch.channels_last else (samples * channels, 1)
-
-
-def _sizes(x: Tensor, y: Tensor) -> tuple[int, ...]:
-    return (*x.shape[2:], *y.shape[2:])
 
 
 def _tiles(row: int, layout: torch.memory_format) -> tuple[int, dict[str, int]]:
@@ -177,17 +179,30 @@ def _(x: Tensor, kernel: list[int], stride: list[int], padding: list[int], ceil_
 
 @torch.library.custom_op("micronorm::max_pool2d_backward", mutates_args=())
 def pool_backward(
-    grad: Tensor, places: Tensor, size: list[int], kernel: list[int], stride: list[int], padding: list[int]
+    grad: Tensor,
+    places: Tensor,
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    size: list[int],
+    channels_last: bool,
 ) -> Tensor:
-    """The gradient of x."""
-    return _backward(grad, places, _window(kernel, stride, padding, False), (size[0], size[1]))
+    """The gradient of x, of this size and layout."""
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    return _backward(grad, places, _window(kernel, stride, padding, False), (size[0], size[1]), layout)
 
 
 @pool_backward.register_fake
 def _(
-    grad: Tensor, places: Tensor, size: list[int], kernel: list[int], stride: list[int], padding: list[int]
+    grad: Tensor,
+    places: Tensor,
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    size: list[int],
+    channels_last: bool,
 ) -> Tensor:
-    return _empty(grad, (size[0], size[1]), _layout(places))
+    return _empty(grad, (size[0], size[1]), torch.channels_last if channels_last else torch.contiguous_format)
 
 
 def _window(kernel: list[int], stride: list[int], padding: list[int], ceil_mode: bool) -> Window:
@@ -195,14 +210,14 @@ def _window(kernel: list[int], stride: list[int], padding: list[int], ceil_mode:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, *ctx.window, _ = inputs
+    x, *window, _ = inputs
     ctx.save_for_backward(output[1])
-    ctx.size = list(x.shape[2:])
+    ctx.options = (*window, list(x.shape[2:]), _layout(x) is torch.channels_last)
 
 
 def _operator_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     (places,) = ctx.saved_tensors
-    return pool_backward(grad, places, ctx.size, *ctx.window), None, None, None, None
+    return pool_backward(grad, places, *ctx.options), None, None, None, None
 
 
 pool.register_autograd(_operator_backward, setup_context=_setup)
