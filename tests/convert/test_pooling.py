@@ -15,8 +15,8 @@ from tests.convert.fused import assert_same_bits, unfused
 class Stem(nn.Module):
     def __init__(self):
         super().__init__()
-        self.conv = nn.Conv2d(3, 8, 3, bias=False)
-        self.norm = nn.BatchNorm2d(8)
+        self.conv = nn.Conv2d(3, 4, 3, bias=False)
+        self.norm = nn.BatchNorm2d(4)
         self.pool = nn.MaxPool2d(3, 2, 1)
 
     def forward(self, x):
@@ -77,5 +77,5 @@ def test_a_change_after_conversion_is_obeyed(by_kernel):
 
 
 def test_a_row_of_layers_is_rewritten_too(by_kernel):
-    model = mn.convert(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)))
+    model = mn.convert(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2)))
     assert type(model(torch.randn(1, 3, 6, 6)).grad_fn).__name__ == "_MaxPoolBackward"
