@@ -98,7 +98,9 @@ def test_checkpointing_a_compiled_block_changes_nothing(statistics, reentrant):
     assert_compiled_training_agrees(Recomputed(compiled, reentrant), net, twin)
 
 
-@pytest.mark.parametrize("statistics", ["step", "batch", "sequential"])
+@pytest.mark.parametrize(
+    "statistics", ["step", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("batch", "sequential"))]
+)
 def test_checkpointing_inside_a_compiled_region_changes_nothing(statistics):
     net = tiny(statistics)
     twin = copy.deepcopy(net)

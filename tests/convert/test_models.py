@@ -213,7 +213,9 @@ def test_a_network_of_timm_trains_on_one_image_and_folds(name):
 
 # torchvision: Inception and GoogLeNet say so where init_weights is not given
 @pytest.mark.filterwarnings("ignore:The default weight initialization of:FutureWarning")
-@pytest.mark.parametrize("name", OF_TORCHVISION)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "r2plus1d_18" else name for name in OF_TORCHVISION]
+)
 def test_a_network_of_torchvision_trains_on_one_sample_and_folds(name):
     options: dict[str, Any] = {"aux_logits": False} if name == "inception_v3" else {}
     if name.startswith(("deeplab", "lraspp")):
