@@ -33,6 +33,7 @@ def finished(tmp_path_factory) -> tuple[Path, str]:
     return out, done.stdout
 
 
+@pytest.mark.slow
 def test_a_row_says_what_became_of_an_architecture(finished):
     row = rows(finished[0])["mobilevit_xxs"]
     assert (row["source"], row["family"], row["outcome"], row["checks"]) == ("timm", "mobilevit", "converted", "ok")
@@ -42,12 +43,14 @@ def test_a_row_says_what_became_of_an_architecture(finished):
     assert "'" not in row["norms_left_because"].replace("model's", "")  # reasons without the layers' names
 
 
+@pytest.mark.slow
 def test_an_architecture_without_anything_to_convert_says_so(finished):
     row = rows(finished[0])["mixer_s32_224"]
     assert (row["outcome"], row["pairing"]) == ("nothing to convert", "none")
     assert row["detail"].startswith("nothing to convert")
 
 
+@pytest.mark.slow
 def test_the_summary_lies_beside_the_rows_and_is_printed(finished):
     out, printed = finished
     summary = out.with_suffix(".md").read_text(encoding="utf-8")
@@ -56,6 +59,7 @@ def test_the_summary_lies_beside_the_rows_and_is_printed(finished):
     assert "## Tracebacks\n\nNone." in summary
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_rows_of_the_same_versions_are_kept_unless_asked_for_again(finished):
     out, _ = finished

@@ -101,7 +101,8 @@ def test_a_float32_step_does_not_depend_on_the_micro_batch(tmp_path, micro_batch
     assert_same(cut, one, tol=tolerance("one_step", torch.float32))
 
 
-@pytest.mark.parametrize("ranks, parallel", [(2, "fsdp"), pytest.param(4, "ddp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, parallel", [(2, "fsdp"), (4, "ddp")])
 def test_a_run_does_not_depend_on_the_number_of_ranks(tmp_path, whole, ranks, parallel):
     options = ("--out", str(tmp_path / "run"), "--parallel", parallel, "--micro-batch", "5", "--steps", str(STEPS))
     options += ("--observe", "2")  # on rank 0, which must not wait for the others on its account
