@@ -45,9 +45,10 @@ def plan(
         warm_steps: start as the pretrained network and become BCN over so many optimizer steps; implies `absorb`.
         layer_norm: convert layer norms too.
         fuse: let each norm compute the activation and the addition that follow it, where the forward of the module that
-            calls it shows what follows. Outputs and gradients are the same. In a model that has our norms already this
-            alone is something to do: after unpickling, for one. Where that forward hands the input of a 1×1 convolution
-            to another branch too, the convolution's backward may add the two gradients (`docs/kernels.md`).
+            calls it shows what follows. Outputs and gradients are the same; kernels round once in half precision where
+            separate operations round each. In a model that has our norms already this alone is something to do: after
+            unpickling, for one. Where that forward hands the input of a 1×1 convolution to another branch too, the
+            convolution's backward may add the two gradients, and it may pool by kernels (`docs/kernels.md`).
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1))

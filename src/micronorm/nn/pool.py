@@ -16,8 +16,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def max_pool(pool: nn.Module, x: Tensor, *, backend: str = "auto") -> Tensor:
     """pool(x), by the kernels where `pool` is a plain nn.MaxPool2d that they know and x is on a GPU.
 
-    The result is the same to the bit. The gradient is too from one call to the next: torch's adds up the windows that
-    overlap in the order in which they come.
+    The result is the same to the bit, and nothing of x is kept for the backward.
 
     Args:
         pool: the layer. It is called as it is where it has hooks, dilation, `return_indices` or large windows.

@@ -1,4 +1,4 @@
-"""Max-pooling over the plane, whose backward gives the same bits every time and keeps one byte per output."""
+"""Max-pooling over the plane, whose backward needs one byte per output and nothing of the input."""
 
 from micronorm.ops.pool.operators import MOST_PLACES, Window, max_pool2d
 

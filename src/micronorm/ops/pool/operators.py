@@ -1,7 +1,7 @@
 """Max-pooling as an operation with a gradient: for eager code, and for code that is traced.
 
-torch's own on a GPU keeps its whole input and eight bytes per output, and adds up overlapping windows in whatever order
-they come. Here one byte per output says which element of its window was the largest.
+torch's own on a GPU keeps its whole input and eight bytes per output. Here one byte per output says which element of
+its window was the largest.
 """
 
 from typing import Any, NamedTuple
