@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from runs import ROOT, distance, provenance, run, table, weights
+from digits_runs import ROOT, distance, provenance, run, table, weights
 from tables import write_csv
 from torch import nn
 

@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from runs import ROOT, distance, provenance, run, spawn, table, weights
+from digits_runs import ROOT, distance, provenance, run, spawn, table, weights
 from tables import read_csv, write_csv
 
 from micronorm import records

@@ -1,0 +1,16 @@
+"""Script names that tools could mistake for folders the product writes."""
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+WRITTEN = {"runs", "data", "build", "dist"}
+"""Folders that commands of the README create in the checkout. ruff takes a top-level folder for a first-party package."""
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "examples"])
+def test_no_script_shares_its_name_with_a_folder_that_the_product_writes(folder):
+    names = {path.stem for path in (ROOT / folder).glob("*.py")}
+    assert names
+    assert names & WRITTEN == set()
