@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from micronorm.figures import dist
-from micronorm.figures.preset import StackedNetworks
+from micronorm.recipes.figures import dist
+from micronorm.recipes.figures.preset import StackedNetworks
 from micronorm.recipes.recipe import DATA
 
 

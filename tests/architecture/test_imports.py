@@ -30,24 +30,21 @@ ALLOWED: Mapping[str, frozenset[str] | None] = {
     "functional": frozenset({"ops"}),
     "nn": frozenset({"ops"}),
     "commit": frozenset({"ops", "nn"}),
-    "surgery": frozenset(),
-    "flow": frozenset(),
-    "convert": frozenset({"ops", "nn", "surgery", "flow"}),
-    "export": frozenset({"ops", "nn", "surgery", "flow"}),
-    "check": frozenset({"ops", "nn", "commit", "surgery"}),
-    "diagnostics": frozenset({"ops", "nn", "surgery"}),
+    "convert": frozenset({"ops", "nn"}),
+    # convert for the data flow of a model and for replacing its modules
+    "export": frozenset({"ops", "nn", "convert"}),
+    "check": frozenset({"ops", "nn", "commit", "convert"}),
+    "diagnostics": frozenset({"ops", "nn", "convert"}),
     "records": frozenset(),
     "report": frozenset({"records"}),
     # what it times (nn), what it compares with (ops), and what an optimizer's step would do between two rounds (commit)
     "bench": frozenset({"ops", "nn", "commit"}),
     # ops and nn for what is keyed by sample (order, dropout) and for weights computed once per step
-    "engine": frozenset({"ops", "nn", "surgery", "commit", "records"}),
+    "engine": frozenset({"ops", "nn", "convert", "commit", "records"}),
     "data": frozenset({"ops"}),  # keyed random numbers, for augmentation
     "tasks": frozenset({"ops", "data"}),
-    "recipes": frozenset({"nn", "convert", "data", "tasks", "engine", "records"}),
-    # what a figure trains (nn, convert, tasks, recipes), how (ops for the order of samples, engine for schedules), what
-    # it looks at (diagnostics), what it is drawn from (records), and how matplotlib is loaded (bench)
-    "figures": frozenset({"ops", "nn", "convert", "diagnostics", "tasks", "recipes", "engine", "records", "bench"}),
+    # the networks (nn, convert), what a figure looks at (diagnostics), how matplotlib is loaded (bench)
+    "recipes": frozenset({"ops", "nn", "convert", "data", "tasks", "engine", "records", "diagnostics", "bench"}),
 }
 
 # Rooms that import the standard library and nothing else: they can be read on a machine without torch.
@@ -120,7 +117,7 @@ def test_rooms_import_only_what_the_table_allows():
         ("ops/weight.py", "from .. import nn", "ops/weight.py:1: ops may not import nn"),
         ("ops/bcn/triton.py", "from ...nn.conv import WSConv2d", "ops/bcn/triton.py:1: ops may not import nn"),
         ("ops/__init__.py", "from ..commit import attach", "ops/__init__.py:1: ops may not import commit"),
-        ("surgery.py", "from .ops import moments", "surgery.py:1: surgery may not import ops"),
+        ("records.py", "from .ops import moments", "records.py:1: records may not import ops"),
         ("nn/conv.py", "from micronorm import BCN", "nn/conv.py:1: nn may not import __init__"),
         ("nn/conv.py", "import micronorm as mn", "nn/conv.py:1: nn may not import __init__"),
         ("nn/conv.py", "def f():\n    from micronorm.commit import attach", "nn/conv.py:2: nn may not import commit"),

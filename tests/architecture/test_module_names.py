@@ -6,7 +6,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 WRITTEN = {"runs", "data", "build", "dist"}
-"""Folders that commands of the README create in the checkout. ruff takes a top-level folder for a first-party package."""
+"""Folders in the checkout that commands of the README create. ruff takes them for first-party packages."""
 
 
 @pytest.mark.parametrize("folder", ["benchmarks", "examples"])

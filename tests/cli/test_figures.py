@@ -6,9 +6,9 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from micronorm import figures
 from micronorm.cli import app
 from micronorm.cli import figures as cli_figures
+from micronorm.recipes import figures
 from tests.recipes.runs import write_run
 
 
@@ -95,7 +95,7 @@ def test_a_measurement_that_is_stopped_says_how_to_go_on(monkeypatch):
 
 @pytest.mark.usefixtures("undrawn")
 def test_records_that_are_there_are_looked_up_anew(monkeypatch, tmp_path):
-    monkeypatch.setattr("micronorm.figures.front.packaged", list)
+    monkeypatch.setattr("micronorm.recipes.figures.front.packaged", list)
     write_run(tmp_path / "runs" / "a", "digits/gn", figures={"top1": 7.0})
     run("fig:front")
     write_run(tmp_path / "runs" / "b", "digits/bn-64", figures={"top1": 6.0})

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import micronorm as mn
-from micronorm.surgery import restore_forwards
+from micronorm.convert.surgery import restore_forwards
 from tests.export.networks import randomized
 
 WAYS = (torch.float64, torch.float32)

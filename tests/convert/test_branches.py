@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import micronorm as mn
-from micronorm.flow import trace_flow
+from micronorm.convert.flow import trace_flow
 from micronorm.nn import branch
 from micronorm.nn.sharing import SharedWeights
 from micronorm.ops.pointwise import operators

@@ -13,8 +13,8 @@ import torchvision
 from torch import Tensor, nn
 
 import micronorm as mn
-from micronorm.flow import trace_flow
-from micronorm.surgery import restore_forwards
+from micronorm.convert.flow import trace_flow
+from micronorm.convert.surgery import restore_forwards
 from tests.convert.fused import calls, converted, unfused
 from tests.convert.test_fusion import IMAGE, Block, Residual
 from tests.tolerances import assert_close_to_max, tolerance

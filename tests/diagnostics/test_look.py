@@ -13,9 +13,9 @@ import torchvision
 from torch import Tensor, nn
 
 import micronorm as mn
+from micronorm.convert.surgery import restore_forwards
 from micronorm.diagnostics.look import look
 from micronorm.diagnostics.statdiff import stat_diff
-from micronorm.surgery import restore_forwards
 from tests.networks import SmallResNet
 from tests.tolerances import assert_close_to_max, tolerance
 

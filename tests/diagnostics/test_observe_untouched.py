@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as optim
 
 import micronorm as mn
-from micronorm.surgery import restore_forwards
+from micronorm.convert.surgery import restore_forwards
 from tests.diagnostics.looked import EIGHT, assert_same_figures, fused_network, looked_at, network, take_step
 from tests.networks import samples
 from tests.tolerances import tolerance

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from micronorm.surgery import refuse_wrappers
+from micronorm.convert.surgery import refuse_wrappers
 
 _WRAPPERS = {
     "DistributedDataParallel": "pass model.module: the ranks' law is the same law, and one process can check it",

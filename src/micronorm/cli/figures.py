@@ -11,10 +11,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as Grid
 
-from micronorm import figures, records
+from micronorm import records
 from micronorm.cli.progress import TrainingProgress
 from micronorm.engine.parallel import own_device
-from micronorm.figures import sheet as sheets
+from micronorm.recipes import figures
+from micronorm.recipes.figures import sheet as sheets
 
 FOLDER = "figures"
 """Within the folder of runs, where data files and pictures go."""

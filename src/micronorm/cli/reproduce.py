@@ -18,8 +18,8 @@ from micronorm.cli.figures import list_figures, reproduce_figure
 from micronorm.cli.progress import TrainingProgress
 from micronorm.cli.targets import MISUSE, TargetError, unknown
 from micronorm.cli.train import Variation, run_recipe
-from micronorm.figures import Request
 from micronorm.recipes import Recipe, Table, find_table, tables
+from micronorm.recipes.figures import Request
 from micronorm.recipes.results import Findings, Result, gather, packaged, read_runs
 
 INCOMPLETE = 1

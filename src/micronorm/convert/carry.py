@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from micronorm.convert.fusion import spoken
 from micronorm.convert.rules import Norm
+from micronorm.convert.surgery import adopt_hooks
 from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.nn.norm_act import FUSIBLE, ChannelsLast, activation_inside, has_hooks, with_activation
 from micronorm.nn.spec import GroupedSpec, NormSpec
-from micronorm.surgery import adopt_hooks
 
 # Where a norm sees one number per channel, a group of few channels normalizes to nearly a sign; see `fit`.
 _CHANNELS_WHERE_ONE_ELEMENT = 16

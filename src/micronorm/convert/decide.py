@@ -7,11 +7,11 @@ from torch import nn
 from micronorm.convert.plan import Plan
 from micronorm.convert.planner import Filter, Planner
 from micronorm.convert.rules import WRAPPERS
+from micronorm.convert.surgery import refuse_wrappers
 from micronorm.nn.bcn import BCN
 from micronorm.nn.inputs import check_count, check_flag
 from micronorm.nn.spec import NormSpec, WeightSpec
 from micronorm.nn.weight import CWN, WS
-from micronorm.surgery import refuse_wrappers
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -19,11 +19,11 @@ from micronorm.convert.branches import join_branches
 from micronorm.convert.lookups import NotTraceable
 from micronorm.convert.rewrite import Conditions, add_fused, copy_traced, norm_add, write_forward
 from micronorm.convert.rules import CONVOLUTIONS
+from micronorm.convert.surgery import foreign_forward
 from micronorm.convert.tracing import IN_PLACE, Traced, short, trace_alone
 from micronorm.nn.norm_act import fusible_activation, has_hooks
 from micronorm.nn.pool import max_pool
 from micronorm.ops.activation import Activation
-from micronorm.surgery import foreign_forward
 
 _FUNCTIONS: dict[Any, str] = {
     F.relu: "relu",

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from torch import nn
 
-from micronorm.flow import Flow
-from micronorm.surgery import replace, set_forward
+from micronorm.convert.flow import Flow
+from micronorm.convert.surgery import replace, set_forward
 
 Forward = Callable[..., Any]
 

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from micronorm.convert.carry import build, computed_inside, fit, why_not_inside, zero_initialized
+from micronorm.convert.flow import Flow, Node, trace_flow
+from micronorm.convert.flow.kinds import one_element_per_channel, passes_scale
+from micronorm.convert.flow.trace import by_order
 from micronorm.convert.fusion import Fusions, find_fusions, spoken
 from micronorm.convert.plan import Decision, Plan
 from micronorm.convert.rules import CONVOLUTIONS, Norm, looks_like_a_norm, read_norm, refuse_reparameterized
-from micronorm.flow import Flow, Node, trace_flow
-from micronorm.flow.kinds import one_element_per_channel, passes_scale
-from micronorm.flow.trace import by_order
+from micronorm.convert.surgery import is_rewritten, names_of
 from micronorm.nn.bcn import BCN, BatchChannelNorm
 from micronorm.nn.branch import JOINING, is_pointwise
 from micronorm.nn.group import GroupNorm
@@ -22,7 +23,6 @@ from micronorm.nn.norm_act import FUSIBLE, BatchChannelNormAct, activation_insid
 from micronorm.nn.pool import window_of
 from micronorm.nn.spec import GroupedSpec, NormSpec, WeightSpec
 from micronorm.nn.weight import CWN, WS, counterpart_kind, is_standardized_by_timm
-from micronorm.surgery import is_rewritten, names_of
 
 Filter = Callable[[nn.Module, str], bool]
 

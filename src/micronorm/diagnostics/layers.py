@@ -6,9 +6,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
+from micronorm.convert.surgery import names_of
 from micronorm.nn.reparameterized import Reparameterized
 from micronorm.nn.weight import counterpart_kind, is_standardized_by_timm
-from micronorm.surgery import names_of
 
 Filter = Callable[[nn.Module, str], bool]
 """Says of a layer and its name whether to take it, as in `mn.convert`."""

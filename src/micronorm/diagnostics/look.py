@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from micronorm.convert.surgery import refuse_wrappers
 from micronorm.diagnostics.channels import positives
 from micronorm.diagnostics.followers import Followers
 from micronorm.diagnostics.norms import NormLayer, fits, read_norm
 from micronorm.diagnostics.seen import NormLook, Seen
 from micronorm.nn.bcn import BatchChannelNorm
-from micronorm.surgery import refuse_wrappers
 
 __all__ = ["NormLook", "Statistics", "look"]
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from micronorm.convert.surgery import refuse_wrappers
 from micronorm.diagnostics.hooks import Look, Taken, whole_weights
 from micronorm.diagnostics.norms import read_norm
-from micronorm.surgery import refuse_wrappers
 
 Row = dict[str, Any]
 

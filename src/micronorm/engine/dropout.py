@@ -6,8 +6,8 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from micronorm.convert.surgery import adopt_hooks, names_of, replace
 from micronorm.nn.keyed_dropout import KeyedDropout, KeyedDropPath
-from micronorm.surgery import adopt_hooks, names_of, replace
 
 _DIMS: Mapping[type[nn.Module], int] = {nn.Dropout: 0, nn.Dropout1d: 1, nn.Dropout2d: 2, nn.Dropout3d: 3}
 _ALWAYS_RANDOM = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)

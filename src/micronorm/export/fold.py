@@ -7,6 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from micronorm.convert.flow import Flow, trace_flow
+from micronorm.convert.flow.ranks import ranks
+from micronorm.convert.flow.trace import as_call
+from micronorm.convert.surgery import adopt_hooks, names_of, refuse_wrappers, replace, restore_forwards
 from micronorm.export.layers import (
     REPARAMETERIZED,
     batch_norm,
@@ -17,16 +21,12 @@ from micronorm.export.layers import (
     is_batch_norm,
     plain_layer,
 )
-from micronorm.flow import Flow, trace_flow
-from micronorm.flow.ranks import ranks
-from micronorm.flow.trace import as_call
 from micronorm.nn.batch import GhostBatchNorm
 from micronorm.nn.batch_renorm import BatchRenorm
 from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.nn.group import GroupNorm, InstanceNorm
 from micronorm.nn.norm_act import BatchChannelNormAct, ChannelsLast, NormAct
 from micronorm.nn.weight import counterpart_kind
-from micronorm.surgery import adopt_hooks, names_of, refuse_wrappers, replace, restore_forwards
 
 _BCN = (BatchChannelNorm, BatchChannelNormAct)
 _RUNNING = (GhostBatchNorm, BatchRenorm)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from micronorm.flow.trace import as_call
+from micronorm.convert.flow.trace import as_call
 
 
 def verify(

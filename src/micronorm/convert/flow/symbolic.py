@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch.fx
 from torch import nn
 
-from micronorm.flow.graph import Flow, Node
-from micronorm.flow.kinds import FRESH
+from micronorm.convert.flow.graph import Flow, Node
+from micronorm.convert.flow.kinds import FRESH
 
 
 def trace_symbolically(model: nn.Module, is_leaf: Callable[[nn.Module], bool], *, opaque: bool = False) -> Flow:

@@ -5,14 +5,14 @@ import math
 import pytest
 import torch
 
-from micronorm import figures
 from micronorm.diagnostics.lipschitz import gradient_shares
 from micronorm.engine.listener import Silent
-from micronorm.figures import dist, dist_exp, mean_div, stat_diff, sweep
-from micronorm.figures.figure import Request
-from micronorm.figures.mean_div import FirstGradients
-from micronorm.figures.stat_diff import MOMENTUM, ChannelStatistics
 from micronorm.nn import WS, WSConv2d
+from micronorm.recipes import figures
+from micronorm.recipes.figures import dist, dist_exp, mean_div, stat_diff, sweep
+from micronorm.recipes.figures.figure import Request
+from micronorm.recipes.figures.mean_div import FirstGradients
+from micronorm.recipes.figures.stat_diff import MOMENTUM, ChannelStatistics
 from micronorm.tasks.classification import Classification, open_classification
 from tests.tolerances import assert_close_to_max, tolerance
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from micronorm.surgery import adopt_hooks, names_of, replace
+from micronorm.convert.surgery import adopt_hooks, names_of, replace
 
 
 def shared() -> tuple[nn.Module, nn.Module]:

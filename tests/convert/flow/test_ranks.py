@@ -3,8 +3,8 @@ import torch
 from torch import Tensor, nn
 
 import micronorm as mn
-from micronorm.flow import trace_flow
-from micronorm.flow.ranks import ranks
+from micronorm.convert.flow import trace_flow
+from micronorm.convert.flow.ranks import ranks
 
 
 class Model(nn.Module):

@@ -11,11 +11,11 @@ from torch import nn
 from micronorm.convert import convert
 from micronorm.engine.optimization import SGD, Cosine, Milestones
 from micronorm.engine.settings import Settings, describe
-from micronorm.figures.figure import Request, Work
-from micronorm.figures.training import Training
 from micronorm.nn import GN
 from micronorm.nn.spec import NormSpec, WeightSpec
 from micronorm.recipes import digits
+from micronorm.recipes.figures.figure import Request, Work
+from micronorm.recipes.figures.training import Training
 from micronorm.recipes.networks import NETWORKS, build_network
 from micronorm.recipes.protocols import TITLES
 from micronorm.recipes.recipe import DATA

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from micronorm.flow.execution import record
-from micronorm.flow.graph import Flow, Node
-from micronorm.flow.symbolic import trace_symbolically
+from micronorm.convert.flow.execution import record
+from micronorm.convert.flow.graph import Flow, Node
+from micronorm.convert.flow.symbolic import trace_symbolically
 
 
 def trace_flow(

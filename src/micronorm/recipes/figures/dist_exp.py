@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from micronorm.diagnostics.statdiff import stat_diff
-from micronorm.figures.figure import Figure, Request, Work
-from micronorm.figures.style import COLOURS, TEXT, caption, panel, tidy
+from micronorm.recipes.figures.figure import Figure, Request, Work
+from micronorm.recipes.figures.style import COLOURS, TEXT, caption, panel, tidy
 
 EXAMPLES = (((-0.25, 1.0), (0.25, 1.0)), ((-1.0, 1.0), (1.0, 0.5)), ((-3.0, 1.0), (3.0, 0.4)))
 """Mean and deviation of the two channels, example by example."""

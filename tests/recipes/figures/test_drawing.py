@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from micronorm import figures
-from micronorm.figures import dist, sheet
-from micronorm.figures.figure import Request
-from micronorm.figures.sweep import average
+from micronorm.recipes import figures
+from micronorm.recipes.figures import dist, sheet
+from micronorm.recipes.figures.figure import Request
+from micronorm.recipes.figures.sweep import average
 
 pytest.importorskip("matplotlib")
 

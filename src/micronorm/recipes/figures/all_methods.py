@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from micronorm.figures.figure import Figure
-from micronorm.figures.style import COLOURS, QUIET, TEXT, caption
+from micronorm.recipes.figures.figure import Figure
+from micronorm.recipes.figures.style import COLOURS, QUIET, TEXT, caption
 
 _PLAIN = "#ffffff"
 _SHIFT = 0.34  # of a step into the depth, right and up

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from micronorm.engine.listener import Listener, Silent
-from micronorm.figures.sheet import Sheet
+from micronorm.recipes.figures.sheet import Sheet
 
 OPTIONS = ("dataset", "network", "epochs", "seed")
 """What a request may change of a figure's settings, where the figure has it."""
@@ -88,7 +88,7 @@ class Figure:
         """The name of its files: the label, the data set, and every option that was asked for.
 
         Example:
-            >>> from micronorm import figures
+            >>> from micronorm.recipes import figures
             >>> figures.find("fig:dist").stem(Request(epochs=2))
             'dist-digits-epochs-2'
         """

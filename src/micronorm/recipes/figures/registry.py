@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from micronorm.bench.plot import load_pyplot
-from micronorm.figures import all_methods, dist, dist_exp, front, imagenet, mean_div, stat_diff, ws_eqn
-from micronorm.figures.figure import Figure
+from micronorm.recipes.figures import all_methods, dist, dist_exp, front, imagenet, mean_div, stat_diff, ws_eqn
+from micronorm.recipes.figures.figure import Figure
 
 _FIGURES = {
     module.FIGURE.name: module.FIGURE

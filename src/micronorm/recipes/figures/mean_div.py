@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from micronorm.diagnostics.lipschitz import gradient_shares
-from micronorm.figures import sweep
-from micronorm.figures.figure import Figure, Work
-from micronorm.figures.style import COLOURS, TEXT, caption, panel, tidy
-from micronorm.figures.sweep import average, subject
 from micronorm.nn import WS
 from micronorm.nn.sharing import SharedWeights
+from micronorm.recipes.figures import sweep
+from micronorm.recipes.figures.figure import Figure, Work
+from micronorm.recipes.figures.style import COLOURS, TEXT, caption, panel, tidy
+from micronorm.recipes.figures.sweep import average, subject
 
 METHODS: Mapping[str, sweep.Method] = {
     "GN": (sweep.GROUPS, None),

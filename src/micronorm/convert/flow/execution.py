@@ -10,8 +10,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from micronorm.flow.graph import Flow, Node
-from micronorm.flow.kinds import FRESH
+from micronorm.convert.flow.graph import Flow, Node
+from micronorm.convert.flow.kinds import FRESH
 
 
 def record(

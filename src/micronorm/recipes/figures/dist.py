@@ -8,10 +8,10 @@ import torch
 
 from micronorm.engine.optimization import SGD, Cosine
 from micronorm.engine.settings import Settings, describe
-from micronorm.figures.figure import Figure, Request, Work
-from micronorm.figures.preset import LAYERS, WIDTH, PresetNetwork, StackedNetworks
-from micronorm.figures.style import COLOURS, QUIET, TEXT, caption, tidy
-from micronorm.figures.training import Training
+from micronorm.recipes.figures.figure import Figure, Request, Work
+from micronorm.recipes.figures.preset import LAYERS, WIDTH, PresetNetwork, StackedNetworks
+from micronorm.recipes.figures.style import COLOURS, QUIET, TEXT, caption, tidy
+from micronorm.recipes.figures.training import Training
 from micronorm.recipes.recipe import DATA
 from micronorm.tasks.classification import Classification, open_classification
 

@@ -2,9 +2,10 @@
 
 import pytest
 
-from micronorm import figures, records
-from micronorm.figures import front
-from micronorm.figures.figure import Request
+from micronorm import records
+from micronorm.recipes import figures
+from micronorm.recipes.figures import front
+from micronorm.recipes.figures.figure import Request
 from tests.recipes.runs import write_run
 
 

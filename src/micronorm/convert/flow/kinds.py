@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from micronorm.flow.graph import Node
+from micronorm.convert.flow.graph import Node
 
 # Multiplied input, multiplied output: a scale given to the input is still there for a norm further on. An underscore
 # at the end of a name (in-place) and the underscores of operators are stripped before looking it up.

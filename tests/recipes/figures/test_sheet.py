@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from micronorm.figures import sheet as sheets
-from micronorm.figures.sheet import Sheet
+from micronorm.recipes.figures import sheet as sheets
+from micronorm.recipes.figures.sheet import Sheet
 
 FACTS = {"figure": "fig:dist", "settings": {"epochs": 2}}
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from micronorm import records
-from micronorm.figures.figure import Figure, Request, Work
-from micronorm.figures.style import COLOURS, caption, panel, tidy
+from micronorm.recipes.figures.figure import Figure, Request, Work
+from micronorm.recipes.figures.style import COLOURS, caption, panel, tidy
 from micronorm.recipes.recipe import DATA
 from micronorm.recipes.registry import find
 from micronorm.recipes.results import gather, read_runs

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from micronorm.figures.figure import Figure, Request, Work
-from micronorm.figures.style import COLOURS, QUIET, TEXT, caption, panel, tidy
+from micronorm.recipes.figures.figure import Figure, Request, Work
+from micronorm.recipes.figures.style import COLOURS, QUIET, TEXT, caption, panel, tidy
 from micronorm.recipes.registry import find
 from micronorm.recipes.results import gather, packaged, read_runs
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from micronorm.diagnostics.statdiff import stat_diff
-from micronorm.figures import sweep
-from micronorm.figures.figure import Figure, Work
-from micronorm.figures.style import COLOURS, caption, panel, tidy
 from micronorm.nn import LN, WS
+from micronorm.recipes.figures import sweep
+from micronorm.recipes.figures.figure import Figure, Work
+from micronorm.recipes.figures.style import COLOURS, caption, panel, tidy
 
 METHODS: Mapping[str, sweep.Method] = {
     "GN": (sweep.GROUPS, None),

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from micronorm.figures.dist import make
-from micronorm.figures.preset import PresetNorm, StackedNetworks
+from micronorm.recipes.figures.dist import make
+from micronorm.recipes.figures.preset import PresetNorm, StackedNetworks
 from tests.tolerances import assert_close_to_max, tolerance
 
 CELLS = [(0.0, 0.0), (1.0, 0.3), (2.0, 0.9)]

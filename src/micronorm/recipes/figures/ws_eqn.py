@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from micronorm.figures.figure import Figure
-from micronorm.figures.style import COLOURS, TEXT, caption
+from micronorm.recipes.figures.figure import Figure
+from micronorm.recipes.figures.style import COLOURS, TEXT, caption
 
 _FORWARD, _BACKWARD = COLOURS[0], COLOURS[1]
 _NODES = ((0.0, "$W$"), (3.6, "$\\dot{W}$"), (8.6, "$\\hat{W}$"), (11.6, "$y$"), (13.8, "$\\mathcal{L}$"))

@@ -2,8 +2,8 @@
 
 from torch import nn
 
-from micronorm.flow.graph import Flow, Node
-from micronorm.flow.kinds import function_name
+from micronorm.convert.flow.graph import Flow, Node
+from micronorm.convert.flow.kinds import function_name
 
 _OF_ONE_RANK = {
     3: (nn.Conv1d, nn.ConvTranspose1d, nn.MaxPool1d, nn.AvgPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d),
