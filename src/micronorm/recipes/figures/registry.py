@@ -14,7 +14,7 @@ _FIGURES = {
     for module in (front, all_methods, ws_eqn, mean_div, dist, stat_diff, dist_exp, imagenet)
 }
 
-RECORDED = Path(__file__).parents[3] / "results" / "figures"
+RECORDED = Path(__file__).parents[4] / "results" / "figures"
 """The data files that lie in a checkout; an installed package has none."""
 
 
