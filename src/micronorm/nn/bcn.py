@@ -18,7 +18,7 @@ from micronorm.nn.rematerialize.collector import remember
 from micronorm.nn.running import WideBuffers
 from micronorm.nn.spec import GroupedSpec
 from micronorm.nn.window import Window, gather, gather_own, run, sequential_estimates, track_batch
-from micronorm.ops.activation import IDENTITY, Activation, check_activation
+from micronorm.ops.activation import IDENTITY, Activation, ActivationKind, check_activation
 from micronorm.ops.bcn import (
     batch_channel_norm,
     batch_channel_norm_fused,
@@ -256,10 +256,10 @@ class BatchChannelNorm(WideBuffers):
             activation: of this call, for a layer that has none of its own; as in the class.
             negative_slope: of `"leaky_relu"`.
         """
-        own = Activation(self.activation, self.negative_slope)
+        own = check_activation(self.activation, self.negative_slope)
         if activation is None:
             return self._normalize(x, own, residual)
-        if own.kind is not None:
+        if own.kind is not ActivationKind.IDENTITY:
             raise ValueError(f"the layer has its own activation {own.kind!r}; {activation!r} would be a second one")
         return self._normalize(x, check_activation(activation, negative_slope), residual)
 
@@ -280,7 +280,7 @@ class BatchChannelNorm(WideBuffers):
         if backend == "reference":
             y = batch_channel_norm_reference(x, estimates, *affine, **options)
         else:
-            fused = activation.kind == "relu" and residual is None
+            fused = activation.kind is ActivationKind.RELU and residual is None
             numbers = [] if rematerializing(self) is not None else None
             y = batch_channel_norm(x, estimates, *affine, **options, relu=fused, data=data, numbers=numbers)
             if numbers:
@@ -290,7 +290,7 @@ class BatchChannelNorm(WideBuffers):
         return activation(y if residual is None else y + residual)
 
     def _normalize_fused(self, x: Tensor, activation: Activation, residual: Tensor | None) -> Tensor:
-        if residual is not None and not (activation.knows_its_sign and residual.dtype == x.dtype):
+        if residual is not None and not (activation.keeps_sign and residual.dtype == x.dtype):
             # Not by the kernels, so it cannot be computed again by them to the bit; the norm's own output can. And two
             # dtypes make a sum of the wider one.
             return activation(self._normalize_fused(x, IDENTITY, None) + residual)

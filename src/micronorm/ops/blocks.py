@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from micronorm.ops.transforms import is_transformed
+from micronorm.ops.runtime import is_transformed
 
 # 4 MB of float32. Measured on two cores with 1 MB of L2 each: 2 to 8 MB are alike, 0.5 MB and 16 MB about half slower.
 _BLOCK = 1 << 20
