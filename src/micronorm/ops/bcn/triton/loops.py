@@ -187,5 +187,6 @@ def write_gradient(
         t_cs = x_cs - pivot_c[:, None]
         u_cs = tl.fma(t_cs, scale_c[:, None], spread(offset_c, t_cs))
         g_cs = gate(g_cs, u_cs, ACTIVATION, SLOPE)
-        dx_cs = tl.fma(g_cs, slope_c[:, None], tl.fma(t_cs, curve_c[:, None], spread(shift_c, t_cs)))
+        shift_cs = spread(shift_c, t_cs)
+        dx_cs = tl.fma(g_cs, slope_c[:, None], tl.fma(t_cs, curve_c[:, None], shift_cs))
         tl.store(tile_at(dx_ptr, strides[2], c, s), dx_cs.to(dx_ptr.dtype.element_ty), valid_cs)
