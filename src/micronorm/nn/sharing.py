@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from micronorm.nn.reparameterized import Reparameterized
+from micronorm.ops.private_api import foreach_copy_
 from micronorm.ops.weight import launch
 
 
@@ -93,7 +94,7 @@ class SharedWeights:
         results: list[tuple[Any, list[Tensor]]] = [(w, [self._leaves[i]]) for i, w in apart.items()]
         if apart:
             with torch.no_grad():
-                torch._foreach_copy_([self._leaves[i] for i in apart], list(apart.values()))
+                foreach_copy_([self._leaves[i] for i in apart], list(apart.values()))
         for group in groups:
             leaves = [self._leaves[i] for i in group.places]
             results.append((_Launch.apply(group, leaves, *(self.layers[i].weight for i in group.places)), leaves))

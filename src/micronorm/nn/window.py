@@ -20,6 +20,7 @@ from torch import Tensor
 from micronorm.nn.recompute import inside_backward
 from micronorm.ops.bcn import Sums, batch_statistics, gather_fused, move_by_batch, scan, window_sums
 from micronorm.ops.moments import Moments, bounded, wide_dtype
+from micronorm.ops.private_api import functorch_transforms_active
 
 MAX_FORWARDS = 1024
 BATCH_MOMENTUM = 0.1  # nn.BatchNorm2d's, for "batch" layers whose rate is not a number
@@ -386,7 +387,7 @@ def run(function: Callable, *args: object) -> Any:
     """Call one of the functions above; as the operator of its name where a graph is being compiled."""
     if torch.compiler.is_compiling():
         return getattr(torch.ops.micronorm, function.__name__)(*args)
-    if torch._C._are_functorch_transforms_active():
+    if functorch_transforms_active():
         raise RuntimeError(
             "a BatchChannelNorm in training mode keeps statistics of what it sees, and transforms of torch.func (grad, "
             'vmap, jvp, ...) let no layer keep anything; call model.eval() for them, which in "step" mode changes no '

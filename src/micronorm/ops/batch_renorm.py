@@ -22,7 +22,7 @@ def batch_renorm(
 
     r = clip(σ_B/σ, 1/r_max, r_max) and d = clip((μ_B − μ)/σ, −d_max, d_max) carry no gradient. Then μ += α(μ_B − μ) and
     σ += α(σ_B − σ): as in the paper it is σ that moves, by the biased σ_B, and `running.var` holds σ² − eps, so that
-    inference is plain batch normalization. r_max and d_max are 0-d tensors. An empty batch moves nothing.
+    inference is plain batch normalization. r_max and d_max are 0-d tensors. An empty batch changes nothing.
     """
     if x.shape[0] == 0:
         return normalize(x, Moments(running.mean, running.var), weight, bias, eps=eps), running

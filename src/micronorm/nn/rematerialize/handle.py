@@ -16,6 +16,7 @@ from micronorm.nn.group import GroupNorm
 from micronorm.nn.rematerialize import collector
 from micronorm.nn.rematerialize.collector import Collector, Spared
 from micronorm.nn.rematerialize.formula import unpack
+from micronorm.ops.private_api import top_saved_tensors_hooks
 
 
 def recompute(model: nn.Module, *, filter: Callable[[nn.Module, str], bool] | None = None) -> "Recomputation":
@@ -140,7 +141,7 @@ class _Forward:
     def __init__(self, left_out: frozenset[nn.Module]) -> None:
         self.collector = Collector(left_out)
         pack: Callable[..., Any] = self.collector.pack
-        if _hooks_in_force is None and "torch._dynamo" in sys.modules:
+        if top_saved_tensors_hooks is None and "torch._dynamo" in sys.modules:
             pack = torch.compiler.disable(pack)  # type: ignore[assignment] # there, a compiled part of the model would compile the hook
         self.hooks = saved_tensors_hooks(pack, unpack)
         self.hooks.__enter__()
@@ -173,10 +174,6 @@ def _calls() -> list[_Call]:
     return _local.calls
 
 
-# What torch 2.6 and 2.7 do not have: the hooks in force, for Python and for compiled code to see.
-_hooks_in_force = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # type: ignore[attr-defined]
-
-
 def _others_have_hooks() -> bool:
     """Whether somebody else decides already what is kept: offloading, or a checkpoint around the whole model."""
-    return _hooks_in_force is not None and _hooks_in_force(False) is not None
+    return top_saved_tensors_hooks is not None and top_saved_tensors_hooks(False) is not None

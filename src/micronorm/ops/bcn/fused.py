@@ -36,30 +36,19 @@ def _rule(mean: Tensor | None, weight: Tensor | None, groups: int, eps: float, a
     return _kernels().rule(kind, groups, eps, activation, slope)
 
 
-def normalize(
-    x: Tensor,
-    residual: Tensor | None,
-    given: Tensor | None,
-    mean: Tensor | None,
-    var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    group_weight: Tensor | None,
-    group_bias: Tensor | None,
-    blend: Tensor | None,
-    groups: int,
-    eps: float,
-    activation: str,
-    slope: float,
-    from_batch: bool,
-) -> tuple[Tensor, Tensor]:
+_TENSORS = "Tensor? mean, Tensor? var, Tensor? weight, Tensor? bias, Tensor? group_weight, Tensor? group_bias"
+_OPTIONS = "int groups, float eps, str activation, float slope, bool from_batch"
+
+
+def normalize(x: Tensor, residual: Tensor | None, given: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
     """Return y and the packed `numbers` that the backward and the window need.
 
-    `given` are the `channel_moments` of x, if the estimates were derived from them; `from_batch` is for the backward.
+    `given` are the `channel_moments` of x, if the estimates were derived from them. The rest are the blend and the
+    arguments in `_TENSORS` and `_OPTIONS`; `from_batch` is for the backward.
     """
-    rule = _rule(mean, weight, groups, eps, activation, slope)
-    norm = (mean, var, weight, bias, group_weight, group_bias, blend)
-    return _kernels().forward(x, residual, given, rule, norm)
+    *norm, groups, eps, activation, slope, _ = rest
+    rule = _rule(norm[0], norm[2], groups, eps, activation, slope)
+    return _kernels().forward(x, residual, given, rule, tuple(norm))
 
 
 def _fake(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
@@ -68,35 +57,18 @@ def _fake(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
 
 
 def normalize_backward(
-    grad: Tensor,
-    x: Tensor,
-    output: Tensor | None,
-    numbers: Tensor,
-    mean: Tensor | None,
-    var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    group_weight: Tensor | None,
-    group_bias: Tensor | None,
-    groups: int,
-    eps: float,
-    activation: str,
-    slope: float,
-    from_batch: bool,
+    grad: Tensor, x: Tensor, output: Tensor | None, numbers: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x, of the residual (empty without one) and of the parameters, one after the other."""
-    affine = (weight, bias, group_weight, group_bias)
-    options = (groups, eps, activation, slope, from_batch)
-    dx, residual, parameters = _backward(grad, x, output, numbers, mean, var, *affine, *options)
+    dx, residual, parameters = _backward(grad, x, output, numbers, *rest)
     return dx, x.new_empty(0) if residual is None else residual, parameters
 
 
 def _backward(grad: Tensor, x: Tensor, output: Tensor | None, numbers: Tensor, *rest: Any) -> Any:
     """Do `normalize_backward`, but return None for a missing residual, which an operator cannot return."""
-    mean, var, weight, bias, group_weight, group_bias, groups, eps, activation, slope, from_batch = rest
-    rule = _rule(mean, weight, groups, eps, activation, slope)
-    norm = (mean, var, weight, bias, group_weight, group_bias, None)
-    return _kernels().backward(x, grad, output, numbers, rule, norm, from_batch)
+    *norm, groups, eps, activation, slope, from_batch = rest
+    rule = _rule(norm[0], norm[2], groups, eps, activation, slope)
+    return _kernels().backward(x, grad, output, numbers, rule, (*norm, None), from_batch)
 
 
 def _fake_backward(
@@ -203,12 +175,21 @@ def _operator_backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, .
 # The kernels are not called under torch.func transforms, so the search for them in every argument is not needed.
 _apply = fast_apply(_Normalize)
 
-_operator = torch.library.custom_op("micronorm::normalize", normalize, mutates_args=())
+_operator = torch.library.custom_op(
+    "micronorm::normalize",
+    normalize,
+    mutates_args=(),
+    schema=f"(Tensor x, Tensor? residual, Tensor? given, {_TENSORS}, Tensor? blend, {_OPTIONS}) -> (Tensor, Tensor)",
+)
 _operator.register_fake(_fake)
 _operator.register_autograd(_operator_backward, setup_context=_save)
-torch.library.custom_op("micronorm::normalize_backward", normalize_backward, mutates_args=()).register_fake(
-    _fake_backward
-)
+torch.library.custom_op(
+    "micronorm::normalize_backward",
+    normalize_backward,
+    mutates_args=(),
+    schema=f"(Tensor grad, Tensor x, Tensor? output, Tensor numbers, {_TENSORS}, {_OPTIONS}) "
+    "-> (Tensor, Tensor, Tensor)",
+).register_fake(_fake_backward)
 torch.library.custom_op("micronorm::channel_moments", channel_moments, mutates_args=()).register_fake(
     lambda x: x.new_empty((3, x.shape[0], x.shape[1]), dtype=compute_dtype(x.dtype))
 )

@@ -32,17 +32,10 @@ def forward_one(
     w_ptr,  # O×I in the weight's dtype
     out_ptr,  # O×I in the dtype of the result
     stats_ptr,  # 3×channels in WIDE
-    channels,
-    height,
-    fan_in,
-    EPS: tl.constexpr,
-    CENTER: tl.constexpr,
-    SCALE: tl.constexpr,
-    WIDE: tl.constexpr,
-    R: tl.constexpr,
-    C: tl.constexpr,
-    LONG: tl.constexpr,
-):
+    channels, height, fan_in,
+    EPS: tl.constexpr, CENTER: tl.constexpr, SCALE: tl.constexpr, WIDE: tl.constexpr, R: tl.constexpr,
+    C: tl.constexpr, LONG: tl.constexpr,
+):  # fmt: skip
     """Standardize one weight of `height` rows; a program takes R of them."""
     first = tl.program_id(0) * R
     at = first.to(tl.int64) * fan_in
@@ -59,16 +52,10 @@ def backward_one(
     g_ptr,  # O×I in the gradient's dtype
     dw_ptr,  # O×I in the weight's dtype
     stats_ptr,  # 3×channels in WIDE, offset to this weight's first column
-    channels,
-    height,
-    fan_in,
-    CENTER: tl.constexpr,
-    SCALE: tl.constexpr,
-    WIDE: tl.constexpr,
-    R: tl.constexpr,
-    C: tl.constexpr,
+    channels, height, fan_in,
+    CENTER: tl.constexpr, SCALE: tl.constexpr, WIDE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     LONG: tl.constexpr,
-):
+):  # fmt: skip
     """Compute the gradient of one weight; the statistics may have more `channels` than its `height` rows."""
     first = tl.program_id(0) * R
     at = first.to(tl.int64) * fan_in
@@ -105,19 +92,10 @@ def forward_many(
     outs_ptr,  # one int64 address per weight: O×I in OUT
     stats_ptr,  # 3×channels in WIDE
     channels,
-    EPS: tl.constexpr,
-    CENTER: tl.constexpr,
-    SCALE: tl.constexpr,
-    WIDE: tl.constexpr,
-    W: tl.constexpr,
-    OUT: tl.constexpr,
-    KINDS: tl.constexpr,
-    NARROW: tl.constexpr,
-    TILE: tl.constexpr,
-    SHORT: tl.constexpr,
-    SHORT_ROWS: tl.constexpr,
-    LONG: tl.constexpr,
-):
+    EPS: tl.constexpr, CENTER: tl.constexpr, SCALE: tl.constexpr, WIDE: tl.constexpr, W: tl.constexpr,
+    OUT: tl.constexpr, KINDS: tl.constexpr, NARROW: tl.constexpr, TILE: tl.constexpr, SHORT: tl.constexpr,
+    SHORT_ROWS: tl.constexpr, LONG: tl.constexpr,
+):  # fmt: skip
     """Standardize many weights of dtype W; a program takes the rows of one record."""
     address, fan_in, rows, column, at, kind, owner = _read_record(blocks_ptr)
     stats_ptr += column
@@ -155,18 +133,10 @@ def backward_many(
     count,
     stats_ptr,  # 3×channels in WIDE
     channels,
-    CENTER: tl.constexpr,
-    SCALE: tl.constexpr,
-    WIDE: tl.constexpr,
-    W: tl.constexpr,
-    G: tl.constexpr,
-    KINDS: tl.constexpr,
-    NARROW: tl.constexpr,
-    TILE: tl.constexpr,
-    SHORT: tl.constexpr,
-    SHORT_ROWS: tl.constexpr,
-    LONG: tl.constexpr,
-):
+    CENTER: tl.constexpr, SCALE: tl.constexpr, WIDE: tl.constexpr, W: tl.constexpr, G: tl.constexpr,
+    KINDS: tl.constexpr, NARROW: tl.constexpr, TILE: tl.constexpr, SHORT: tl.constexpr,
+    SHORT_ROWS: tl.constexpr, LONG: tl.constexpr,
+):  # fmt: skip
     """Compute the gradients of `count` weights of dtype W; a program takes the rows of one record."""
     address, fan_in, rows, column, at, kind, owner = _read_record(blocks_ptr)
     stats_ptr += column

@@ -100,8 +100,8 @@ def weight_standardize_many(
 ) -> list[Tensor]:
     """Standardize every weight in a list: one launch for all of them, and one for all their gradients.
 
-    Weights that the kernel computes (see `choose_backend`) take one launch per device and dtype. The others are computed
-    one by one. The gradients are computed when the gradient of the last Ŵ is known.
+    Weights that the kernel computes (see `choose_backend`) take one launch per device and dtype. The others are
+    computed one by one. The gradients are computed when the gradient of the last Ŵ is known.
 
     Args:
         weights: O×… each; this and the rest as in `weight_standardize`.

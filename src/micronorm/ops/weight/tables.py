@@ -37,7 +37,7 @@ def tile_of(fan_in: int, *, aligned: bool) -> tuple[int, int]:
 
 
 def block_records(weights: Sequence[Tensor], columns: Sequence[int]) -> Tensor:
-    """Return one `packed.Record` per block on the weights' device; `columns` says where each weight's statistics begin."""
+    """Return B `packed.Record` rows on the weights' device; `columns` says where each weight's statistics begin."""
     entries = []
     for index, (w, column) in enumerate(zip(weights, columns, strict=True)):
         address, fan_in = w.data_ptr(), w.numel() // w.shape[0]

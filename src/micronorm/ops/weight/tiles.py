@@ -40,19 +40,11 @@ def _store(pointers, x, mask):
 
 @triton.jit
 def forward_tile(
-    w_ptr,
-    out_ptr,
-    stats_ptr,
-    channels,
-    rows,
-    fan_in,
-    EPS: tl.constexpr,
-    CENTER: tl.constexpr,
-    SCALE: tl.constexpr,
-    WIDE: tl.constexpr,
-    R: tl.constexpr,
+    w_ptr, out_ptr, stats_ptr,
+    channels, rows, fan_in,
+    EPS: tl.constexpr, CENTER: tl.constexpr, SCALE: tl.constexpr, WIDE: tl.constexpr, R: tl.constexpr,
     C: tl.constexpr,
-):
+):  # fmt: skip
     """Standardize up to R rows, and store their statistics."""
     r = tl.arange(0, R)
     c = tl.arange(0, C)
@@ -78,17 +70,10 @@ def forward_tile(
 
 @triton.jit
 def forward_long(
-    w_ptr,
-    out_ptr,
-    stats_ptr,
-    channels,
-    fan_in,
-    EPS: tl.constexpr,
-    CENTER: tl.constexpr,
-    SCALE: tl.constexpr,
-    WIDE: tl.constexpr,
-    C: tl.constexpr,
-):
+    w_ptr, out_ptr, stats_ptr,
+    channels, fan_in,
+    EPS: tl.constexpr, CENTER: tl.constexpr, SCALE: tl.constexpr, WIDE: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
     """Standardize one row of any length in three passes. The variance is taken around the rounded mean.
 
     The loops use `while`, because the interpreter's `range` does not accept a number that was loaded.
@@ -133,19 +118,10 @@ def forward_long(
 
 @triton.jit
 def backward_tile(
-    w_ptr,
-    g_ptr,
-    dw_ptr,
-    stats_ptr,
-    channels,
-    rows,
-    fan_in,
-    CENTER: tl.constexpr,
-    SCALE: tl.constexpr,
-    WIDE: tl.constexpr,
-    R: tl.constexpr,
-    C: tl.constexpr,
-):
+    w_ptr, g_ptr, dw_ptr, stats_ptr,
+    channels, rows, fan_in,
+    CENTER: tl.constexpr, SCALE: tl.constexpr, WIDE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
     """Compute dW = (g − mean(g) − Ŵ·mean(g·Ŵ))/σ for up to R rows; without CENTER or SCALE their terms vanish."""
     r = tl.arange(0, R)
     c = tl.arange(0, C)
@@ -170,17 +146,10 @@ def backward_tile(
 
 @triton.jit
 def backward_long(
-    w_ptr,
-    g_ptr,
-    dw_ptr,
-    stats_ptr,
-    channels,
-    fan_in,
-    CENTER: tl.constexpr,
-    SCALE: tl.constexpr,
-    WIDE: tl.constexpr,
-    C: tl.constexpr,
-):
+    w_ptr, g_ptr, dw_ptr, stats_ptr,
+    channels, fan_in,
+    CENTER: tl.constexpr, SCALE: tl.constexpr, WIDE: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
     """Compute `backward_tile` for one row of any length, in two passes."""
     c = tl.arange(0, C)
     n = fan_in.to(WIDE)

@@ -4,8 +4,8 @@ In one launch: `backward_whole`. In two or three: `backward_part`, then `backwar
 `backward_apply` alone (FINISHES). `backward_batch` adds what flows through the batch's own moments, and
 `sums.sum_samples` adds up the parameters' gradients. The legend of names, shapes and pointers is in pieces.py.
 
-g is dL/du, where u enters the activation, and t = x − pivot. `sum_g` and `sum_gt` are Σg and Σg·t over space, from which
-everything else follows.
+g is dL/du, where u enters the activation, and t = x − pivot. `sum_g` and `sum_gt` are Σg and Σg·t over space, from
+which everything else follows.
 """
 
 # Called outside a kernel these raise, which is all that pyright sees of them.
@@ -45,44 +45,17 @@ def backward_whole(
     dr_ptr,  # N×C×S, dL/dresidual, dtype of the input; dx without HAS_RESIDUAL
     numbers_ptr,  # packed.numbers_size entries in F
     shares_ptr,  # N×columns in F
-    mean_ptr,  # C or N×C, any floating dtype
-    var_ptr,  # C or N×C, any floating dtype
-    weight_ptr,  # C, any floating dtype
-    bias_ptr,  # C, any floating dtype
+    mean_ptr, var_ptr,  # C or N×C, any floating dtype
+    weight_ptr, bias_ptr,  # C, any floating dtype
     group_weight_ptr,  # G or C, any floating dtype
-    samples,
-    channels,
-    space,
-    x_n,
-    x_c,
-    x_s,
-    g_n,
-    g_c,
-    g_s,
-    y_n,
-    y_c,
-    y_s,
-    d_n,
-    d_c,
-    d_s,
-    EPS: tl.constexpr,
-    ESTIMATES: tl.constexpr,
-    AFFINE: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SLOPE: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    SPACE: tl.constexpr,
-    STAGES: tl.constexpr,
-    TWICE: tl.constexpr,
-    ALIGN: tl.constexpr,
-    C_UNIT: tl.constexpr,
-    S_UNIT: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """Compute the whole backward. A program's groups are held on chip, or with TWICE read twice, then from the cache."""
+    samples, channels, space,
+    x_n, x_c, x_s, g_n, g_c, g_s, y_n, y_c, y_s, d_n, d_c, d_s,
+    EPS: tl.constexpr, ESTIMATES: tl.constexpr, AFFINE: tl.constexpr, ACTIVATION: tl.constexpr,
+    SLOPE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
+    CHANNELS: tl.constexpr, SPACE: tl.constexpr, STAGES: tl.constexpr, TWICE: tl.constexpr, ALIGN: tl.constexpr,
+    C_UNIT: tl.constexpr, S_UNIT: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Compute the whole backward. A program holds its groups on chip, or with TWICE reads them twice."""
     begin(EARLY)
     dtype: tl.constexpr = numbers_ptr.dtype.element_ty
     x = (x_n * ALIGN, x_c * C_UNIT, x_s * S_UNIT)
@@ -161,36 +134,13 @@ def backward_part(
     dr_ptr,  # N×C×S, dL/dresidual, dtype of the input; dx without HAS_RESIDUAL
     numbers_ptr,  # packed.numbers_size entries in F
     parts_ptr,  # 2×N×pieces×C in F: Σg, then Σg·t
-    samples,
-    channels,
-    space,
-    x_n,
-    x_c,
-    x_s,
-    g_n,
-    g_c,
-    g_s,
-    y_n,
-    y_c,
-    y_s,
-    d_n,
-    d_c,
-    d_s,
-    pieces,
-    piece,
-    blocks,
-    ACTIVATION: tl.constexpr,
-    SLOPE: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    CHANNELS_LAST: tl.constexpr,
-    ALIGN: tl.constexpr,
-    C_UNIT: tl.constexpr,
-    S_UNIT: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    SPACE: tl.constexpr,
-    STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    samples, channels, space,
+    x_n, x_c, x_s, g_n, g_c, g_s, y_n, y_c, y_s, d_n, d_c, d_s,
+    pieces, piece, blocks,
+    ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    ALIGN: tl.constexpr, C_UNIT: tl.constexpr, S_UNIT: tl.constexpr, CHANNELS: tl.constexpr,
+    SPACE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """Compute Σg and Σg·t over one piece of space; with a residual, store its gradient g for the elementwise pass."""
     begin(EARLY)
     x = (x_n * ALIGN, x_c * C_UNIT, x_s * S_UNIT)
@@ -243,24 +193,13 @@ def backward_numbers(
     numbers_ptr,  # packed.numbers_size entries in F
     slopes_ptr,  # 3×N×C in F
     shares_ptr,  # N×columns in F
-    mean_ptr,  # C or N×C, any floating dtype
-    var_ptr,  # C or N×C, any floating dtype
-    weight_ptr,  # C, any floating dtype
-    bias_ptr,  # C, any floating dtype
+    mean_ptr, var_ptr,  # C or N×C, any floating dtype
+    weight_ptr, bias_ptr,  # C, any floating dtype
     group_weight_ptr,  # G or C, any floating dtype
-    samples,
-    channels,
-    space,
-    pieces,
-    EPS: tl.constexpr,
-    ESTIMATES: tl.constexpr,
-    AFFINE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    PIECES: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    samples, channels, space, pieces,
+    EPS: tl.constexpr, ESTIMATES: tl.constexpr, AFFINE: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
+    CHANNELS: tl.constexpr, PIECES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """Do the N×C arithmetic of the backward, from the sums of the pieces."""
     begin(EARLY)
     n, c, valid_c = whole_groups(tl.program_id(0), channels, GROUPS, SIZE, CHANNELS)
@@ -282,50 +221,24 @@ def backward_apply(
     dx_ptr,  # N×C×S, dtype of the input
     parts_ptr,  # with FINISHES 2×N×part_pieces×C in F; otherwise the slopes, 3×N×C in F
     numbers_ptr,  # packed.numbers_size entries in F
-    shares_ptr,  # N×columns in F; this and the rest are used with FINISHES only
-    mean_ptr,  # C or N×C, any floating dtype
-    var_ptr,  # C or N×C, any floating dtype
-    weight_ptr,  # C, any floating dtype
-    bias_ptr,  # C, any floating dtype
+    shares_ptr,  # N×columns in F
+    mean_ptr, var_ptr,  # C or N×C, any floating dtype
+    weight_ptr, bias_ptr,  # C, any floating dtype
     group_weight_ptr,  # G or C, any floating dtype
-    samples,
-    channels,
-    space,
-    x_n,
-    x_c,
-    x_s,
-    g_n,
-    g_c,
-    g_s,
-    d_n,
-    d_c,
-    d_s,
-    part_pieces,
-    pieces,
-    piece,
-    blocks,
-    EPS: tl.constexpr,
-    ESTIMATES: tl.constexpr,
-    AFFINE: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SLOPE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    PIECES: tl.constexpr,
-    CHANNELS_LAST: tl.constexpr,
-    ALIGN: tl.constexpr,
-    C_UNIT: tl.constexpr,
-    S_UNIT: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    SPACE: tl.constexpr,
-    STAGES: tl.constexpr,
-    FINISHES: tl.constexpr,
+    samples, channels, space,
+    x_n, x_c, x_s, g_n, g_c, g_s, d_n, d_c, d_s,
+    part_pieces, pieces, piece, blocks,
+    EPS: tl.constexpr, ESTIMATES: tl.constexpr, AFFINE: tl.constexpr, ACTIVATION: tl.constexpr,
+    SLOPE: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr, ALIGN: tl.constexpr, C_UNIT: tl.constexpr, S_UNIT: tl.constexpr,
+    CHANNELS: tl.constexpr, SPACE: tl.constexpr, STAGES: tl.constexpr, FINISHES: tl.constexpr,
     EARLY: tl.constexpr,
-):
+):  # fmt: skip
     """Compute dx = slope·g + curve·(x − pivot) + shift, element by element.
 
     Programs go from the end: what the pass before this one read last is still in the cache.
-    FINISHES: the slopes are not computed yet, and every program does the arithmetic of its own groups first.
+    FINISHES: the slopes are not computed yet, and every program does the arithmetic of its own groups first. The
+    pointers after `numbers_ptr` are used only then.
     """
     begin(EARLY)
     x = (x_n * ALIGN, x_c * C_UNIT, x_s * S_UNIT)
@@ -360,16 +273,10 @@ def backward_batch(
     numbers_ptr,  # packed.numbers_size entries in F
     slopes_ptr,  # 3×N×C in F
     totals_ptr,  # columns in F; begins with the gradients of γ^b and β^b
-    mean_ptr,  # C, any floating dtype
-    var_ptr,  # C, any floating dtype
-    weight_ptr,  # C, any floating dtype
-    samples,
-    channels,
-    space,
-    EPS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    mean_ptr, var_ptr, weight_ptr,  # C, any floating dtype
+    samples, channels, space,
+    EPS: tl.constexpr, CHANNELS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """Add to the slopes what flows through the batch's own moments."""
     begin(EARLY)
     dtype: tl.constexpr = numbers_ptr.dtype.element_ty

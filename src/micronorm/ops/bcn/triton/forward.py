@@ -33,47 +33,21 @@ from micronorm.ops.bcn.triton.pieces import (
 @triton.jit(do_not_specialize=COUNTS)
 def forward_whole(
     x_ptr,  # N×C×S, dtype of the input
-    residual_ptr,  # N×C×S, dtype of the input; x if there is no residual
+    residual_ptr,  # N×C×S, dtype of the input; x without HAS_RESIDUAL
     y_ptr,  # N×C×S, dtype of the input
     numbers_ptr,  # packed.numbers_size entries in F
-    mean_ptr,  # C or N×C, any floating dtype
-    var_ptr,  # C or N×C, any floating dtype
-    weight_ptr,  # C, any floating dtype
-    bias_ptr,  # C, any floating dtype
-    group_weight_ptr,  # G or C, any floating dtype
-    group_bias_ptr,  # G or C, any floating dtype
+    mean_ptr, var_ptr,  # C or N×C, any floating dtype
+    weight_ptr, bias_ptr,  # C, any floating dtype
+    group_weight_ptr, group_bias_ptr,  # G or C, any floating dtype
     blend_ptr,  # 1, any floating dtype
-    samples,
-    channels,
-    space,
-    x_n,
-    x_c,
-    x_s,
-    r_n,
-    r_c,
-    r_s,
-    y_n,
-    y_c,
-    y_s,
-    EPS: tl.constexpr,
-    ESTIMATES: tl.constexpr,
-    AFFINE: tl.constexpr,
-    HAS_BLEND: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SLOPE: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    SPACE: tl.constexpr,
-    STAGES: tl.constexpr,
-    TWICE: tl.constexpr,
-    ALIGN: tl.constexpr,
-    C_UNIT: tl.constexpr,
-    S_UNIT: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """Compute the whole forward. A program's groups are held on chip, or with TWICE read twice, then from the cache.
+    samples, channels, space,
+    x_n, x_c, x_s, r_n, r_c, r_s, y_n, y_c, y_s,
+    EPS: tl.constexpr, ESTIMATES: tl.constexpr, AFFINE: tl.constexpr, HAS_BLEND: tl.constexpr,
+    ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GROUPS: tl.constexpr,
+    SIZE: tl.constexpr, CHANNELS: tl.constexpr, SPACE: tl.constexpr, STAGES: tl.constexpr, TWICE: tl.constexpr,
+    ALIGN: tl.constexpr, C_UNIT: tl.constexpr, S_UNIT: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Compute the whole forward. A program holds its groups on chip, or with TWICE reads them twice.
 
     Programs go from the last sample to the first: the layer before has left the end of x in the cache.
     """
@@ -118,24 +92,12 @@ def forward_whole(
 def moments_part(
     x_ptr,  # N×C×S, dtype of the input
     parts_ptr,  # 2×N×pieces×C in F: means, then squared deviations
-    samples,
-    channels,
-    space,
-    x_n,
-    x_c,
-    x_s,
-    pieces,
-    piece,
-    blocks,
-    CHANNELS_LAST: tl.constexpr,
-    ALIGN: tl.constexpr,
-    C_UNIT: tl.constexpr,
-    S_UNIT: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    SPACE: tl.constexpr,
-    STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    samples, channels, space,
+    x_n, x_c, x_s,
+    pieces, piece, blocks,
+    CHANNELS_LAST: tl.constexpr, ALIGN: tl.constexpr, C_UNIT: tl.constexpr, S_UNIT: tl.constexpr,
+    CHANNELS: tl.constexpr, SPACE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """Compute the mean, around the sample's first element, and the sum of squared deviations of one piece of space.
 
     Programs go from the end, which the layer before has written last. The elementwise pass begins where this one ends.
@@ -180,17 +142,11 @@ def moments_merge(
     x_ptr,  # N×C×S, dtype of the input
     parts_ptr,  # 2×N×pieces×C in F
     numbers_ptr,  # 3×N×C in F: pivot, residue and variance
-    samples,
-    channels,
-    space,
-    x_n,
-    x_c,
-    pieces,
-    piece,
-    CHANNELS: tl.constexpr,
-    PIECES: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    samples, channels, space,
+    x_n, x_c,
+    pieces, piece,
+    CHANNELS: tl.constexpr, PIECES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """Compute pivot, residue and variance alone, for statistics that are derived from them before the normalization."""
     begin(EARLY)
     n = tl.program_id(0)
@@ -210,31 +166,17 @@ def forward_numbers(
     x_ptr,  # N×C×S, dtype of the input
     parts_ptr,  # 2×N×pieces×C in F; not read without HAS_PARTS
     numbers_ptr,  # packed.numbers_size entries in F
-    mean_ptr,  # C or N×C, any floating dtype
-    var_ptr,  # C or N×C, any floating dtype
-    weight_ptr,  # C, any floating dtype
-    bias_ptr,  # C, any floating dtype
-    group_weight_ptr,  # G or C, any floating dtype
-    group_bias_ptr,  # G or C, any floating dtype
+    mean_ptr, var_ptr,  # C or N×C, any floating dtype
+    weight_ptr, bias_ptr,  # C, any floating dtype
+    group_weight_ptr, group_bias_ptr,  # G or C, any floating dtype
     blend_ptr,  # 1, any floating dtype
-    samples,
-    channels,
-    space,
-    x_n,
-    x_c,
-    pieces,
-    piece,
-    EPS: tl.constexpr,
-    ESTIMATES: tl.constexpr,
-    AFFINE: tl.constexpr,
-    HAS_BLEND: tl.constexpr,
-    HAS_PARTS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    PIECES: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    samples, channels, space,
+    x_n, x_c,
+    pieces, piece,
+    EPS: tl.constexpr, ESTIMATES: tl.constexpr, AFFINE: tl.constexpr, HAS_BLEND: tl.constexpr,
+    HAS_PARTS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, CHANNELS: tl.constexpr,
+    PIECES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """Do the N×C arithmetic of the forward, from the moments of the pieces or from moments already in `numbers`."""
     begin(EARLY)
     n, c, valid_c = whole_groups(tl.program_id(0), channels, GROUPS, SIZE, CHANNELS)
@@ -251,57 +193,27 @@ def forward_numbers(
 @triton.jit(do_not_specialize=COUNTS)
 def forward_apply(
     x_ptr,  # N×C×S, dtype of the input
-    residual_ptr,  # N×C×S, dtype of the input; x if there is no residual
+    residual_ptr,  # N×C×S, dtype of the input; x without HAS_RESIDUAL
     y_ptr,  # N×C×S, dtype of the input
     parts_ptr,  # with FINISHES 2×N×part_pieces×C in F, then 3×CHANNELS for each program
     numbers_ptr,  # packed.numbers_size entries in F
-    mean_ptr,  # C or N×C, any floating dtype; this and the rest are read with FINISHES only
-    var_ptr,  # C or N×C, any floating dtype
-    weight_ptr,  # C, any floating dtype
-    bias_ptr,  # C, any floating dtype
-    group_weight_ptr,  # G or C, any floating dtype
-    group_bias_ptr,  # G or C, any floating dtype
+    mean_ptr, var_ptr,  # C or N×C, any floating dtype
+    weight_ptr, bias_ptr,  # C, any floating dtype
+    group_weight_ptr, group_bias_ptr,  # G or C, any floating dtype
     blend_ptr,  # 1, any floating dtype
-    samples,
-    channels,
-    space,
-    x_n,
-    x_c,
-    x_s,
-    r_n,
-    r_c,
-    r_s,
-    y_n,
-    y_c,
-    y_s,
-    part_pieces,
-    part_piece,
-    pieces,
-    piece,
-    blocks,
-    EPS: tl.constexpr,
-    ESTIMATES: tl.constexpr,
-    AFFINE: tl.constexpr,
-    HAS_BLEND: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SLOPE: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    PIECES: tl.constexpr,
-    CHANNELS_LAST: tl.constexpr,
-    ALIGN: tl.constexpr,
-    C_UNIT: tl.constexpr,
-    S_UNIT: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    SPACE: tl.constexpr,
-    STAGES: tl.constexpr,
-    FINISHES: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    samples, channels, space,
+    x_n, x_c, x_s, r_n, r_c, r_s, y_n, y_c, y_s,
+    part_pieces, part_piece, pieces, piece, blocks,
+    EPS: tl.constexpr, ESTIMATES: tl.constexpr, AFFINE: tl.constexpr, HAS_BLEND: tl.constexpr,
+    ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GROUPS: tl.constexpr,
+    SIZE: tl.constexpr, PIECES: tl.constexpr, CHANNELS_LAST: tl.constexpr, ALIGN: tl.constexpr,
+    C_UNIT: tl.constexpr, S_UNIT: tl.constexpr, CHANNELS: tl.constexpr, SPACE: tl.constexpr,
+    STAGES: tl.constexpr, FINISHES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """Compute y = act(scale·(x − pivot) + offset [+ residual]), element by element.
 
-    FINISHES: `numbers` are not computed yet, and every program does the arithmetic of its own groups first.
+    FINISHES: `numbers` are not computed yet, and every program does the arithmetic of its own groups first. The
+    pointers after `numbers_ptr` are read only then.
     """
     begin(EARLY)
     x = (x_n * ALIGN, x_c * C_UNIT, x_s * S_UNIT)

@@ -15,8 +15,8 @@ _hook_active = launch_hook_check()
 class Launch:
     """A kernel with its grid and all arguments except the tensors, which are on the same device in every call.
 
-    After the first call the compiled kernel is started directly, by addresses. Triton's own launch looks up the compiled
-    kernel and asks the driver about every tensor, which takes longer than a small layer runs.
+    After the first call the compiled kernel is started directly, by addresses. Triton's own launch looks up the
+    compiled kernel and asks the driver about every tensor, which takes longer than a small layer runs.
     """
 
     def __init__(

@@ -22,16 +22,9 @@ def spread(values_c, like_cs):
 @triton.jit
 def moments(
     x_ptr,
-    x,
-    c,
-    valid_c,
-    start,
-    end,
-    dtype: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    SPACE: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    x, c, valid_c, start, end,
+    dtype: tl.constexpr, CHANNELS: tl.constexpr, SPACE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Return the sample's first element, the mean around it and the sum of squared deviations from `start` to `end`.
 
     The sums are taken around the median of three of these elements. If their mean lies D deviations from it, the final
@@ -64,18 +57,10 @@ def moments(
 
 @triton.jit
 def store_output(
-    x_cs,
-    pointers,
-    strides,
-    coefficients,
-    c,
-    s,
-    valid_cs,
-    ACTIVATION: tl.constexpr,
-    SLOPE: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-):
-    """Store y = act(scale·(x − pivot) + offset [+ residual]) for one tile; pointers and strides as in `write_output`."""
+    x_cs, pointers, strides, coefficients, c, s, valid_cs,
+    ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Store y = act(scale·(x − pivot) + offset [+ residual]) for one tile, with the arguments of `write_output`."""
     pivot_c, scale_c, offset_c = coefficients
     u_cs = tl.fma(x_cs - pivot_c[:, None], scale_c[:, None], spread(offset_c, x_cs))
     if HAS_RESIDUAL:
@@ -86,19 +71,10 @@ def store_output(
 
 @triton.jit
 def write_output(
-    pointers,
-    strides,
-    coefficients,
-    c,
-    valid_c,
-    start,
-    end,
-    ACTIVATION: tl.constexpr,
-    SLOPE: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    SPACE: tl.constexpr,
+    pointers, strides, coefficients, c, valid_c, start, end,
+    ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SPACE: tl.constexpr,
     STAGES: tl.constexpr,
-):
+):  # fmt: skip
     """Store y from `end` back to `start`: what was read last is still in the cache.
 
     `pointers` and `strides` are those of x, residual and y; `coefficients` are pivot, scale and offset.
@@ -113,20 +89,10 @@ def write_output(
 
 @triton.jit
 def sums(
-    pointers,
-    strides,
-    coefficients,
-    c,
-    valid_c,
-    start,
-    end,
-    ACTIVATION: tl.constexpr,
-    SLOPE: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    SPACE: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    pointers, strides, coefficients, c, valid_c, start, end,
+    ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, CHANNELS: tl.constexpr,
+    SPACE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Return Σg and Σg·t from `start` to `end`; with a residual, store its gradient g for the elementwise pass.
 
     `pointers` and `strides` are those of x, dL/dy, y and dL/dresidual.
@@ -157,19 +123,9 @@ def sums(
 
 @triton.jit
 def write_gradient(
-    pointers,
-    strides,
-    coefficients,
-    slopes,
-    c,
-    valid_c,
-    start,
-    end,
-    ACTIVATION: tl.constexpr,
-    SLOPE: tl.constexpr,
-    SPACE: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    pointers, strides, coefficients, slopes, c, valid_c, start, end,
+    ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, SPACE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Store dx = slope·g + curve·t + shift from `end` back to `start`: what was read last is still in the cache.
 
     `pointers` and `strides` are those of x, the incoming gradient and dx; `slopes` are slope, curve and shift.

@@ -6,27 +6,29 @@ Legend of names and shapes, for all files of this package:
 - N, C, S, G: samples, channels, positions, groups. x, y, residual and gradients are N×C×S tensors of any strides, given
   as three numbers (n, c, s), so that one source serves contiguous and channels_last memory.
 - A program computes one sample n and WIDTH = GROUPS·SIZE channels c, that is GROUPS whole groups of SIZE channels (or
-  any channels, where no group is summed). CHANNELS is WIDTH rounded up to a power of two. Names ending in _c are vectors
-  over these channels, names ending in _cs tiles of channels × positions; valid_c and valid_cs mask what exists.
+  any channels, where no group is summed). CHANNELS is WIDTH rounded up to a power of two. Names ending in _c are
+  vectors over these channels, names ending in _cs tiles of channels × positions; valid_c and valid_cs mask what exists.
 - place = (n, c, valid_c, written_c): where a program is, and which channels it stores. sizes = (samples, channels).
 - Strides of what is not adjacent in memory, and the size of what is, are given in units of ALIGN elements (C_UNIT and
-  S_UNIT are those of c and s, one of them is 1). Triton then knows what they are multiples of. It detects multiples of 16
-  by itself; without the units, rows of 24 channels or 4,200 positions would be read two bytes at a time.
+  S_UNIT are those of c and s, one of them is 1). Triton then knows what they are multiples of. It detects multiples of
+  16 by itself; without the units, rows of 24 channels or 4,200 positions would be read two bytes at a time.
 - EARLY: the launch may begin while the one before it still runs; it waits inside (`runtime.starts_early`).
+- Signatures group their parameters by meaning: pointers, sizes, strides, constants (`fmt: skip`).
 
 Pointers, and what they point to (F is the dtype of the computation: float32, or float64 for float64 inputs):
-- x_ptr, residual_ptr, y_ptr: N×C×S in the dtype of the layer's input; g_ptr (dL/dy), dx_ptr, dr_ptr (dL/dresidual) too.
+- x_ptr, residual_ptr, y_ptr: N×C×S in the dtype of the layer's input; so are g_ptr (dL/dy), dx_ptr and dr_ptr
+  (dL/dresidual).
 - numbers_ptr: the packed results of a forward in F; `micronorm.ops.packed` describes them.
 - parts_ptr: 2×N×pieces×C in F, the blocks of `packed.Part`. slopes_ptr: 3×N×C in F, the blocks of `packed.Slope`.
 - shares_ptr: N×columns in F, one sample's part of the gradients of γ^b, β^b (C each, with estimates) and γ^c, β^c (G
   each, or C in group normalization). totals_ptr: the same summed over samples.
-- norm = (mean_ptr, var_ptr, weight_ptr, bias_ptr, group_weight_ptr, group_bias_ptr, blend_ptr): the estimates (C, or N×C
-  where every sample has its own), γ^b and β^b (C), γ^c and β^c (G, or C in group normalization), each in its own floating
-  dtype, and the blend (one number). What a layer does not have points to `numbers` and is not read.
+- norm = (mean_ptr, var_ptr, weight_ptr, bias_ptr, group_weight_ptr, group_bias_ptr, blend_ptr): the estimates (C, or
+  N×C where every sample has its own), γ^b and β^b (C), γ^c and β^c (G, or C in group normalization), each in its own
+  floating dtype, and the blend (one number). What a layer does not have points to `numbers` and is not read.
 
 Two rules keep results equal to the bit. The compiler may compute a sum anew for each thread layout, in another order:
-where that matters, kernels read back what they stored, after a barrier. And products that a `tl.sum` adds up are written
-as tl.fma(a, b, 0): a bare product would be fused into the first addition of some lanes and rounded in others.
+where that matters, kernels read back what they stored, after a barrier. And products that a `tl.sum` adds up are
+written as tl.fma(a, b, 0): a bare product would be fused into the first addition of some lanes and rounded in others.
 """
 
 # Called outside a kernel these raise, which is all that pyright sees of them.
@@ -40,8 +42,8 @@ from micronorm.ops.activation import ActivationKind
 from micronorm.ops.bcn.triton.layout import Affine, Estimates
 from micronorm.ops.packed import Number
 
-# Arguments for which Triton's code for 1 and for multiples of 16 is no faster. Without this list, every batch size would
-# be compiled separately.
+# Arguments for which Triton's code for 1 and for multiples of 16 is no faster. Without this list, every batch size
+# would be compiled separately.
 COUNTS = ("samples", "pieces", "blocks", "part_pieces", "groups")
 
 # Kernels can use global constants only as constexpr.
@@ -201,16 +203,9 @@ def bounded(var_c):
 
 @triton.jit
 def terms(
-    moments,
-    norm,
-    row,
-    c,
-    valid_c,
-    EPS: tl.constexpr,
-    ESTIMATES: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-):
+    moments, norm, row, c, valid_c,
+    EPS: tl.constexpr, ESTIMATES: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
     """Return distance, rstd, a, z, z − M and 1/S of ../README.md; `row` is where this sample's estimates begin."""
     pivot_c, residue_c, var_c = moments
     dtype = pivot_c.dtype
@@ -262,17 +257,10 @@ def load_affine(ptr, c, valid_c, default, like_c, AFFINE: tl.constexpr, SIZE: tl
 @triton.jit
 def write_numbers(
     numbers_ptr,
-    moments,
-    norm,
-    place,
-    sizes,
-    EPS: tl.constexpr,
-    ESTIMATES: tl.constexpr,
-    AFFINE: tl.constexpr,
-    HAS_BLEND: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-):
+    moments, norm, place, sizes,
+    EPS: tl.constexpr, ESTIMATES: tl.constexpr, AFFINE: tl.constexpr, HAS_BLEND: tl.constexpr,
+    GROUPS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
     """Store all of `numbers` where `written_c`, and return scale and offset of y = scale·(x − pivot) + offset."""
     n, c, valid_c, written_c = place
     pivot_c, residue_c, raw_var_c = moments
@@ -310,20 +298,11 @@ def write_numbers(
 
 @triton.jit
 def gradients(
-    sum_g_c,
-    sum_gt_c,
-    numbers_ptr,
-    shares_ptr,
-    norm,
-    place,
-    sizes,
-    space,
-    EPS: tl.constexpr,
-    ESTIMATES: tl.constexpr,
-    AFFINE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-):
+    sum_g_c, sum_gt_c,
+    numbers_ptr, shares_ptr,
+    norm, place, sizes, space,
+    EPS: tl.constexpr, ESTIMATES: tl.constexpr, AFFINE: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
     """Return slope, curve and shift of dx; store the sample's `shares` where `written_c`."""
     n, c, valid_c, written_c = place
     channels = sizes[1]

@@ -19,8 +19,8 @@ __all__ = ["Gradients", "backward", "forward", "gather", "moments", "recompute",
 Tensors = tuple[Tensor | None, ...]
 """The tensors of a normalization: μ̂, σ̂², γ^b, β^b, γ^c, β^c and the blend; None for those it does not have.
 
-γ^b and β^b (C each) and the blend (None stands for 1) belong to the estimates. γ^c and β^c hold G numbers with estimates
-and C numbers without.
+γ^b and β^b (C each) and the blend (None stands for 1) belong to the estimates. γ^c and β^c hold G numbers with
+estimates and C numbers without.
 """
 
 _NO_TENSORS: Tensors = (None,) * 7
@@ -39,8 +39,8 @@ def _pointers(tensors: Tensors, filler: Tensor) -> list[Tensor]:
 
 # --- plans ------------------------------------------------------------------------------------------------------------
 #
-# A plan is kept under layouts that kernels can read, so tensors whose key has a plan need no further checks. A view that
-# is negated lazily, as the imaginary part of a conjugate, has the same layout and must be resolved first.
+# A plan is kept under layouts that kernels can read, so tensors whose key has a plan need no further checks. A view
+# that is negated lazily, as the imaginary part of a conjugate, has the same layout and must be resolved first.
 
 _forwards: dict[Any, Forward] = {}
 _backwards: dict[Any, Backward] = {}

@@ -18,15 +18,9 @@ def gather_window(
     around_ptr,  # C, the layer's running mean, any floating dtype
     sums_ptr,  # 1 + 2·C in float64 (or the window's dtype): n, Σ(x − μ̂), Σ(x − μ̂)²
     lost_ptr,  # 1 or more integers; the first counts forwards that were left out
-    samples,
-    channels,
-    space,
-    groups,
-    SAMPLES: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    FLAGS: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    samples, channels, space, groups,
+    SAMPLES: tl.constexpr, CHANNELS: tl.constexpr, FLAGS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """Add a forward to its layer's window, or count it as lost if a moment is not finite; see `nn.window`."""
     begin(EARLY)
     wide: tl.constexpr = sums_ptr.dtype.element_ty
@@ -71,12 +65,9 @@ def gather_window(
 def sum_samples(
     shares_ptr,  # N×columns in F
     totals_ptr,  # columns in F
-    samples,
-    columns,
-    SAMPLES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    samples, columns,
+    SAMPLES: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """Sum every column over the samples, in one order whatever the grid."""
     begin(EARLY)
     dtype: tl.constexpr = shares_ptr.dtype.element_ty

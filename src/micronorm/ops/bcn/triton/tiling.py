@@ -130,9 +130,9 @@ ELEMENTWISE = {
 }
 MOST_PIECES = 512
 
-
 # Tile sizes and warp counts for kernels that read each group twice. Here `run` is the most bytes, and `programs` the
-# fewest programs per processor. Along channels, for one tensor (forward) and two (backward), by the largest space. Measured as above.
+# fewest programs per processor. Measured as above.
+# Along channels, for one tensor (forward) and two (backward), by the largest space.
 TWICE = {
     1: {256: PassKind(2048, 128, 2, 2, 3), 1024: PassKind(4096, 256, 2, 4, 4), 4096: PassKind(8192, 128, 2, 8, 5)},
     2: {256: PassKind(2048, 256, 2, 4, 4), 1024: PassKind(4096, 256, 2, 4, 4), 4096: PassKind(4096, 256, 2, 4, 4)},
@@ -155,8 +155,9 @@ SMALL_BYTES = 16 << 20
 SECTOR = 32  # bytes that are loaded together
 NUMBERS_TILE = 8192
 SAMPLES_TILE = 2048
-# For `finish`, channels last: the most sums of pieces that each program reads, and the most elements of a piece. Measured
-# on one H200: 2×256×50×84, forward, takes 14.9 µs with 44 pieces, 7.9 with 15, 8.6 with 8, and 12.9 with 66 and no finish.
+# For `finish`, channels last: the most sums of pieces that each program reads, and the most elements of a piece.
+# Measured on one H200: 2×256×50×84, forward, takes 14.9 µs with 44 pieces, 7.9 with 15, 8.6 with 8, and 12.9 with 66
+# and no finish.
 FINISH_TILE = 2048
 FINISH_PIECE = 32768
 
@@ -182,7 +183,7 @@ def whole(shape: Shape, processors: int, *, tensors: int) -> Whole | None:
         return None
     groups = 1
     if is_power(size):
-        # More groups per program while tiles are small and processors busy, or while a tile's rows are parts of sectors.
+        # More groups per program while tiles are small and processors busy, or while rows are parts of sectors.
         while groups < shape.groups and 2 * groups * size * space <= WHOLE_TILE:
             narrow = shape.channels_last and groups * size * shape.itemsize < 4 * SECTOR
             programs = shape.samples * -(-shape.groups // (2 * groups))
@@ -257,7 +258,7 @@ def numbers(shape: Shape, pieces: int) -> Numbers:
 
 
 def over_samples(samples: int, columns: int) -> tuple[int, int]:
-    """Return rows and columns of a tile of sums over samples: up to 128 samples at once, since loops wait for memory."""
+    """Return rows and columns of a tile of sums over samples: up to 128 samples at once, because loops are slow."""
     rows = min(next_power(samples), 128)
     return rows, min(next_power(columns), SAMPLES_TILE // rows, 64)
 
