@@ -127,7 +127,7 @@ class BatchRenorm(RunningNorm):
 
 @dataclass(frozen=True)
 class BRN(NormSpec):
-    """Batch renormalization; see `mn.nn.BatchRenorm`. With `micro_batch` a batch counts as batches of that many samples.
+    """Batch renormalization, see `mn.nn.BatchRenorm`; `micro_batch=m` treats a batch as successive batches of m.
 
     `schedule` says how far the correction may go at each step; the default is that of the paper's long training, 40,000
     steps, and shorter ones want one of their own.
