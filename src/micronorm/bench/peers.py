@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from micronorm.nn.backends import BACKENDS, explain_backend
 from micronorm.nn.bcn import BCN, BatchChannelNorm, Statistics
+from micronorm.ops.private_api import batch_norm_impl_index
 
 RATE = 0.1  # a float, so that "sequential" needs no optimizer; its value changes no operation
 MODES = ("step", "sequential", "batch")
@@ -76,7 +77,7 @@ class SyncedBatchNorm(PlainBatchNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """As SyncBatchNorm in training."""
-        from torch.nn.modules._functions import SyncBatchNorm
+        from micronorm.ops.private_api import SyncBatchNorm
 
         group = dist.group.WORLD
         arguments = (x, self.weight, self.bias, self.running_mean, self.running_var, 1e-5, 0.1, group, 1)
@@ -188,7 +189,7 @@ def batch_norm_backend(x: Tensor, *, training: bool = True) -> str:
     """
     one, zero = x.new_ones(x.shape[1], dtype=torch.float32), x.new_zeros(x.shape[1], dtype=torch.float32)
     with torch.no_grad():
-        *_, index = torch._batch_norm_impl_index(
+        *_, index = batch_norm_impl_index(
             x, one, zero, zero.clone(), one.clone(), training, 0.1, 1e-5, torch.backends.cudnn.enabled
         )
     return {0: "native", 1: "cudnn", 2: "miopen"}.get(int(index), f"implementation {index}")

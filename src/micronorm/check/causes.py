@@ -15,6 +15,7 @@ from micronorm.nn.batch import GhostBatchNorm
 from micronorm.nn.batch_renorm import BatchRenorm
 from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.nn.switchable import SwitchableNorm
+from micronorm.ops.private_api import BatchNormBase
 
 _SAME = 1e-8  # experiments compare values that differ by far more than this or by rounding
 
@@ -23,7 +24,7 @@ def uses_batch_statistics(module: nn.Module | None) -> bool:
     """Whether this is a normalization known to use statistics of the batch while it trains."""
     if isinstance(module, BatchChannelNorm):
         return module.statistics != "step"
-    return isinstance(module, (nn.modules.batchnorm._BatchNorm, GhostBatchNorm, SwitchableNorm, BatchRenorm))
+    return isinstance(module, (BatchNormBase, GhostBatchNorm, SwitchableNorm, BatchRenorm))
 
 
 @dataclass

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from micronorm.check.inputs import copy_together, owner_of, read_loss, select, to_float64
 from micronorm.check.trace import Trace, Tracer
 from micronorm.commit import attach
 from micronorm.nn.bcn import BatchChannelNorm
+from micronorm.ops.private_api import TorchDispatchMode
 
 Cut = Sequence[Sequence[int]]
 """The sample indices of each part."""

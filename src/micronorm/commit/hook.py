@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from micronorm.commit.merge import commit
 from micronorm.nn.window import Window, live_windows, on_first_use
+from micronorm.ops.private_api import disable_dynamo, foreach_copy_
 
 # Optimizers stepped by another one that commits for them.
 _inner: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -26,8 +27,8 @@ def _install() -> None:
     """Register the hooks; compiled optimizer steps leave the graph for them instead of tracing them."""
     # torch.compiler.disable would import the compiler (a second) for the first layer made; this waits for the first
     # step, by which time the optimizer has imported it.
-    register_optimizer_step_pre_hook(torch._disable_dynamo(_before_step))
-    register_optimizer_step_post_hook(torch._disable_dynamo(_after_step))
+    register_optimizer_step_pre_hook(disable_dynamo(_before_step))
+    register_optimizer_step_post_hook(disable_dynamo(_after_step))
 
 
 on_first_use.append(_install)
@@ -66,7 +67,7 @@ def _refresh_rates(held: list[tuple[Window, dict[str, Any]]], optimizer: Optimiz
             refresh_rate(window, rate)
     if on_device:
         # In one go: a launch per layer is half a network's worth of launches.
-        torch._foreach_copy_([window.device_rate for window, _ in on_device], [rate for _, rate in on_device])
+        foreach_copy_([window.device_rate for window, _ in on_device], [rate for _, rate in on_device])
         for window, _ in on_device:
             window.host_rate = None
 

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from micronorm.commit.handle import attach
 from micronorm.nn.bcn import BatchChannelNorm
+from micronorm.ops.private_api import foreach_copy_
 
 
 class Transaction:
@@ -44,14 +45,14 @@ class Transaction:
         if [(t.shape, t.device, t.dtype) for t in tensors] != [(t.shape, t.device, t.dtype) for t in self._saved]:
             self._saved = [torch.empty_like(t) for t in tensors]
         if tensors:
-            torch._foreach_copy_(self._saved, tensors)
+            foreach_copy_(self._saved, tensors)
         self._forwards = [window.forwards for window in self.windows]
         self._passes = [list(window.passes) for window in self.windows]
 
     def roll_back(self) -> None:
         """Put the windows back to where `begin` found them."""
         if self._saved:
-            torch._foreach_copy_(self._tensors(), self._saved)
+            foreach_copy_(self._tensors(), self._saved)
         for window, forwards, passes in zip(self.windows, self._forwards, self._passes, strict=True):
             window.ticket[0] = forwards
             window.passes.clear()

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from micronorm.convert.lookups import Assumptions, Place
 from micronorm.convert.tracing import Traced
 from micronorm.nn.norm_act import fusible_activation, has_hooks, takes_over
 from micronorm.ops.activation import Activation
+from micronorm.ops.private_api import has_any_global_hook
 
 _numbers = itertools.count()
 
@@ -159,7 +159,7 @@ def write_forward(module: nn.Module, traced: Traced, conditions: Conditions) -> 
     )
     known: dict[str, Any] = {
         "Tensor": Tensor,
-        "has_global_hooks": _has_any_global_hook,
+        "has_global_hooks": has_any_global_hook,
         "takes_over": takes_over,
         "passes": passes,
         "activates": activates,

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from micronorm.diagnostics.channels import positives
+from micronorm.ops.private_api import TorchDispatchMode
 
 CUTTING = ("relu", "relu6")
 """Activations that are constant below zero, where a channel that is never positive gets no gradient."""

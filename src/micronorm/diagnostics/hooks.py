@@ -15,6 +15,7 @@ from micronorm.diagnostics.onlooker import Onlooker, watch_weight
 from micronorm.diagnostics.tally import Figures, NormTally, WeightNumbers, WeightTally, to_host
 from micronorm.nn.recompute import inside_backward
 from micronorm.nn.reparameterized import Reparameterized
+from micronorm.ops.private_api import functorch_transforms_active
 
 
 def whole_weights(model: nn.Module) -> dict[str, Any]:
@@ -126,7 +127,7 @@ class Look:
 def _is_no_data(x: Tensor) -> bool:
     """Whether x is a symbol of something, or of a forward that is being captured and will run later."""
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
-    return x.is_meta or capturing or torch._C._are_functorch_transforms_active()
+    return x.is_meta or capturing or functorch_transforms_active()
 
 
 class Taken:

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from micronorm.convert.surgery import refuse_wrappers
 from micronorm.diagnostics.hooks import Look, Taken, whole_weights
 from micronorm.diagnostics.norms import read_norm
+from micronorm.ops.private_api import disable_dynamo
 
 Row = dict[str, Any]
 
@@ -160,8 +161,8 @@ class Watch:
 
         # As the commit's hooks: a compiled optimizer step leaves the graph for them. That wants plain functions.
         self._hooks = [
-            register_optimizer_step_pre_hook(torch._disable_dynamo(before)),
-            register_optimizer_step_post_hook(torch._disable_dynamo(after)),
+            register_optimizer_step_pre_hook(disable_dynamo(before)),
+            register_optimizer_step_post_hook(disable_dynamo(after)),
         ]
         try:
             self._prepare()

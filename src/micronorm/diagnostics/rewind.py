@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from micronorm.nn.window import Window
+from micronorm.ops.private_api import preserve_version
 
 
 class Rewind:
@@ -77,7 +78,7 @@ def rewinding(model: nn.Module) -> Iterator[Rewind]:
             if not tensor.is_inference():
                 # Sound, since to the bit what autograd has saved is there again. One by one: older versions take no
                 # several.
-                stack.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))
+                stack.enter_context(preserve_version(tensor))
         try:
             yield rewind
         finally:

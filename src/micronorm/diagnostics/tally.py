@@ -24,6 +24,7 @@ from micronorm.nn.reparameterized import _CWN, _WN, _WS
 from micronorm.nn.weight import WS
 from micronorm.ops.bcn import batch_channel_norm
 from micronorm.ops.moments import Moments, as_ncs, compute_dtype, moments, wide_dtype
+from micronorm.ops.private_api import foreach_norm
 
 _SAMPLE = 1024  # weights of a layer that a histogram is drawn from
 
@@ -204,7 +205,7 @@ class WeightNumbers:
         # The gradient's own norm: what was seen of the effective weight may carry a loss scale, or be a sum.
         self._norms: list[Tensor] = []
         if weights:
-            self._norms = [*torch._foreach_norm(weights), *torch._foreach_norm([weight.grad for weight in weights])]
+            self._norms = [*foreach_norm(weights), *foreach_norm([weight.grad for weight in weights])]
         self._samples = [_sample(weight) for weight in weights] if samples else []
 
     def numbers(self) -> list[Tensor]:

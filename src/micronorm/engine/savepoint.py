@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from micronorm.commit.transaction import Transaction
+from micronorm.ops.private_api import foreach_copy_
 
 
 class RandomState:
@@ -76,7 +77,7 @@ class Savepoint:
         if [(b.shape, b.device, b.dtype) for b in buffers] != [(c.shape, c.device, c.dtype) for c in self._copies]:
             self._copies = [torch.empty_like(b) for b in buffers]
         if buffers:
-            torch._foreach_copy_(self._copies, buffers)
+            foreach_copy_(self._copies, buffers)
         self.transaction.begin()
         self._torch, self._numpy, self._python = torch.get_rng_state(), numpy.random.get_state(), random.getstate()
         self._cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
@@ -88,7 +89,7 @@ class Savepoint:
             place.clear()
             place.update(before)
         if self._copies:
-            torch._foreach_copy_(self._buffers, self._copies)
+            foreach_copy_(self._buffers, self._copies)
         self.transaction.roll_back()
         torch.set_rng_state(self._torch)
         numpy.random.set_state(self._numpy)

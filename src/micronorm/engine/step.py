@@ -22,6 +22,7 @@ from micronorm.engine.savepoint import Savepoint
 from micronorm.engine.task import Batch, Task
 from micronorm.nn.keyed_dropout import dropout_keys
 from micronorm.nn.sharing import SharedWeights
+from micronorm.ops.private_api import foreach_copy_, foreach_div_
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -214,7 +215,7 @@ class Step:
         with self.parallel.accumulating(last=last), self.transaction.paused(), unseen, half, keys:
             (self.task.loss(self.model, part).sum * 0).backward()
         with torch.no_grad():
-            torch._foreach_copy_(list(self.model.buffers()), buffers)
+            foreach_copy_(list(self.model.buffers()), buffers)
 
     def apply(self, sums: Tensor) -> None:
         """Divide once, step, and let the optimizer commit the statistics. `sums` are totals over ranks, by `names`."""
@@ -223,7 +224,7 @@ class Step:
             self.scaler.unscale_(self.optimizer)
         if gradients:
             count = sums[self.names.index("count")] / self.parallel.world  # reduced gradients are means over ranks
-            torch._foreach_div_(gradients, torch.where(count > 0, count, 1.0).to(gradients[0].dtype))
+            foreach_div_(gradients, torch.where(count > 0, count, 1.0).to(gradients[0].dtype))
         self.scaler.step(self.optimizer)
         self.scaler.update()
 

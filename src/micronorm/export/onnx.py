@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from micronorm.convert.flow.trace import as_call
 from micronorm.export.fold import bare_copy, fold, is_ours
 from micronorm.export.verify import verify
+from micronorm.ops.private_api import tree_leaves, tree_map
 
 LOWEST_OPSET = 21  # the first in which GroupNormalization has an affine per channel, and for which torch emits it
 _LARGEST_MESSAGE = 2**31 - 2**20  # protobuf's limit, with room for the graph itself

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from micronorm.nn.recompute import inside_backward
 from micronorm.nn.window import run
 from micronorm.ops import keyed
+from micronorm.ops.private_api import DropoutNd
 
 # The same keys serve augmentation, with small numbers for streams: the upper half of all streams belongs to dropout.
 _FIRST_STREAM = 1 << 63
@@ -93,7 +94,7 @@ def dropout_keys(keys: Tensor) -> Iterator[None]:
         _in_force.remove(declaration)
 
 
-class KeyedDropout(nn.modules.dropout._DropoutNd):
+class KeyedDropout(DropoutNd):
     """nn.Dropout, or nn.Dropout1d/2d/3d, with masks from the keys that `dropout_keys` declares.
 
     y = x/(1 − p) where the mask keeps, 0 elsewhere. Without keys in force it is torch's own layer, random numbers

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from micronorm.ops.private_api import storage_of_weak_pointer
+
 
 class Held:
     """A tensor that is kept, and the version it has: values written over it later would not be those of the forward.
@@ -98,7 +100,7 @@ class Formula:
         if self._alive is not None:
             ref, known, dtype = self._alive
             # By the storage: autograd hands on tensors of its own, which share nothing else with what it was given.
-            storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+            storage = storage_of_weak_pointer(ref.cdata)
             if storage is not None and (layout is None or layout == known):
                 return torch.empty(0, dtype=dtype, device=storage.device).set_(
                     storage, known.offset, known.size, known.stride
