@@ -84,7 +84,7 @@ def _required(owner: Any, name: str) -> Any:
     except AttributeError:
         where = getattr(owner, "__name__", type(owner).__name__)
         raise ImportError(
-            f"micronorm uses {where}.{name}, which torch {torch.__version__} does not have; it was tested with torch 2.11"
+            f"micronorm uses {where}.{name}, which torch {torch.__version__} does not have; tested was torch 2.11"
         ) from None
 
 
