@@ -18,7 +18,7 @@ from micronorm.nn.rematerialize.collector import remember
 from micronorm.nn.running import WideBuffers
 from micronorm.nn.spec import GroupedSpec
 from micronorm.nn.window import Window, gather, gather_own, run, sequential_estimates, track_batch
-from micronorm.ops.activation import IDENTITY, Activation, ActivationKind, check_activation
+from micronorm.ops.activation import IDENTITY, KINDS, Activation, ActivationKind, check_activation
 from micronorm.ops.bcn import (
     batch_channel_norm,
     batch_channel_norm_fused,
@@ -256,7 +256,7 @@ class BatchChannelNorm(WideBuffers):
             activation: of this call, for a layer that has none of its own; as in the class.
             negative_slope: of `"leaky_relu"`.
         """
-        own = check_activation(self.activation, self.negative_slope)
+        own = Activation(KINDS[self.activation], self.negative_slope)
         if activation is None:
             return self._normalize(x, own, residual)
         if own.kind is not ActivationKind.IDENTITY:
