@@ -33,9 +33,8 @@ _NONE, _SHARED, _PER_SAMPLE, _KEPT = Estimates  # reading a member of an enum ta
 
 def _rule(mean: Tensor | None, weight: Tensor | None, groups: int, eps: float, activation: str, slope: float) -> Any:
     """Return the normalization as the kernels take it."""
-    if mean is None:
-        kind = _NONE if weight is None else _KEPT
-    else:
+    kind = _NONE if weight is None else _KEPT
+    if mean is not None:
         kind = _SHARED if mean.ndim == 1 else _PER_SAMPLE
     return _kernels().rule(kind, groups, eps, activation, slope)
 
