@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from micronorm.nn import CWNConv2d, WNConv2d, WSConv2d
 from micronorm.nn.branch import conv_and_input, is_pointwise
 from micronorm.nn.passive_hook import PassiveHook
-from micronorm.nn.sharing import SharedWeights
+from micronorm.nn.per_step.shared_weights import SharedWeights
 from micronorm.nn.weight import WSConv2dSame
 from tests.devices import require_kernels
 from tests.tolerances import assert_close_to_max, tolerance

@@ -13,8 +13,8 @@ from micronorm.diagnostics.layers import weight_layers
 from micronorm.diagnostics.norms import fits, read_norm
 from micronorm.diagnostics.onlooker import watch_weight
 from micronorm.diagnostics.tally import Figures, NormTally, WeightNumbers, WeightTally, to_host
+from micronorm.nn.checkpointing import inside_backward
 from micronorm.nn.passive_hook import PassiveHook
-from micronorm.nn.recompute import inside_backward
 from micronorm.nn.reparameterized import Reparameterized
 
 

@@ -34,7 +34,7 @@ from micronorm.engine.signals import Signals
 from micronorm.engine.state import rest_of_state, whole_state
 from micronorm.engine.step import Portion, ShardOutOfMemory, Step
 from micronorm.engine.task import Share, Task
-from micronorm.nn.rematerialize.handle import Recomputation, recompute
+from micronorm.nn.per_step.recompute import Recomputation, recompute
 from micronorm.ops.keyed import permutation, sample_keys
 
 

@@ -31,7 +31,7 @@ class Reparameterized:
     weight: Any
     bias: Any
     shared_weight: Tensor | None = None
-    """The effective weight, where somebody computed it for several forwards (`micronorm.nn.sharing`)."""
+    """The effective weight while `per_step.shared_weights` shares it between several forwards, else None."""
     weight_observers: tuple[PassiveHook, ...] = ()
     """Called with the effective weight of every forward, for example to read its gradient in the backward."""
 

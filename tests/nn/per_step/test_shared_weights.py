@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import micronorm as mn
 from micronorm.nn.passive_hook import PassiveHook
-from micronorm.nn.sharing import SharedWeights
+from micronorm.nn.per_step.shared_weights import SharedWeights
 from tests.tolerances import assert_close_to_max
 
 TOL = 1e-12
