@@ -34,7 +34,8 @@ ALLOWED: Mapping[str, frozenset[str] | None] = {
     # convert for the data flow of a model and for replacing its modules
     "export": frozenset({"ops", "nn", "convert"}),
     "check": frozenset({"ops", "nn", "commit", "convert"}),
-    "diagnostics": frozenset({"ops", "nn", "convert"}),
+    # commit for running a model elsewhere in weight space and putting it back
+    "diagnostics": frozenset({"ops", "nn", "commit", "convert"}),
     "records": frozenset(),
     "report": frozenset({"records"}),
     # what it times (nn), what it compares with (ops), and what an optimizer's step would do between two rounds (commit)

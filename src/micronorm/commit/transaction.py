@@ -4,8 +4,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from micronorm.commit.handle import attach
@@ -13,20 +12,19 @@ from micronorm.nn.bcn import BatchChannelNorm
 
 
 class Transaction:
-    """What the layers of a model gather in one step, for loops that may have to take a step back.
+    """The windows that the layers of a model fill during one step, for a training loop that saves checkpoints.
 
-    `begin` remembers the windows as they are, which need not be empty: a step that a GradScaler skipped leaves its own
-    to the next. `roll_back` puts them back to that, as often as it is called. The commit itself is the optimizer's, as
-    always. A model without such layers has a transaction too, with nothing in it.
+    The optimizer commits the windows, as it always does. A model without BatchChannelNorm layers has an empty
+    transaction. `micronorm.commit.snapshot.Snapshot` takes a step back.
 
     Example:
+        >>> import torch
         >>> model = nn.Sequential(BatchChannelNorm(8))
         >>> transaction = Transaction(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        >>> transaction.begin()
-        >>> _ = model(torch.randn(2, 8, 4, 4))
-        >>> transaction.roll_back()
-        >>> transaction.windows[0].forwards, float(transaction.windows[0].sums.abs().sum())
-        (0, 0.0)
+        >>> with transaction.paused():
+        ...     _ = model(torch.randn(2, 8, 4, 4))
+        >>> transaction.state_dict()["forwards"]
+        [0]
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, *, max_forwards: int | None = None) -> None:
@@ -34,28 +32,6 @@ class Transaction:
         self.windows = [layer._window for layer in layers]
         limit = {} if max_forwards is None else {"max_forwards": max_forwards}
         self.handle = attach(model, optimizer, **limit) if layers else None
-        self._forwards: list[int] = []
-        self._passes: list[list[Any]] = []
-        self._saved: list[Tensor] = []
-
-    def begin(self) -> None:
-        """Remember the windows as they are."""
-        tensors = self._tensors()
-        if [(t.shape, t.device, t.dtype) for t in tensors] != [(t.shape, t.device, t.dtype) for t in self._saved]:
-            self._saved = [torch.empty_like(t) for t in tensors]
-        if tensors:
-            torch._foreach_copy_(self._saved, tensors)
-        self._forwards = [window.forwards for window in self.windows]
-        self._passes = [list(window.passes) for window in self.windows]
-
-    def roll_back(self) -> None:
-        """Put the windows back to where `begin` found them."""
-        if self._saved:
-            torch._foreach_copy_(self._tensors(), self._saved)
-        for window, forwards, passes in zip(self.windows, self._forwards, self._passes, strict=True):
-            window.ticket[0] = forwards
-            window.passes.clear()
-            window.passes.extend(passes)
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
         """Within this block training forwards leave no trace."""
@@ -94,14 +70,12 @@ class Transaction:
         if self.handle is not None:
             self.handle.detach()
 
-    def _tensors(self) -> list[Tensor]:
-        return [tensor for window in self.windows for tensor in (window.sums, window.lost)]
-
 
 def merge_states(like: Sequence[dict[str, Any]], states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One state for what several ranks gathered; an empty one of the layers of `like` where there are no `states`.
 
     Example:
+        >>> import torch
         >>> mine = {"sums": [torch.ones(3)], "lost": [torch.zeros(2)], "forwards": [2]}
         >>> merge_states([mine], [mine, mine])
         {'sums': [tensor([2., 2., 2.])], 'lost': [tensor([0., 0.])], 'forwards': [4]}
