@@ -99,7 +99,7 @@ class Snapshot:
             self._copies = [torch.empty_like(tensor) for tensor in self._tensors]
         if self._copies:
             torch._foreach_copy_(self._copies, self._tensors)
-        self._counts = [(w.forwards, list(w.passes), w.lost_seen, w.warned) for w in self._windows]
+        self._host_states = [window.host_state() for window in self._windows]
         devices = {tensor.device for tensor in (*self.model.parameters(), *self._tensors)}
         self._random = [(RandomState.get(device), device) for device in devices or {torch.device("cpu")}]
 
@@ -111,11 +111,8 @@ class Snapshot:
             registry.update(saved)
         if self._copies:
             torch._foreach_copy_(self._tensors, self._copies)
-        for window, (forwards, passes, lost_seen, warned) in zip(self._windows, self._counts, strict=True):
-            window.ticket[0] = forwards
-            window.passes.clear()
-            window.passes.extend(passes)
-            window.lost_seen, window.warned = lost_seen, warned
+        for window, state in zip(self._windows, self._host_states, strict=True):
+            window.restore_host_state(state)
         for state, device in self._random:
             RandomState.set(state, device)
 

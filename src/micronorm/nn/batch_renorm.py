@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from micronorm.nn.inputs import check_eps, check_input, check_micro_batch, check_momentum
 from micronorm.nn.checkpointing import write_once
+from micronorm.nn.inputs import check_eps, check_input, check_micro_batch, check_momentum
 from micronorm.nn.running import RunningNorm
 from micronorm.nn.spec import NormSpec
 from micronorm.ops.batch import Running, normalize

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from micronorm.nn.checkpointing import inside_backward
-from micronorm.nn.window import run
+from micronorm.nn.gather import run
 from micronorm.ops import keyed
 
 # The same keys serve augmentation, with small numbers for streams: the upper half of all streams belongs to dropout.

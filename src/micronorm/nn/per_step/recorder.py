@@ -150,7 +150,7 @@ class Recorder:
         self._by_storage: dict[int, _Remembered] = {}
         self._by_node: dict[tuple[Any, int], _Remembered] = {}
         self._saved: dict[int, list[weakref.ref[Saved]]] = {}
-        # What `spared` contains, by id; with the objects, so that no id is used again.
+        # What `spared` contains, by address. The objects are kept so that no address is used again.
         self._counted: dict[int, Any] = {}
 
     def pack(self, tensor: Tensor) -> Saved:
@@ -259,8 +259,8 @@ class Recorder:
         self.spared.bytes += found.layout.size.numel() * found.dtype.itemsize
         for number in found.formula.all_numbers():
             storage = number.untyped_storage()
-            if id(number) not in self._counted and not self._kept_in(storage._cdata):
-                self._counted[id(number)] = number
+            if storage._cdata not in self._counted and not self._kept_in(storage._cdata):
+                self._counted[storage._cdata] = number
                 self.spared.bytes -= storage.nbytes()
 
     def _drop_freed(self) -> None:
