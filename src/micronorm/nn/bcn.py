@@ -425,22 +425,8 @@ class BCN(GroupedSpec):
         12
     """
 
+    layer = BatchChannelNorm
     statistics: Statistics = "step"
     rate: float | str = "lr"
     eps: float = 1e-5
     micro_batch: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self(1)  # the layer checks the other arguments
-
-    def __call__(self, num_channels: int, *, dims: int = 2) -> BatchChannelNorm:
-        """Return the layer. It takes any number of spatial dimensions, so `dims` has no effect."""
-        return BatchChannelNorm(
-            num_channels,
-            self.groups_for(num_channels),
-            statistics=self.statistics,
-            rate=self.rate,
-            eps=self.eps,
-            micro_batch=self.micro_batch,
-        )

@@ -1,8 +1,8 @@
 """What a training forward of BatchChannelNorm does with its statistics, by mode.
 
 "step" adds them to the layer's window, "batch" and "sequential" move the estimates. Whether activation checkpointing
-repeats this forward, whether gathering is paused, the rate, and the number of forwards are read when the forward *runs*.
-For compiled graphs these functions are custom operators, so none of these values is traced and none causes a
+repeats this forward, whether gathering is paused, the rate, and the number of forwards are read when the forward
+*runs*. For compiled graphs these functions are custom operators, so none of these values is traced and none causes a
 recompilation. Eager code calls the functions directly.
 """
 
