@@ -364,21 +364,13 @@ class BatchChannelNorm(WideBuffers):
 
     def extra_repr(self) -> str:
         """Return the arguments that differ from their defaults, for print(module)."""
-        parts = [
-            f"{self.num_channels}, num_groups={self.num_groups}, statistics={self.statistics!r}, rate={self.rate!r}"
-        ]
-        if self.statistics == "sequential":
-            parts.append(f"micro_batch={self.micro_batch}")
-        parts.append(f"eps={self.eps}")
-        if self.backend != "auto":
-            parts.append(f"backend={self.backend!r}")
-        if self.activation:
-            parts.append(f"activation={self.activation!r}")
-        if self.activation == "leaky_relu":
-            parts.append(f"negative_slope={self.negative_slope}")
-        if self.warm_steps:
-            parts.append(f"warm_steps={self.warm_steps}")
-        return ", ".join(parts)
+        shown = ["statistics", "rate", *(["micro_batch"] if self.statistics == "sequential" else []), "eps"]
+        shown += ["backend"] if self.backend != "auto" else []
+        shown += ["activation"] if self.activation else []
+        shown += ["negative_slope"] if self.activation == "leaky_relu" else []
+        shown += ["warm_steps"] if self.warm_steps else []
+        options = "".join(f", {name}={getattr(self, name)!r}" for name in shown)
+        return f"{self.num_channels}, num_groups={self.num_groups}{options}"
 
 
 _BUFFERS = itemgetter("running_mean", "running_var", "blend")

@@ -45,7 +45,7 @@ def recompute(model: nn.Module, *, filter: Callable[[nn.Module, str], bool] | No
         >>> handle = recompute(model)
         >>> loss = model(torch.ones(4, 3, 32, 32)).sum()
         >>> print(handle.report())
-        1 activation not kept: 112 KiB
+        1 activation not kept: 0.1 MiB
         >>> loss.backward()
         >>> handle.remove()
     """
