@@ -233,8 +233,8 @@ def _current_learning_rate(optimizers: Iterable[weakref.ref], window: weakref.re
     target = window()
     assert target is not None
     weight = target.layer.weight
-    for optimizer in (ref() for ref in optimizers):
-        for group in optimizer.param_groups if optimizer is not None else ():
+    for optimizer in filter(None, (ref() for ref in optimizers)):
+        for group in optimizer.param_groups:
             if any(parameter is weight for parameter in group["params"]):
                 return group_rate(target, group, optimizer)
     raise RuntimeError(f"no attached optimizer holds the weight of {target.describe()} any more; call mn.attach again")

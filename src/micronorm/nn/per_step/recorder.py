@@ -260,9 +260,8 @@ class Recorder:
 
     def _drop_freed(self) -> None:
         """Forget tensors whose storage is freed."""
-        for table in (self._by_storage, self._by_node):
-            for key in [key for key, found in table.items() if found.storage.expired()]:
-                del table[key]
+        self._by_storage = {key: found for key, found in self._by_storage.items() if not found.storage.expired()}
+        self._by_node = {key: found for key, found in self._by_node.items() if not found.storage.expired()}
 
 
 def _fills_its_storage(tensor: Tensor) -> bool:
