@@ -268,7 +268,7 @@ class _Fuser:
         else:
             activation = _called_activation(node, user)
         # What the activation's derivative needs is its own input, which no one has kept when something was added.
-        if activation is None or (after_add and not activation.knows_its_sign):
+        if activation is None or (after_add and not activation.keeps_sign):
             return False
         tail.activation, tail.module = activation, str(user.target) if module is not None else None
         return True

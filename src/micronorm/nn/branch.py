@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from micronorm.nn.reparameterized import Reparameterized
 from micronorm.nn.weight import CWNConv2d, CWNConv2dSame, WNConv2d, WNConv2dSame, WSConv2d, WSConv2dSame
 from micronorm.ops.pointwise import kernel_runs, pointwise_conv_and_input
-from micronorm.ops.transforms import is_transformed
+from micronorm.ops.runtime import is_transformed
 
 JOINING = frozenset({nn.Conv2d, WSConv2d, WNConv2d, CWNConv2d, WSConv2dSame, WNConv2dSame, CWNConv2dSame})
 """Layers whose computation is known; exactly these, a subclass may have a forward of its own."""

@@ -10,7 +10,7 @@ from micronorm.nn.bcn import BatchChannelNorm, Statistics
 from micronorm.nn.group import GroupNorm, InstanceNorm
 from micronorm.nn.passive_hook import PassiveHook
 from micronorm.nn.spec import NormSpec
-from micronorm.ops.activation import Activation
+from micronorm.ops.activation import IDENTITY, Activation, ActivationKind
 
 Act = type[nn.Module] | Callable[..., nn.Module]
 
@@ -77,7 +77,7 @@ class BatchChannelNormAct(BatchChannelNorm):
         fused = activation_inside(self.drop, self.act)
         if fused is not None:
             return self._normalize(x, fused)
-        return self.act(self.drop(self._normalize(x, Activation())))
+        return self.act(self.drop(self._normalize(x, IDENTITY)))
 
 
 class NormAct(nn.Module):
@@ -230,8 +230,8 @@ def fusible_activation(module: nn.Module) -> Activation | None:
     if has_hooks(module) or "forward" in vars(module):
         return None
     if type(module) is nn.LeakyReLU:
-        return Activation("leaky_relu", module.negative_slope)
-    kind = {nn.ReLU: "relu", nn.SiLU: "silu"}.get(type(module))
+        return Activation(ActivationKind.LEAKY_RELU, module.negative_slope)
+    kind = {nn.ReLU: ActivationKind.RELU, nn.SiLU: ActivationKind.SILU}.get(type(module))
     return None if kind is None else Activation(kind)
 
 

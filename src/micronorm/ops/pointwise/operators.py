@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from micronorm.ops.device import on_device
-from micronorm.ops.transforms import is_plain_backward
+from micronorm.ops.runtime import is_plain_backward, on_device
 
 _HALF = (torch.float16, torch.bfloat16)  # float32 follows torch's switches for TF32
 _PLAIN = (Tensor, nn.Parameter)

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from micronorm.ops.device import on_device
 from micronorm.ops.moments import compute_dtype
-from micronorm.ops.transforms import is_plain_backward
+from micronorm.ops.runtime import is_plain_backward, on_device
 
 MOST_PLACES = 49
 """Of a window, and elements between one window and the next: kernels are unrolled, and take seconds to compile."""
