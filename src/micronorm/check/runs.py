@@ -18,7 +18,7 @@ from micronorm.check.inputs import copy_together, named_members, owner_of, read_
 from micronorm.commit import attach
 from micronorm.commit.snapshot import RandomState
 from micronorm.nn.bcn import BatchChannelNorm
-from micronorm.nn.recompute import inside_backward
+from micronorm.nn.checkpointing import inside_backward
 
 LOSS = "loss"
 Cut = Sequence[Sequence[int]]

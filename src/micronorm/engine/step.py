@@ -20,8 +20,8 @@ from micronorm.engine.microbatch import MemoryProbe, MicroBatch, is_out_of_memor
 from micronorm.engine.observer import Watch
 from micronorm.engine.parallel import NO_WISHES, Alone, Sharded, Verdict, Wishes
 from micronorm.engine.task import Batch, Task
-from micronorm.nn.keyed_dropout import dropout_keys
-from micronorm.nn.sharing import SharedWeights
+from micronorm.nn.per_step.keyed_dropout import dropout_keys
+from micronorm.nn.per_step.shared_weights import SharedWeights
 
 HALF = (torch.bfloat16, torch.float16)
 

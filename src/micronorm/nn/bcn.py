@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from micronorm.nn.backends import check_backend, resolve_backend
 from micronorm.nn.inputs import check_count, check_eps, check_input, check_residual
-from micronorm.nn.rematerialize.collector import active as rematerializing
-from micronorm.nn.rematerialize.collector import remember
+from micronorm.nn.per_step.recorder import active, remember
 from micronorm.nn.running import WideBuffers
 from micronorm.nn.spec import GroupedSpec
 from micronorm.nn.window import Window, gather, gather_own, run, sequential_estimates, track_batch
@@ -281,12 +280,16 @@ class BatchChannelNorm(WideBuffers):
             y = batch_channel_norm_reference(x, estimates, *affine, **options)
         else:
             fused = activation.kind == "relu" and residual is None
-            numbers = [] if rematerializing(self) is not None else None
+            numbers = [] if active(self) is not None else None
             y = batch_channel_norm(x, estimates, *affine, **options, relu=fused, data=data, numbers=numbers)
             if numbers:
                 remember(y, partial(elementwise, relu=fused), (x,), tuple(numbers))
             if fused:
                 return y
+            if numbers and residual is not None:
+                z = activation(y + residual)
+                remember(z, partial(_add_again, activation=activation), (x, residual), tuple(numbers))
+                return z
         return activation(y if residual is None else y + residual)
 
     def _normalize_fused(self, x: Tensor, activation: Activation, residual: Tensor | None) -> Tensor:
@@ -313,7 +316,7 @@ class BatchChannelNorm(WideBuffers):
             residual=residual,
             moments=known,
         )
-        if rematerializing(self) is not None:
+        if active(self) is not None:
             sources = (x,) if residual is None else (x, residual)
             remember(y, partial(elementwise_fused, activation=activation), sources, (numbers,))
         if training and self.statistics == "step":
@@ -389,6 +392,11 @@ class BatchChannelNorm(WideBuffers):
         if self.warm_steps:
             parts.append(f"warm_steps={self.warm_steps}")
         return ", ".join(parts)
+
+
+def _add_again(x: Tensor, residual: Tensor, *numbers: Tensor, activation: Activation) -> Tensor:
+    """Compute act(BCN(x) + residual) again, by the operations of the one-pass forward."""
+    return activation(elementwise(x, *numbers, relu=False) + residual)
 
 
 def warn_of_zero_weights(names: Sequence[str]) -> None:

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from micronorm.nn.backends import check_backend, resolve_backend
 from micronorm.nn.inputs import check_eps, check_input, check_residual
-from micronorm.nn.rematerialize.collector import active as rematerializing
-from micronorm.nn.rematerialize.collector import remember
+from micronorm.nn.per_step.recorder import active, remember
 from micronorm.nn.spec import GroupedSpec, NormSpec
 from micronorm.ops.activation import IDENTITY, Activation, check_activation
 from micronorm.ops.bcn import elementwise_fused, group_norm_fused
@@ -89,7 +88,7 @@ class GroupNorm(nn.GroupNorm):
     def _by_kernel(self, x: Tensor, activation: Activation, residual: Tensor | None) -> Tensor:
         if residual is not None and not (activation.knows_its_sign and residual.dtype == x.dtype):
             return activation(self._by_kernel(x, IDENTITY, None) + residual)
-        numbers: list[Tensor] | None = [] if rematerializing(self) is not None else None
+        numbers: list[Tensor] | None = [] if active(self) is not None else None
         y = group_norm_fused(
             x,
             self.weight,

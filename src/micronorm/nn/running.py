@@ -6,8 +6,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from micronorm.nn.checkpointing import write_once
 from micronorm.nn.inputs import check_count, check_eps, check_momentum
-from micronorm.nn.recompute import write_once
 from micronorm.ops.batch import Running
 from micronorm.ops.moments import Moments, compute_dtype
 

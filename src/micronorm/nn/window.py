@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from micronorm.nn.recompute import inside_backward
+from micronorm.nn.checkpointing import inside_backward
 from micronorm.ops.bcn import Sums, batch_statistics, gather_fused, move_by_batch, scan, window_sums
 from micronorm.ops.moments import Moments, bounded, wide_dtype
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from micronorm.nn.recompute import inside_backward
+from micronorm.nn.checkpointing import inside_backward
 from micronorm.nn.window import run
 from micronorm.ops import keyed
 
