@@ -1,4 +1,4 @@
-"""`look`: its figures are those of the data, whatever the norm and however its activation is called."""
+"""`measure_norms`: its figures are those of the data, whatever the norm and however its activation is called."""
 
 import copy
 import random
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import micronorm as mn
 from micronorm.convert.surgery import restore_forwards
-from micronorm.diagnostics.look import look
-from micronorm.diagnostics.statdiff import stat_diff
+from micronorm.diagnostics.channels import stat_diff
+from micronorm.diagnostics.norm_stats import measure_norms
 from tests.networks import SmallResNet
 from tests.tolerances import assert_close_to_max, tolerance
 
@@ -67,7 +67,7 @@ NORMS = {
 def test_moments_before_and_after_are_those_of_the_input_and_of_the_output_without_affine(name):
     norm = NORMS[name]().to(WIDE)
     x = images()
-    seen = look(norm, x.split([4, 2]))[""]
+    seen = measure_norms(norm, x.split([4, 2]))[""]
     inputs, outputs = x, norm.eval()(x) if "batches" not in name else torch.cat([norm(p) for p in x.split([4, 2])])
     for moments, data in ((seen.input, inputs), (seen.normalized, outputs)):
         mean, var = spread(data)
@@ -80,10 +80,10 @@ def test_moments_before_and_after_are_those_of_the_input_and_of_the_output_witho
 @pytest.mark.parametrize("name", [name for name in NORMS if name != "LayerNorm of all"])
 def test_the_affine_transformation_does_not_enter_the_distance_to_bn(name):
     norm, x = NORMS[name]().to(WIDE), images()
-    before = look(norm, [x])[""].figures()
+    before = measure_norms(norm, [x])[""].figures()
     for parameter in norm.parameters():
         nn.init.normal_(parameter)
-    after = look(norm, [x])[""].figures()
+    after = measure_norms(norm, [x])[""].figures()
     for key in ("stat_diff", "stat_diff_worst", "sigma_mean", "sigma_std"):
         assert after[key] == before[key]
     assert not list(norm.parameters()) or after["active"] != before["active"]
@@ -93,7 +93,7 @@ def test_the_affine_transformation_does_not_enter_the_distance_to_bn(name):
 def test_a_layer_norm_over_tokens_has_its_channels_last(rows):
     norm = nn.LayerNorm(8).to(WIDE)
     x = torch.randn(*rows, 8, dtype=WIDE) * 2 + torch.arange(8.0)
-    seen = look(norm, [x])[""]
+    seen = measure_norms(norm, [x])[""]
     flat = x.reshape(-1, 8)
     assert_close_to_max(seen.input.mean, flat.mean(0), tol=EXACT)
     assert_close_to_max(seen.normalized.var, norm(flat).var(0, correction=0), tol=EXACT)
@@ -102,7 +102,7 @@ def test_a_layer_norm_over_tokens_has_its_channels_last(rows):
 
 
 def test_batch_normalization_in_training_lies_at_the_origin():
-    figures = look(nn.BatchNorm2d(8, eps=1e-9).to(WIDE), images().split(3), statistics="batch")[""].figures()
+    figures = measure_norms(nn.BatchNorm2d(8, eps=1e-9).to(WIDE), images().split(3), statistics="batch")[""].figures()
     assert (figures["stat_diff"], figures["stat_diff_worst"]) == (0, 0)
     assert max(figures["sigma_mean"], figures["sigma_std"]) < 1e-8  # eps/var
 
@@ -110,7 +110,7 @@ def test_batch_normalization_in_training_lies_at_the_origin():
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_stat_diff_of_group_normalization_is_that_of_its_input_channels(groups):
     x = images()
-    seen = look(nn.GroupNorm(groups, 8).to(WIDE), [x])[""]
+    seen = measure_norms(nn.GroupNorm(groups, 8).to(WIDE), [x])[""]
     expected = stat_diff(*spread(x), groups)
     assert_close_to_max(seen.stat_diff, expected, tol=EXACT)
     figures = seen.figures()
@@ -120,14 +120,14 @@ def test_stat_diff_of_group_normalization_is_that_of_its_input_channels(groups):
 
 def test_stat_diff_of_bcn_is_that_of_what_its_group_half_is_given():
     x, norm = images(), mn.BCN(groups=2)(8).to(WIDE)
-    assert look(norm, [x])[""].figures()["stat_diff"] > 0.5
+    assert measure_norms(norm, [x])[""].figures()["stat_diff"] > 0.5
     mn.calibrate(norm, [x])
-    calibrated = look(norm, [x])[""].figures()
+    calibrated = measure_norms(norm, [x])[""].figures()
     assert calibrated["stat_diff_worst"] < 1e-6
 
 
 def test_a_figure_has_the_keys_that_records_name():
-    figures = look(nn.GroupNorm(2, 8).to(WIDE), [images()])[""].figures()
+    figures = measure_norms(nn.GroupNorm(2, 8).to(WIDE), [images()])[""].figures()
     spreads = ["stat_diff", "stat_diff_worst", "sigma_mean", "sigma_std"]
     assert list(figures) == ["kind", "norm", "channels", "groups", *spreads, "active", "dead", "rare"]
     assert (figures["kind"], figures["norm"]) == ("norm", "GroupNorm")
@@ -138,7 +138,7 @@ def test_a_figure_has_the_keys_that_records_name():
 
 def test_functional_activations_are_seen_directly_and_behind_the_addition_of_a_shortcut():
     model, x = SmallResNet(mn.GN(groups=2)).double(), torch.randn(5, 3, 8, 8, dtype=WIDE)
-    seen = look(model, [x])
+    seen = measure_norms(model, [x])
     assert {name: (one.activation, one.residual) for name, one in seen.items()} == {
         "norm": ("relu", False),
         "block1.norm1": ("relu", False),
@@ -160,7 +160,7 @@ def test_a_fused_model_is_seen_as_its_unfused_twin_is(spec):
     twin = copy.deepcopy(fused)
     assert restore_forwards(twin) > 0
     x = torch.randn(3, 3, 32, 32)
-    left, right = look(fused, [x]), look(twin, [x])
+    left, right = measure_norms(fused, [x]), measure_norms(twin, [x])
     assert list(left) == list(right)
     assert all(one.activation == "relu" for one in left.values())
     for name, one in left.items():
@@ -182,10 +182,10 @@ def test_a_norm_with_an_activation_of_its_own_or_of_the_call_is_seen(activation)
     x = images()
     own = nn.Sequential(mn.nn.BatchChannelNorm(8, 2, activation=activation)).double()
     plain = mn.nn.BatchChannelNorm(8, 2).double()
-    one = look(own, [x])["0"]
+    one = measure_norms(own, [x])["0"]
     assert (one.activation, one.residual) == (activation, False)
     assert torch.equal(one.active, (plain(x) > 0).double().mean((0, 2, 3)))
-    two = look(Asked().double(), [x])["norm"]
+    two = measure_norms(Asked().double(), [x])["norm"]
     assert (two.activation, two.residual) == (activation, False)
     assert torch.equal(two.active, (F.group_norm(x, 2) > 0).double().mean((0, 2, 3)))
 
@@ -202,7 +202,7 @@ def test_a_residual_given_to_the_norm_is_told_from_its_own_output(given):
             return y if given else F.relu(y)
 
     x = images()
-    seen = look(Asked().double(), [x])["norm"]
+    seen = measure_norms(Asked().double(), [x])["norm"]
     y = F.group_norm(x, 2)
     assert (seen.activation, seen.residual) == ("relu", True)
     assert torch.equal(seen.active, (y + 3 > 0).double().mean((0, 2, 3)))
@@ -215,7 +215,7 @@ def test_timm_s_norms_with_activations_are_seen_before_and_after_these():
     for layer in (timm.layers.BatchNormAct2d(8), timm.layers.GroupNormAct(8, group_size=4)):
         norm = layer.double()
         nn.init.normal_(norm.bias)
-        seen = look(norm, [x])[""]
+        seen = measure_norms(norm, [x])[""]
         raw = copy.deepcopy(norm)
         raw.act = nn.Identity()
         assert (seen.activation, seen.residual) == ("relu", False)
@@ -228,7 +228,7 @@ def test_our_norms_in_the_place_of_timm_s_are_seen_so_too():
     x = images()
     norms = (mn.nn.BatchChannelNormAct(8, 2), mn.nn.NormAct(mn.nn.GroupNorm(2, 8), act=nn.ReLU()))
     for model, name in zip(norms, ("", "norm"), strict=True):
-        seen = look(model.double(), [x])[name]
+        seen = measure_norms(model.double(), [x])[name]
         assert seen.activation == "relu"
         assert seen.negative.max() > 0
         assert torch.equal(seen.active, seen.positive)
@@ -237,7 +237,7 @@ def test_our_norms_in_the_place_of_timm_s_are_seen_so_too():
 def test_where_no_activation_is_seen_the_norm_s_own_output_counts():
     model = nn.Sequential(nn.GroupNorm(2, 8), nn.Conv2d(8, 4, 1), nn.ReLU()).double()
     x = images()
-    seen = look(model, [x])["0"]
+    seen = measure_norms(model, [x])["0"]
     assert seen.activation is None
     assert torch.equal(seen.active, (model[0](x) > 0).double().mean((0, 2, 3)))
 
@@ -245,7 +245,7 @@ def test_where_no_activation_is_seen_the_norm_s_own_output_counts():
 def test_a_shared_norm_is_one_layer_that_sees_all_its_calls():
     norm = nn.GroupNorm(2, 8)
     model = nn.Sequential(norm, nn.ReLU(), norm, nn.ReLU()).double()
-    seen = look(model, [images(3)])
+    seen = measure_norms(model, [images(3)])
     assert list(seen) == ["0"]
     assert (seen["0"].samples, seen["0"].positions, seen["0"].activation) == (6, 150, "relu")
 
@@ -254,7 +254,7 @@ def test_of_a_sum_only_the_summand_that_keeps_it_down_has_the_dead_channel():
     model = SmallResNet(partial(nn.GroupNorm, 2), channels=8).double()
     with torch.no_grad():
         model.block1.norm2.bias[3] = -50
-    seen = look(model, [torch.randn(8, 3, 8, 8, dtype=WIDE)])
+    seen = measure_norms(model, [torch.randn(8, 3, 8, 8, dtype=WIDE)])
     assert seen["block1.norm2"].dead.nonzero().flatten().tolist() == [3]
     assert sum(int(one.dead.sum()) for one in seen.values()) == 1
 
@@ -262,7 +262,7 @@ def test_of_a_sum_only_the_summand_that_keeps_it_down_has_the_dead_channel():
 def test_a_branch_that_starts_at_zero_has_no_dead_channel():
     model = SmallResNet(partial(nn.GroupNorm, 2), channels=8).double()
     nn.init.zeros_(model.block1.norm2.weight)
-    seen = look(model, [torch.randn(8, 3, 8, 8, dtype=WIDE)])["block1.norm2"]
+    seen = measure_norms(model, [torch.randn(8, 3, 8, 8, dtype=WIDE)])["block1.norm2"]
     assert float(seen.positive.max()) == 0
     assert int(seen.dead.sum()) == 0
 
@@ -318,16 +318,16 @@ def test_the_model_is_left_as_it_was_found(norm, statistics, fails):
 
     if fails:
         with pytest.raises(ArithmeticError, match="after the forward"):
-            look(model, [x], statistics=statistics, forward=forward)
+            measure_norms(model, [x], statistics=statistics, forward=forward)
     else:
-        assert len(look(model, [x], statistics=statistics, forward=forward)) == 6
+        assert len(measure_norms(model, [x], statistics=statistics, forward=forward)) == 6
     assert everything(model) == before
 
 
 def test_a_backward_that_was_pending_still_runs():
     model = SmallResNet(mn.BN()).eval()
     loss = model(torch.randn(4, 3, 8, 8)).sum()
-    look(model, [torch.randn(4, 3, 8, 8)], statistics="batch")
+    measure_norms(model, [torch.randn(4, 3, 8, 8)], statistics="batch")
     loss.backward()
     assert model.stem.weight.grad.abs().sum() > 0
 
@@ -337,40 +337,42 @@ def test_a_backward_that_was_pending_still_runs():
 
 def test_batches_may_be_a_loader_s_pairs_and_a_forward_takes_any_other():
     norm, x = nn.GroupNorm(2, 8).double(), images()
-    plain = look(norm, [x])[""].figures()
-    assert look(norm, [(x, torch.zeros(6))])[""].figures() == plain
-    assert look(norm, [{"image": x}], forward=lambda model, batch: model(batch["image"]))[""].figures() == plain
+    plain = measure_norms(norm, [x])[""].figures()
+    assert measure_norms(norm, [(x, torch.zeros(6))])[""].figures() == plain
+    assert (
+        measure_norms(norm, [{"image": x}], forward=lambda model, batch: model(batch["image"]))[""].figures() == plain
+    )
 
 
 @pytest.mark.parametrize(
     "model, batches, options, error, message",
     [
-        (nn.Conv2d(3, 4, 1), [], {}, ValueError, "no group, layer, instance, batch or batch-channel normalization"),
-        (nn.GroupNorm(2, 4), [], {}, ValueError, "the batches reached no normalization"),
+        (nn.Conv2d(3, 4, 1), [], {}, ValueError, "has no group, layer, instance, batch or batch-channel normalization"),
+        (nn.GroupNorm(2, 4), [], {}, ValueError, "no batch reached a normalization"),
         (nn.GroupNorm(2, 4), torch.ones(2, 4), {}, TypeError, r"write \[batch\]"),
         (nn.GroupNorm(2, 4), [], {"statistics": "running"}, ValueError, 'must be "estimates" or "batch"'),
-        (nn.DataParallel(nn.GroupNorm(2, 4)), [], {}, ValueError, "look at model.module"),
+        (nn.DataParallel(nn.GroupNorm(2, 4)), [], {}, ValueError, "pass model.module"),
         ("resnet", [], {}, TypeError, "a torch.nn.Module is needed"),
     ],
 )
 def test_what_cannot_be_looked_at_is_refused(model, batches, options, error, message):
     with pytest.raises(error, match=message):
-        look(model, batches, **options)
+        measure_norms(model, batches, **options)
 
 
 def test_a_model_compiled_in_place_is_refused():
     model = nn.Sequential(nn.GroupNorm(2, 4))
     model[0]._compiled_call_impl = model[0]._call_impl  # what .compile() sets, without the compiler
     with pytest.raises(ValueError, match="0: compiled by"):
-        look(model, [torch.ones(2, 4)])
+        measure_norms(model, [torch.ones(2, 4)])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("norm", [mn.BCN(groups=2), mn.GN(groups=2), mn.BN()])
 def test_a_gpu_gives_the_figures_of_the_cpu(norm):
     model, x = SmallResNet(norm), torch.randn(8, 3, 8, 8)
-    expected = look(model, [x])
-    found = look(model.cuda(), [x.cuda()])
+    expected = measure_norms(model, [x])
+    found = measure_norms(model.cuda(), [x.cuda()])
     for name, one in expected.items():
         assert found[name].activation == one.activation
         assert_close_to_max(found[name].normalized.mean, one.normalized.mean, tol=1e-4, scale=1.0)

@@ -1,4 +1,4 @@
-"""The verdict: networks broken on purpose are found in the right layer, and their healthy twins are not accused."""
+"""The diagnosis: networks broken on purpose are found in the right layer, and their healthy twins are not accused."""
 
 import copy
 import json
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import micronorm as mn
-from micronorm.diagnostics.look import look
-from micronorm.diagnostics.measures import Thresholds
-from micronorm.diagnostics.norms import read_norm
-from micronorm.diagnostics.verdict import PROBLEMS, Verdict, diagnose, judge
+from micronorm.diagnostics.criteria import Thresholds
+from micronorm.diagnostics.diagnosis import PROBLEMS, Diagnosis, diagnose, judge
+from micronorm.diagnostics.norm_stats import measure_norms
+from micronorm.diagnostics.norms import as_norm_layer
 from micronorm.ops.moments import Moments
 from tests.networks import SmallResNet
 
@@ -50,8 +50,8 @@ def settled(model: nn.Module) -> nn.Module:
     return model
 
 
-def found(verdict: Verdict) -> list[tuple[str, str]]:
-    return [(finding.layer, finding.problem) for finding in verdict.findings]
+def found(diagnosis: Diagnosis) -> list[tuple[str, str]]:
+    return [(finding.layer, finding.problem) for finding in diagnosis.findings]
 
 
 def offset(conv: Any, channels: int, by: float) -> None:
@@ -63,11 +63,11 @@ def offset(conv: Any, channels: int, by: float) -> None:
 
 @pytest.mark.parametrize("norm", SPECS)
 def test_a_healthy_network_is_not_accused(norm):
-    verdict = diagnose(network(norm), images().split(16))
-    assert verdict.ok
-    assert bool(verdict)
-    assert verdict.judged == len(verdict.looks) == 6
-    assert verdict.summary().startswith("No layer is near an elimination singularity. 6 of 6 norms judged")
+    diagnosis = diagnose(network(norm), images().split(16))
+    assert diagnosis.ok
+    assert bool(diagnosis)
+    assert diagnosis.judged == len(diagnosis.statistics) == 6
+    assert diagnosis.summary().startswith("No layer is near an elimination singularity. 6 of 6 norms judged")
 
 
 @pytest.mark.parametrize(
@@ -82,9 +82,9 @@ def test_dead_channels_are_found_in_their_layer_and_blamed_on_its_bias(norm, lay
     model = network(norm)
     with torch.no_grad():
         model.get_submodule(layer).bias[[1, 2, 5]] = -50.0
-    verdict = diagnose(model, images().split(16), trained=False)
-    assert found(verdict) == [(layer, "dead")]
-    finding = verdict.findings[0]
+    diagnosis = diagnose(model, images().split(16), trained=False)
+    assert found(diagnosis) == [(layer, "dead")]
+    finding = diagnosis.findings[0]
     assert finding.channels == (1, 2, 5)
     assert f"get_submodule('{layer}').bias.data[[1, 2, 5]] = 0" in finding.remedy
     assert finding.severity > 1
@@ -95,12 +95,12 @@ def test_dead_channels_are_found_in_their_layer_and_blamed_on_its_bias(norm, lay
 def test_a_huge_offset_of_some_channels_of_a_group_is_found_in_its_layer(norm, layer, conv):
     model = network(norm)
     offset(model.get_submodule(conv), 2, 300.0)
-    verdict = diagnose(model, images().split(16))
-    assert found(verdict)[0] == (layer, "stat_diff")
+    diagnosis = diagnose(model, images().split(16))
+    assert found(diagnosis)[0] == (layer, "stat_diff")
     if norm == "GN":  # of one group the whole layer is crushed, and what follows sees constants
-        assert len(verdict.findings) == 1
-    finding = verdict.findings[0]
-    assert verdict.severities[layer] == max(verdict.severities.values()) == finding.severity
+        assert len(diagnosis.findings) == 1
+    finding = diagnosis.findings[0]
+    assert diagnosis.severities[layer] == max(diagnosis.severities.values()) == finding.severity
     assert set(finding.channels) >= {0, 1}
     assert finding.remedy.startswith("mn.convert(model, mn.BCN(), mn.WS())")
     assert "to 0 as BCN's estimates settle" in finding.effect
@@ -116,17 +116,17 @@ def test_the_conversion_that_is_advised_mends_it():
 def test_a_network_that_is_standardized_already_is_not_told_to_be():
     model = mn.convert(network("GN"), None, mn.WS())
     offset(model.down, 2, 300.0)
-    verdict = diagnose(model, images().split(16))
-    assert verdict.findings[0].remedy.startswith("mn.convert(model, mn.BCN(), None)")
+    diagnosis = diagnose(model, images().split(16))
+    assert diagnosis.findings[0].remedy.startswith("mn.convert(model, mn.BCN(), None)")
 
 
 @pytest.mark.parametrize("norm", ["BN", "BCN"])
 def test_estimates_that_do_not_fit_are_found_unless_the_network_is_fresh(norm):
     model = network(norm)
     offset(model.down, 32, 20.0)
-    verdict = diagnose(model, images().split(16))
-    assert ("down_norm", "estimates") in found(verdict)
-    assert "mn.calibrate" in verdict.findings[0].remedy
+    diagnosis = diagnose(model, images().split(16))
+    assert ("down_norm", "estimates") in found(diagnosis)
+    assert "mn.calibrate" in diagnosis.findings[0].remedy
     assert ("down_norm", "estimates") not in found(diagnose(model, images().split(16), trained=False))
 
 
@@ -149,9 +149,9 @@ def test_values_that_are_not_finite_come_first():
     model = network("GN")
     with torch.no_grad():
         model.down.weight[0, 0, 0, 0] = torch.nan
-    verdict = diagnose(model, images().split(16))
-    assert found(verdict)[0] == ("down_norm", "non_finite")
-    json.loads(json.dumps(verdict.to_dict(), allow_nan=False))
+    diagnosis = diagnose(model, images().split(16))
+    assert found(diagnosis)[0] == ("down_norm", "non_finite")
+    json.loads(json.dumps(diagnosis.to_dict(), allow_nan=False))
 
 
 def stacked(activation: type[nn.Module] = nn.ReLU) -> Any:
@@ -178,9 +178,9 @@ def test_numbers_that_are_not_finite_are_found_in_the_layer_that_holds_them(name
 def test_the_last_norm_of_a_network_is_accused_where_its_estimates_are_not_finite(value):
     model = stacked(nn.SiLU)
     model[4].running_var[:4] = value  # by infinity a channel is divided to zero: the output is finite
-    verdict = diagnose(model, images().split(16))
-    assert found(verdict) == [("4", "non_finite")]
-    assert verdict.severities["4"] == torch.inf
+    diagnosis = diagnose(model, images().split(16))
+    assert found(diagnosis) == [("4", "non_finite")]
+    assert diagnosis.severities["4"] == torch.inf
 
 
 def test_means_of_bcn_that_are_not_finite_are_no_dead_channels():
@@ -194,7 +194,7 @@ def test_a_layer_that_makes_numbers_that_are_not_finite_is_accused():
     model[1].running_var[2] = -1.0
     first = diagnose(model, images().split(16)).findings[0]
     assert (first.layer, first.evidence, first.channels) == ("1", {"not finite": "output"}, (2,))
-    assert "overflows by itself" in first.remedy
+    assert "itself overflows" in first.remedy
 
 
 def test_estimates_that_are_not_in_use_are_not_judged():
@@ -204,19 +204,19 @@ def test_estimates_that_are_not_in_use_are_not_judged():
 
 
 def test_a_figure_that_is_no_number_is_beyond_its_limit():
-    seen = look(stacked(), images().split(16))
+    seen = measure_norms(stacked(), images().split(16))
     mean, var = seen["4"].normalized
     bad = replace(seen["4"], normalized=Moments(mean * torch.nan, var))
-    verdict = judge({**seen, "4": bad})
-    assert found(verdict) == [("4", "estimates")]
-    assert verdict.severities["4"] == torch.inf
+    diagnosis = judge({**seen, "4": bad})
+    assert found(diagnosis) == [("4", "estimates")]
+    assert diagnosis.severities["4"] == torch.inf
 
 
 @pytest.mark.parametrize("statistics", ["estimates", "batch"])
 def test_frozen_batch_normalization_is_judged_by_its_estimates_in_either_mode(statistics):
     frozen = pytest.importorskip("torchvision.ops").FrozenBatchNorm2d(3)
     model = nn.Sequential(frozen, nn.ReLU()).train()
-    norm = read_norm(frozen)
+    norm = as_norm_layer(frozen)
     assert norm is not None
     assert (norm.uses_batch, norm.by_estimates) == (False, True)
     assert found(diagnose(model, [images() + 20], statistics=statistics)) == [("0", "estimates")]
@@ -232,9 +232,9 @@ def test_maps_of_one_position_are_judged_only_by_many_samples():
     apart = x + 20 * (torch.arange(8).view(8, 1, 1) % 4 == 0)
     assert diagnose(batch, [x[:1]]).ok  # of one position every deviation is 0
     for count in (1, 48):
-        verdict = diagnose(grouped, [apart[:count]])
-        assert (verdict.ok, verdict.judged) == (True, 0)
-        assert verdict.summary().startswith("Nothing could be judged: too few samples")
+        diagnosis = diagnose(grouped, [apart[:count]])
+        assert (diagnosis.ok, diagnosis.judged) == (True, 0)
+        assert diagnosis.summary().startswith("Nothing could be judged: there were too few samples")
     assert found(diagnose(grouped, [apart])) == [("0", "stat_diff")]
 
 
@@ -253,9 +253,9 @@ def test_few_samples_are_no_evidence_and_the_report_says_so():
     model = network("BN")
     with torch.no_grad():
         model.norm.bias[:4] = -50.0
-    verdict = diagnose(model, [images()[:16]], trained=False)
-    assert verdict.ok
-    assert any("too few to call a channel dead" in note for note in verdict.notes)
+    diagnosis = diagnose(model, [images()[:16]], trained=False)
+    assert diagnosis.ok
+    assert any("too few to judge" in note for note in diagnosis.notes)
     assert found(diagnose(model, [images()[:16]], trained=False, thresholds=Thresholds(samples=8))) == [
         ("norm", "dead")
     ]
@@ -265,40 +265,40 @@ def test_one_dead_channel_is_counted_and_accuses_no_layer():
     model = network("BN")
     with torch.no_grad():
         model.norm.bias[4] = -50.0
-    verdict = diagnose(model, images().split(16), trained=False)
-    assert verdict.ok
-    assert "1 dead" in verdict.summary()
-    assert verdict.to_dict()["layers"]["norm"]["dead"] == 1
+    diagnosis = diagnose(model, images().split(16), trained=False)
+    assert diagnosis.ok
+    assert "1 dead" in diagnosis.summary()
+    assert diagnosis.to_dict()["layers"]["norm"]["dead"] == 1
 
 
 def test_norms_without_a_visible_activation_are_listed_and_not_judged():
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.GroupNorm(2, 8), nn.Conv2d(8, 4, 1))
     with torch.no_grad():
         model[0].bias[:2] += 300
-    verdict = diagnose(model, images().split(16))
-    assert (verdict.judged, verdict.ok, list(verdict.looks)) == (0, True, ["1"])
-    assert verdict.summary().startswith("Nothing could be judged")
-    assert any("not judged" in " ".join(note.split()) for note in verdict.notes)
+    diagnosis = diagnose(model, images().split(16))
+    assert (diagnosis.judged, diagnosis.ok, list(diagnosis.statistics)) == (0, True, ["1"])
+    assert diagnosis.summary().startswith("Nothing could be judged")
+    assert any("not judged" in " ".join(note.split()) for note in diagnosis.notes)
 
 
 def test_findings_come_in_the_order_of_layers_and_the_table_s_worst_first():
     model = network("GN")
     offset(model.stem, 2, 100.0)
     offset(model.down, 2, 1000.0)
-    verdict = diagnose(model, images().split(16))
-    assert found(verdict) == [("norm", "stat_diff"), ("down_norm", "stat_diff")]
-    assert verdict.summary().startswith("2 LAYERS ARE IN TROUBLE: norm, down_norm.")
-    head, first, second, *rest = verdict.table(rows=4).splitlines()
+    diagnosis = diagnose(model, images().split(16))
+    assert found(diagnosis) == [("norm", "stat_diff"), ("down_norm", "stat_diff")]
+    assert diagnosis.summary().startswith("2 LAYERS ARE IN TROUBLE: norm, down_norm.")
+    head, first, second, *rest = diagnosis.table(rows=4).splitlines()
     assert head.split()[:3] == ["layer", "norm", "then"]
     assert (first.split()[0], second.split()[0], len(rest)) == ("down_norm", "norm", 2)
     assert "stat_diff" in first
-    assert "[stat_diff]" in str(verdict)
-    assert "fix: mn.convert" in str(verdict)
+    assert "[stat_diff]" in str(diagnosis)
+    assert "fix: mn.convert" in str(diagnosis)
 
 
 def test_judging_what_was_seen_is_the_verdict_of_diagnose():
     model = network("GN")
     offset(model.down, 2, 300.0)
-    again = judge(look(model, images().split(16)))
+    again = judge(measure_norms(model, images().split(16)))
     assert again.findings == diagnose(model, images().split(16)).findings
     assert all(finding.problem in PROBLEMS for finding in again.findings)

@@ -1,6 +1,5 @@
 """Projected gradient descent keeps its constraint, and moves as WS does to first order."""
 
-import copy
 import math
 
 import pytest
@@ -9,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import micronorm as mn
-from micronorm.diagnostics.capture import effective_gradients
-from micronorm.diagnostics.constrained import ProjectedWeights, compare_updates, project_
-from micronorm.diagnostics.layers import rows_of
+from micronorm.diagnostics.lipschitz import effective_gradients
+from micronorm.diagnostics.projected import ProjectedWeights, compare_updates
+from micronorm.diagnostics.weights import rows_of
 from tests.diagnostics.trained import LAYERS, images, loss_of, network
 from tests.tolerances import assert_close_to_max
 
@@ -31,30 +30,21 @@ def test_projection_standardizes_the_plain_convolutions_and_nothing_else():
     model = network()
     others = {name: p.clone() for name, p in model.named_parameters() if name.split(".")[0] not in CONVOLUTIONS}
     kept = model.up.weight
-    assert project_(model, weight=EXACT) == 3
+    ProjectedWeights(model, weight=EXACT).project()
     assert_on_the_constraint(model, CONVOLUTIONS)
     assert model.up.weight is kept
     assert all(torch.equal(model.get_parameter(name), p) for name, p in others.items())
-    assert project_(model, weight=EXACT, filter=lambda layer, name: name == "narrow") == 1
+    ProjectedWeights(model, weight=EXACT, filter=lambda layer, name: name == "narrow").project()
     assert_on_the_constraint(model, LAYERS)
 
 
-def test_projection_of_tensors_is_standardization():
-    a, b = torch.randn(4, 6, dtype=torch.float64), torch.randn(2, 3, 3, 3, dtype=torch.float64)
-    expected = [mn.functional.weight_standardize(w, scale=False) for w in (a, b)]
-    assert project_([a, b], weight=mn.WS(scale=False)) == 2
-    assert torch.equal(a, expected[0])
-    assert torch.equal(b, expected[1])
-    assert project_(a) == 1
-    with pytest.raises(ValueError, match="tensors have none"):
-        project_(a, filter=lambda layer, name: True)
-
-
 def test_with_eps_repeated_projection_settles_at_variance_one_minus_eps():
-    w = torch.randn(4, 60, dtype=torch.float64)
+    layer = nn.Conv1d(60, 4, 1).double()
+    projected = ProjectedWeights(layer, weight=mn.WS(eps=0.1))
     for _ in range(20):
-        project_(w, weight=mn.WS(eps=0.1))
-    assert_close_to_max(w.var(1, correction=0), torch.full((4,), 0.9, dtype=torch.float64), tol=1e-12)
+        projected.project()
+    variance = layer.weight.detach().flatten(1).var(1, correction=0)
+    assert_close_to_max(variance, torch.full((4,), 0.9, dtype=torch.float64), tol=1e-12)
 
 
 def test_every_step_of_the_optimizer_ends_on_the_constraint_and_learns():
@@ -81,10 +71,10 @@ def test_every_step_of_the_optimizer_ends_on_the_constraint_and_learns():
 
 
 def test_what_would_never_be_projected_is_an_error():
-    with pytest.raises(ValueError, match="no plain layer to project among 5"):
+    with pytest.raises(ValueError, match="no plain convolution to project among 5"):
         ProjectedWeights(network(mn.WS()))
     model = network()
-    with pytest.raises(ValueError, match="not the weights of 3 of the 3 layers"):
+    with pytest.raises(ValueError, match="does not hold the weights of 3 of the 3 layers"):
         ProjectedWeights(model).attach(torch.optim.SGD(model.head.parameters(), lr=0.1))
 
 
@@ -97,9 +87,7 @@ def trained_pairs():
     with effective_gradients(model) as captured:
         loss_of(model)().backward()
     pairs = {
-        name: tuple(
-            rows_of(model.get_submodule(name), t) for t in (model.get_submodule(name).weight.detach(), c.effective)
-        )
+        name: tuple(rows_of(model.get_submodule(name), t) for t in (model.get_submodule(name).weight.detach(), c.total))
         for name, c in captured.items()
         if name in LAYERS
     }
@@ -139,8 +127,7 @@ def test_the_updates_are_those_of_optimizers():
     assert_close_to_max(found.standardized, mn.functional.weight_standardize(raw.detach(), eps=0.0), tol=1e-12)
     one = mn.functional.weight_standardize(w, eps=0.0)  # deviation 1: the rates are equal
     direct = compare_updates(one, g, lr=0.3).projected
-    moved = copy.deepcopy(one - 0.3 * g)
-    project_(moved, weight=EXACT)
+    moved = mn.functional.weight_standardize(one - 0.3 * g, eps=0.0)
     assert_close_to_max(direct, moved, tol=1e-12)
 
 

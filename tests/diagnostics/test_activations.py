@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from micronorm.diagnostics.followers import Followers
+from micronorm.diagnostics.activations import ActivationTracker
 
 ONES = torch.ones(3, 4)
 
@@ -16,9 +16,9 @@ ONES = torch.ones(3, 4)
 def meets(function: Callable[[Tensor], Tensor]) -> tuple[list[tuple[str, bool, list[int]]], list[int]]:
     """What was reported of a 3×4 tensor, and the positives of what the function made of it."""
     seen = []
-    with torch.no_grad(), Followers() as followers:
+    with torch.no_grad(), ActivationTracker() as tracker:
         y = torch.randn(3, 4)
-        followers.follow(y, 1, lambda kind, added, counts: seen.append((kind, added, counts.tolist())))
+        tracker.track(y, 1, lambda kind, added, counts: seen.append((kind, added, counts.tolist())))
         result = function(y)
     return seen, (result > 0).reshape(3, 4).sum(0).tolist()
 
@@ -73,22 +73,22 @@ def test_only_the_first_activation_counts():
 
 def test_both_summands_are_told_of_the_activation_after_their_sum():
     seen = []
-    with torch.no_grad(), Followers() as followers:
+    with torch.no_grad(), ActivationTracker() as tracker:
         a, b = torch.randn(2, 3), torch.randn(2, 3)
         for name, tensor in (("a", a), ("b", b)):
-            followers.follow(tensor, 1, lambda kind, added, _, name=name: seen.append((name, kind, added)))
+            tracker.track(tensor, 1, lambda kind, added, _, name=name: seen.append((name, kind, added)))
         F.relu(a + b)
     assert seen == [("a", "relu", True), ("b", "relu", True)]
 
 
-def test_nothing_is_seen_while_it_rests_and_no_tensor_is_kept():
+def test_nothing_is_seen_while_it_is_paused_and_no_tensor_is_kept():
     seen = []
-    with torch.no_grad(), Followers() as followers:
+    with torch.no_grad(), ActivationTracker() as tracker:
         y = torch.randn(2, 3)
-        followers.follow(y, 1, lambda *what: seen.append(what))
-        with followers.resting():
+        tracker.track(y, 1, lambda *what: seen.append(what))
+        with tracker.paused():
             F.relu(y)
         del y
         gc.collect()
-        assert not followers._trails
+        assert not tracker._known
     assert seen == []

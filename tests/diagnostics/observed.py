@@ -37,7 +37,7 @@ def take_step(model: nn.Module, optimizer: Any, cuts: Sequence[int], *, forward:
     optimizer.step()
 
 
-def looked_at(model: nn.Module, cuts: Sequence[int] = (EIGHT,), **options: Any) -> dict[str, Any]:
+def observed_layers(model: nn.Module, cuts: Sequence[int] = (EIGHT,), **options: Any) -> dict[str, Any]:
     """The layers of one look at one step."""
     with mn.observe(model) as watch:
         take_step(model, torch.optim.SGD(model.parameters(), lr=0.1), cuts, **options)
