@@ -10,7 +10,7 @@ from torch import nn
 
 import micronorm as mn
 from micronorm.nn import BatchChannelNorm, BatchChannelNormAct, ChannelsLast, NormAct, norm_act_layer
-from micronorm.nn.norm_act import takes_over
+from micronorm.nn.norm_act import can_fuse
 from micronorm.nn.passive_hook import PassiveHook
 from tests.tolerances import assert_close_to_max, tolerance
 
@@ -237,7 +237,7 @@ def test_a_norm_with_a_passive_hook_stays_fused():
     layer(images(torch.float32))
     assert seen == ["relu"]
     other = norm.register_forward_hook(lambda module, args, output: None)
-    assert not takes_over(norm)
+    assert not can_fuse(norm)
     other.remove()
     handle.remove()
-    assert takes_over(norm)
+    assert can_fuse(norm)

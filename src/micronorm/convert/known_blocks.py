@@ -254,6 +254,8 @@ BLOCKS: dict[type | str, Block] = {
     "timm.models.senet.SEResNetBlock": Block(_senet_basic, _BOTH_RELU, source="cf2b21e664c8"),
     "timm.models.hgnet.ConvBNAct": Block(*_chain("conv", "bn", "act", "lab"), source="d4c548fc3679"),
     "timm.models.nextvit.ConvNormAct": Block(*_chain("conv", "norm", "act"), source="17a099fd02cd"),
-    "timm.models.nextvit.ConvAttention": Block(*_chain("group_conv3x3", "norm", "act", "projection"), source="384b35c7fbb7"),
+    "timm.models.nextvit.ConvAttention": Block(
+        *_chain("group_conv3x3", "norm", "act", "projection"), source="384b35c7fbb7"
+    ),
 }
 """The known blocks, by class or, for libraries that may not be installed, by the class's full name."""
