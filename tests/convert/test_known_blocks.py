@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from timm.layers import EcaModule
 from timm.models import dla, hgnet, nextvit, res2net, senet
 from timm.models import resnet as timm_resnet
 from torch import nn
@@ -70,7 +71,7 @@ EXAMPLES: dict[str, list[tuple[Callable[[], nn.Module], tuple[Any, ...]]]] = {
             (image(4),),
         ),
         (
-            lambda: res2net.Bottle2neck(8, 2, norm_layer=nn.BatchNorm2d, base_width=128, scale=1, attn_layer="eca"),
+            lambda: res2net.Bottle2neck(8, 2, norm_layer=nn.BatchNorm2d, base_width=128, scale=1, attn_layer=EcaModule),
             (image(),),
         ),
     ],

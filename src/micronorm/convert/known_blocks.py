@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from micronorm.nn.norm_act import can_fuse, fusible_activation, has_hooks, norm_act
@@ -58,18 +59,16 @@ def _sequential_fuses(module: nn.Module) -> Fuses:
     return {name: following for name, following in pairwise(names) if module._modules[following] is not None}
 
 
-def _chain(*names: str, function: str | None = None) -> tuple[Callable[..., Any], Fuses]:
-    """Return the forward that calls these children in order, and what it fuses: the second with what follows it.
+def _chain(*names: str) -> tuple[Forward, Fuses]:
+    """Return the forward that calls these children in order, and what it fuses: the second with the third.
 
     Args:
-        names: a layer, its norm, the activation layer if the block has one, and the layers after it.
-        function: the activation function, for a block without an activation layer.
+        names: a layer, its norm, its activation, and the layers after it. "relu" is the function.
     """
-    first, norm, *rest = names
-    act = function or rest.pop(0)
+    first, norm, act, *rest = names
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        x = norm_act(getattr(self, norm), getattr(self, first)(x), function or getattr(self, act))
+        x = norm_act(getattr(self, norm), getattr(self, first)(x), F.relu if act == "relu" else getattr(self, act))
         for name in rest:
             x = getattr(self, name)(x)
         return x
@@ -228,7 +227,8 @@ def _timm_resnet(self: Any, x: Tensor) -> Tensor:
 _BASIC = {"bn1": "relu", "bn2": "add relu"}
 _BOTTLENECK = {"bn1": "relu", "bn2": "relu", "bn3": "add relu"}
 _BOTH_RELU = {"bn1": "relu", "bn2": "relu"}
-_CONV_BN_RELU = _chain("conv", "bn", function="relu")
+_CONV_BN_RELU = _chain("conv", "bn", "relu")
+_CONV_ATTENTION = _chain("group_conv3x3", "norm", "act", "projection")
 
 
 def _dla_root_fuses(self: Any) -> Fuses:

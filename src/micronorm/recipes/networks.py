@@ -87,12 +87,12 @@ class SmallImageResNet(nn.Module):
 
 
 def _fused_block(self: BasicBlock, x: Tensor) -> Tensor:
-    y = norm_act(self.norm1, self.conv1(x), "relu")
-    return norm_act(self.norm2, self.conv2(y), "relu", residual=self.shortcut(x))
+    y = norm_act(self.norm1, self.conv1(x), F.relu)
+    return norm_act(self.norm2, self.conv2(y), F.relu, residual=self.shortcut(x))
 
 
 def _fused_network(self: SmallImageResNet, x: Tensor) -> Tensor:
-    y = self.stages(norm_act(self.norm, self.conv(x), "relu"))
+    y = self.stages(norm_act(self.norm, self.conv(x), F.relu))
     return self.classifier(y.mean((2, 3)))
 
 
