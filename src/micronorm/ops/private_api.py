@@ -93,7 +93,7 @@ def _required(owner: Any, name: str) -> Any:
 functorch_transforms_active = _required(torch._C, "_are_functorch_transforms_active")
 """Return whether a transform of torch.func (grad, vmap, jvp, …) is active."""
 
-is_legacy_batched = _required(torch._C._functorch, "is_legacy_batchedtensor")
+is_legacy_batched = _required(torch._C._functorch, "is_legacy_batchedtensor")  # type: ignore[attr-defined]
 """Return whether a tensor is one of many that `torch.autograd.grad(is_grads_batched=True)` computes at once."""
 
 graph_task_id = _required(torch._C, "_current_graph_task_id")
