@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from micronorm.ops import private_api
 from tests.devices import require_kernels
@@ -107,12 +106,6 @@ def test_torch_marks_constants_by_the_same_attribute():
         return 1
 
     assert torch.compiler.assume_constant_result(function)._dynamo_marked_constant
-
-
-def test_a_weak_pointer_leads_to_its_storage():
-    x = torch.ones(2)
-    reference = StorageWeakRef(x.untyped_storage())
-    assert private_api.storage_of_weak_pointer(reference.cdata).data_ptr() == x.data_ptr()
 
 
 def test_base_classes_and_helpers_are_those_of_the_public_classes():

@@ -16,7 +16,6 @@ and Triton 3.6.
 | `mark_constant` | the attribute `_dynamo_marked_constant` | compiled code traces the function instead |
 | `preserve_version` | `torch.autograd._unsafe_preserve_version_counter` | ImportError that names it |
 | `fast_apply` | `apply` of the base class of `torch.autograd.Function` | the public `apply` |
-| `storage_of_weak_pointer` | `torch.UntypedStorage._new_with_weak_ptr` | ImportError that names it |
 | `DropoutNd`, `BatchNormBase`, `InstanceNormBase` | `_DropoutNd`, … in `torch.nn.modules` | ImportError |
 | `has_any_global_hook` | `torch.nn.modules.module._has_any_global_hook` | ImportError that names it |
 | `SyncBatchNorm` | `torch.nn.modules._functions` | ImportError |
@@ -67,7 +66,6 @@ __all__ = [
     "launch_hook_check",
     "mark_constant",
     "preserve_version",
-    "storage_of_weak_pointer",
     "top_saved_tensors_hooks",
     "tree_leaves",
     "tree_map",
@@ -132,13 +130,6 @@ def mark_constant(function: Any) -> Any:
     function._dynamo_marked_constant = True
     return function
 
-
-def storage_of_weak_pointer(pointer: int) -> Any:
-    """Return the storage that a `StorageWeakRef` points to, or None if it was freed."""
-    return torch.UntypedStorage._new_with_weak_ptr(pointer)
-
-
-_required(torch.UntypedStorage, "_new_with_weak_ptr")
 
 # --- base classes and helpers without a public name -------------------------------------------------------------------
 
