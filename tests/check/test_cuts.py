@@ -13,6 +13,7 @@ import micronorm as mn
 from tests.check.clean import CLEAN, Loop, Shared, Transformer
 from tests.check.faults import FAULTS
 from tests.check.parts import Net, Padding, ProposalsPerImage, contrastive, images, one_by_one, ragged, summed
+from tests.networks import SmallResNet
 
 planted = pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
 
@@ -82,6 +83,15 @@ def test_a_fault_in_a_list_with_thousands_of_rows_per_image_is_found():
 
     found = mn.check_cuts(Mixing(lambda x: [5000] * len(x)), images(), loss).findings[0]
     assert (found.where, found.cause) == ("model", "mixes_samples")
+
+
+@pytest.mark.parametrize("weight", [mn.WS(), mn.WN(), mn.CWN()])
+@pytest.mark.parametrize("norm", [mn.BCN(), mn.GN(), mn.LN(), mn.SN(), mn.BRN(), mn.FRN(), mn.EvoNormS0()])
+def test_no_two_parameters_of_our_layers_share_a_gradient(norm, weight):
+    model = SmallResNet(norm, weight)
+    summed(model, images())[0].backward()
+    addresses = [p.grad.data_ptr() for p in model.parameters() if p.grad is not None]
+    assert len(set(addresses)) == len(addresses) > 10
 
 
 def test_the_twins_of_this_file_can_fail():

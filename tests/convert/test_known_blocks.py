@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from timm.layers import EcaModule
-from timm.models import dla, hgnet, nextvit, res2net, senet
+from timm.layers import EcaModule, SplitAttn
+from timm.models import dla, hgnet, nextvit, res2net, resnest, senet
 from timm.models import resnet as timm_resnet
 from torch import nn
 from torchvision.models import resnet
@@ -24,6 +24,10 @@ NAMES = [name for name in BLOCKS if isinstance(name, str)]
 
 def down(inputs: int, outputs: int) -> nn.Module:
     return nn.Sequential(nn.Conv2d(inputs, outputs, 1, bias=False), nn.BatchNorm2d(outputs))
+
+
+def halve(inputs: int, outputs: int) -> nn.Module:
+    return nn.Sequential(nn.AvgPool2d(2), down(inputs, outputs))
 
 
 def image(channels: int = 8, side: int = 6) -> torch.Tensor:
@@ -90,6 +94,20 @@ EXAMPLES: dict[str, list[tuple[Callable[[], nn.Module], tuple[Any, ...]]]] = {
     "timm.models.dla.DlaRoot": [
         (lambda: dla.DlaRoot(8, 4, 1, shortcut=False), ([image(4), image(4)],)),
         (lambda: dla.DlaRoot(8, 4, 1, shortcut=True), ([image(4), image(4)],)),
+    ],
+    "timm.models.resnest.ResNestBottleneck": [
+        (lambda: resnest.ResNestBottleneck(8, 2), (image(),)),
+        (lambda: resnest.ResNestBottleneck(4, 2, radix=0, stride=2, avd=True, downsample=halve(4, 8)), (image(4),)),
+        (
+            lambda: resnest.ResNestBottleneck(
+                4, 2, stride=2, avd_first=True, downsample=halve(4, 8), drop_path=nn.Dropout(0.5)
+            ),
+            (image(4),),
+        ),
+    ],
+    "timm.layers.split_attn.SplitAttn": [
+        (lambda: SplitAttn(8, norm_layer=nn.BatchNorm2d), (image(),)),
+        (lambda: SplitAttn(8, radix=1, norm_layer=nn.BatchNorm2d, drop_layer=nn.Dropout), (image(),)),
     ],
     "timm.models.senet.Bottleneck": [
         (lambda: senet.SEBottleneck(8, 2, groups=1, reduction=2), (image(),)),

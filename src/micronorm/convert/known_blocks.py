@@ -205,6 +205,30 @@ def _senet_basic(self: Any, x: Tensor) -> Tensor:
     return self.relu(self.se_module(out) + shortcut)
 
 
+def _resnest_bottleneck(self: Any, x: Tensor) -> Tensor:
+    out = norm_act(self.bn1, self.conv1(x), self.act1)
+    out = out if self.avd_first is None else self.avd_first(out)
+    out = _norm_drop_act(self.bn2, self.conv2(out), self.drop_block, self.act2)
+    out = out if self.avd_last is None else self.avd_last(out)
+    out = self.conv3(out)
+    dropped = x if self.drop_path is None else self.drop_path(x)
+    shortcut = x if self.downsample is None else self.downsample(dropped)
+    return norm_act(self.bn3, out, self.act3, residual=shortcut, inplace=True)
+
+
+def _split_attention(self: Any, x: Tensor) -> Tensor:
+    x = _norm_drop_act(self.bn0, self.conv(x), self.drop, self.act0)
+    n, channels, height, width = x.shape
+    split = (n, self.radix, channels // self.radix)
+    if self.radix > 1:
+        x = x.reshape(*split, height, width)
+    pooled = (x.sum(dim=1) if self.radix > 1 else x).mean((2, 3), keepdim=True)
+    attention = self.fc2(norm_act(self.bn1, self.fc1(pooled), self.act1))
+    attention = self.rsoftmax(attention).view(n, -1, 1, 1)
+    out = (x * attention.reshape(*split, 1, 1)).sum(dim=1) if self.radix > 1 else x * attention
+    return out.contiguous()
+
+
 # --- whole networks: the norm of their stem --------------------------------------------------------------------------
 
 
@@ -235,6 +259,15 @@ def _dla_root_fuses(self: Any) -> Fuses:
     return {"bn": "add relu" if self.shortcut else "relu"}
 
 
+def _resnest_fuses(self: Any) -> Fuses:
+    second = {"bn2": "act2"} if _does_nothing(self.drop_block) else {}
+    return {"bn1": "act1"} | second | {"bn3": "add act3"}
+
+
+def _split_attention_fuses(self: Any) -> Fuses:
+    return ({"bn0": "act0"} if _does_nothing(self.drop) else {}) | {"bn1": "act1"}
+
+
 BLOCKS: dict[type | str, Block] = {
     nn.Sequential: Block(_run_sequential, _sequential_fuses),
     "torchvision.models.resnet.BasicBlock": Block(_basic_block, _BASIC, source="9533812a7e08"),
@@ -250,6 +283,8 @@ BLOCKS: dict[type | str, Block] = {
     "timm.models.dla.DlaBottleneck": Block(_dla_bottleneck, _BOTTLENECK, source="3de1558339f9"),
     "timm.models.dla.DlaBottle2neck": Block(_dla_res2net, _res2net_fuses, source="333c8b92de28"),
     "timm.models.dla.DlaRoot": Block(_dla_root, _dla_root_fuses, source="27328a2d595d"),
+    "timm.models.resnest.ResNestBottleneck": Block(_resnest_bottleneck, _resnest_fuses, source="9ac1e57434a7"),
+    "timm.layers.split_attn.SplitAttn": Block(_split_attention, _split_attention_fuses, source="f9b0624e38be"),
     "timm.models.senet.Bottleneck": Block(_senet_bottleneck, _BOTH_RELU, source="5ed40b5c4041"),
     "timm.models.senet.SEResNetBlock": Block(_senet_basic, _BOTH_RELU, source="cf2b21e664c8"),
     "timm.models.hgnet.ConvBNAct": Block(*_chain("conv", "bn", "act", "lab"), source="d4c548fc3679"),

@@ -11,7 +11,7 @@ from typing import Any, get_args
 from torch import nn
 
 from micronorm.diagnostics.activations import ZERO_BELOW_ZERO
-from micronorm.diagnostics.criteria import Problem, Thresholds, advise, has_enough_data, measure_problems
+from micronorm.diagnostics.criteria import Measure, Problem, Thresholds, advise, has_enough_data, measure_problems
 from micronorm.diagnostics.norm_stats import NormStatistics, StatisticsSource, measure_norms
 from micronorm.diagnostics.weights import PAPER_RESNET50, input_uses
 from micronorm.nn.weight import WSConv1d, WSConv2d, WSConv3d
@@ -213,9 +213,9 @@ def judge(
     for name, stats in measured.items():
         measures = measure_problems(stats, limits, trained=trained)
         severities[name] = max((one.severity for one in measures.values()), default=0.0)
-        problem = next((p for p in PROBLEMS if p in measures and measures[p].severity > 1), None)
-        if problem is not None:
-            one = measures[problem]
+        found = _first_problem(measures)
+        if found is not None:
+            problem, one = found
             remedy, effect = advise(problem, stats, standardized, name=name, channels=one.channels)
             findings.append(
                 LayerFinding(name, stats.norm, problem, one.severity, one.evidence, one.channels, remedy, effect)
@@ -230,10 +230,16 @@ def judge(
             f"judge their channels: {', '.join(few[:3])}{', …' if len(few) > 3 else ''}. Use more images."
         )
     if followed < len(measured):
-        notes.append(
-            f"{len(measured) - followed} norms have no known activation behind them: listed, but not judged"
-        )
+        notes.append(f"{len(measured) - followed} norms have no known activation behind them: listed, but not judged")
     return Diagnosis(findings, dict(measured), followed - len(few), severities, notes=notes)
+
+
+def _first_problem(measures: Mapping[Problem, Measure]) -> tuple[Problem, Measure] | None:
+    for problem in PROBLEMS:
+        measure = measures.get(problem)
+        if measure is not None and measure.severity > 1:
+            return problem, measure
+    return None
 
 
 def _is_standardized(model: nn.Module) -> bool:

@@ -51,14 +51,14 @@ def _is_known(module: nn.Module) -> bool:
     return counterpart_kind(module) is not None and not is_standardized_by_timm(module)
 
 
-def rows_of(layer: nn.Module, weight: Tensor) -> Tensor:
+def rows_of(layer: Any, weight: Tensor) -> Tensor:
     """Return a tensor in the weight's layout as O×…. Transposed convolutions keep O in axis 1, per group."""
     if not isinstance(layer, _TRANSPOSED):
         return weight
     return weight.unflatten(0, (layer.groups, -1)).transpose(1, 2).flatten(0, 1)
 
 
-def from_rows(layer: nn.Module, rows: Tensor) -> Tensor:
+def from_rows(layer: Any, rows: Tensor) -> Tensor:
     """Return rows in the layout of the layer's weight. The exchange of axes in `rows_of` is its own inverse."""
     return rows_of(layer, rows)
 
