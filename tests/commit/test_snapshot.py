@@ -18,7 +18,7 @@ def everything(model):
     return {
         **{name: t.detach().clone() for name, t in (*model.named_parameters(), *model.named_buffers())},
         **{f"window {i} {key}": getattr(w, key).clone() for i, w in enumerate(windows) for key in ("sums", "lost")},
-        **{f"forwards {i}": torch.tensor([w.forwards, len(w.passes)]) for i, w in enumerate(windows)},
+        **{f"forwards {i}": torch.tensor([w.forwards, len(w.scanned)]) for i, w in enumerate(windows)},
         "torch": torch.get_rng_state(),
         "numpy": torch.from_numpy(numpy.random.get_state()[1].astype("int64")),
         "python": torch.tensor(random.getstate()[1]),

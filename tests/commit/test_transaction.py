@@ -63,13 +63,13 @@ def test_passes_that_checkpointing_may_repeat_are_put_back():
     model = layers("sequential")
     model(images(1))
     transaction, snapshot = begun(model), Snapshot(model)
-    kept = [list(window.passes) for window in transaction.windows]
+    kept = [list(window.scanned) for window in transaction.windows]
     model(images(2))
-    assert len(transaction.windows[0].passes) == 2
+    assert len(transaction.windows[0].scanned) == 2
     snapshot.restore()
     for window, passes in zip(transaction.windows, kept, strict=True):
-        assert [id(one) for one in window.passes] == [id(one) for one in passes]
-    assert [len(window.passes) for window in transaction.windows] == [1, 1]
+        assert [id(one) for one in window.scanned] == [id(one) for one in passes]
+    assert [len(window.scanned) for window in transaction.windows] == [1, 1]
 
 
 def test_forwards_in_a_pause_leave_no_trace():

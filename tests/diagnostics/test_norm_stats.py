@@ -161,7 +161,7 @@ def test_a_fused_model_is_seen_as_its_unfused_twin_is(spec):
     assert restore_forwards(twin) > 0
     x = torch.randn(3, 3, 32, 32)
     left, right = measure_norms(fused, [x]), measure_norms(twin, [x])
-    assert list(left) == list(right)
+    assert left.keys() == right.keys()  # fused blocks compute their shortcut before the last norm
     assert all(one.activation == "relu" for one in left.values())
     for name, one in left.items():
         assert one.figures() == right[name].figures()
@@ -278,7 +278,7 @@ def everything(model: nn.Module) -> dict[str, Any]:
         "parameters": [(id(p), p._version, p.tolist()) for p in model.parameters()],
         "gradients": [(id(p.grad), p.grad.tolist()) for p in model.parameters() if p.grad is not None],
         "windows": [
-            (w.sums.tolist(), w.ticket.tolist(), w.lost.tolist(), w.paused)
+            (w.sums.tolist(), w.counter.tolist(), w.lost.tolist(), w.paused)
             for m in model.modules()
             if (w := getattr(m, "_window", None)) is not None
         ],

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from micronorm.nn.bcn import BatchChannelNorm
+from micronorm.ops.private_api import foreach_copy_, preserve_version
 
 
 class RandomState:
@@ -98,8 +99,8 @@ class Snapshot:
         if list(map(_layout, self._tensors)) != list(map(_layout, self._copies)):
             self._copies = [torch.empty_like(tensor) for tensor in self._tensors]
         if self._copies:
-            torch._foreach_copy_(self._copies, self._tensors)
-        self._counts = [(w.forwards, list(w.passes), w.lost_seen, w.warned) for w in self._windows]
+            foreach_copy_(self._copies, self._tensors)
+        self._host_states = [window.host_state() for window in self._windows]
         devices = {tensor.device for tensor in (*self.model.parameters(), *self._tensors)}
         self._random = [(RandomState.get(device), device) for device in devices or {torch.device("cpu")}]
 
@@ -110,12 +111,9 @@ class Snapshot:
             registry.clear()
             registry.update(saved)
         if self._copies:
-            torch._foreach_copy_(self._tensors, self._copies)
-        for window, (forwards, passes, lost_seen, warned) in zip(self._windows, self._counts, strict=True):
-            window.ticket[0] = forwards
-            window.passes.clear()
-            window.passes.extend(passes)
-            window.lost_seen, window.warned = lost_seen, warned
+            foreach_copy_(self._tensors, self._copies)
+        for window, state in zip(self._windows, self._host_states, strict=True):
+            window.restore_host_state(state)
         for state, device in self._random:
             RandomState.set(state, device)
 
@@ -141,7 +139,7 @@ def preserved(model: nn.Module, *, parameters: bool = True) -> Iterator[Snapshot
             if not tensor.is_inference():
                 # Safe: the values that autograd saved are restored to the bit. One tensor per call, because older
                 # versions of torch do not accept several.
-                stack.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))
+                stack.enter_context(preserve_version(tensor))
         try:
             yield snapshot
         finally:

@@ -1,4 +1,4 @@
-"""The statistics of one optimizer step as a transaction: gathered and committed whole, or not at all."""
+"""The windows of a model during one optimizer step, for a training loop that checkpoints and replays steps."""
 
 import contextlib
 from collections.abc import Sequence
@@ -34,16 +34,16 @@ class Transaction:
         self.handle = attach(model, optimizer, **limit) if layers else None
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
-        """Within this block training forwards leave no trace."""
+        """Within this block, training forwards change neither windows nor estimates."""
         return contextlib.nullcontext() if self.handle is None else self.handle.paused()
 
     def refresh(self) -> None:
-        """Write the current rates to the device; before the replay of a CUDA graph that holds a commit."""
+        """Write the current rates to the device. Call it before replaying a CUDA graph that contains a commit."""
         if self.handle is not None:
             self.handle.refresh()
 
     def state_dict(self) -> dict[str, Any]:
-        """What was gathered and not yet committed, on the CPU, for a checkpoint between two steps."""
+        """Return what was gathered and not yet committed, on the CPU, for a checkpoint between two steps."""
         return {
             "sums": [window.sums.to("cpu", copy=True) for window in self.windows],
             "lost": [window.lost.to("cpu", copy=True) for window in self.windows],
@@ -51,7 +51,7 @@ class Transaction:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put back what `state_dict` gave, for the same layers in the same order."""
+        """Restore what `state_dict` returned, for the same layers in the same order."""
         sizes = [len(sums) for sums in state["sums"]]
         if sizes != [len(window.sums) for window in self.windows]:
             raise ValueError(
@@ -63,16 +63,16 @@ class Transaction:
         ):
             window.sums.copy_(sums)
             window.lost.copy_(lost)
-            window.ticket[0] = forwards
+            window.counter[0] = forwards
 
     def close(self) -> None:
-        """Give the layers back: from here on any optimizer that holds them commits them, as by default."""
+        """Detach from the layers. Any optimizer that holds them commits them again, as by default."""
         if self.handle is not None:
             self.handle.detach()
 
 
 def merge_states(like: Sequence[dict[str, Any]], states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One state for what several ranks gathered; an empty one of the layers of `like` where there are no `states`.
+    """Return the sum of the states of several ranks; without `states`, an empty state of the layers of `like`.
 
     Example:
         >>> import torch

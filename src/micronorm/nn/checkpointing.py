@@ -1,25 +1,26 @@
-"""Telling a forward pass from its repetition by activation checkpointing."""
+"""Tell a forward pass from its repetition by activation checkpointing."""
 
 import torch
 from torch import Tensor
 
+from micronorm.ops.private_api import graph_task_id
+
 
 def inside_backward() -> bool:
-    """Whether the caller runs inside a backward pass, as the forwards that activation checkpointing repeats do.
+    """Return whether the caller runs inside a backward pass, where activation checkpointing repeats forwards.
 
-    Such a forward must not move running statistics: its first pass has moved them already.
+    A repeated forward must not move running statistics again.
 
-    Code that is being traced (torch.compile, export) gets False: autograd's task id is a plain integer that Dynamo
-    cannot put into a graph, and the answer of the traced pass would be frozen into all later ones. Ask inside a custom
-    operator, which a compiled graph calls as it stands.
+    While code is traced (torch.compile, export) this returns False: the answer would be frozen into the graph. Call it
+    inside a custom operator, which a compiled graph calls at run time.
     """
     if torch.compiler.is_compiling():
         return False
-    return torch._C._current_graph_task_id() != -1
+    return graph_task_id() != -1
 
 
 def write_once(buffer: Tensor, value: Tensor) -> None:
-    """Copy `value` into `buffer`, unless this forward repeats one that has done so; also in compiled code."""
+    """Copy `value` into `buffer`, unless activation checkpointing repeats this forward; also in compiled code."""
     if torch.compiler.is_compiling():
         torch.ops.micronorm.write_once(buffer, value)
     else:

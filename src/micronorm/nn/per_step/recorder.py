@@ -33,7 +33,7 @@ class Spared:
 
     Example:
         >>> print(Spared(tensors=33, bytes=1_100_000_000))
-        33 activations not kept: 1.02 GiB
+        33 activations not kept: 1049.0 MiB
     """
 
     tensors: int = 0
@@ -41,13 +41,8 @@ class Spared:
     """The size of the activations, less the tensors kept to compute them again."""
 
     def __str__(self) -> str:
-        size, unit = float(self.bytes), "bytes"
-        for larger in ("KiB", "MiB", "GiB"):
-            if abs(size) < 999.5:
-                break
-            size, unit = size / 1024, larger
-        digits = f"{size:.3g}" if abs(size) < 999.5 else f"{size:.0f}"
-        return f"{self.tensors} activation{'s' * (self.tensors != 1)} not kept: {digits} {unit}"
+        plural = "" if self.tensors == 1 else "s"
+        return f"{self.tensors} activation{plural} not kept: {self.bytes / 2**20:.1f} MiB"
 
 
 class Layout(NamedTuple):
@@ -150,7 +145,7 @@ class Recorder:
         self._by_storage: dict[int, _Remembered] = {}
         self._by_node: dict[tuple[Any, int], _Remembered] = {}
         self._saved: dict[int, list[weakref.ref[Saved]]] = {}
-        # What `spared` contains, by id; with the objects, so that no id is used again.
+        # What `spared` contains, by address. The objects are kept so that no address is used again.
         self._counted: dict[int, Any] = {}
 
     def pack(self, tensor: Tensor) -> Saved:
@@ -259,15 +254,14 @@ class Recorder:
         self.spared.bytes += found.layout.size.numel() * found.dtype.itemsize
         for number in found.formula.all_numbers():
             storage = number.untyped_storage()
-            if id(number) not in self._counted and not self._kept_in(storage._cdata):
-                self._counted[id(number)] = number
+            if storage._cdata not in self._counted and not self._kept_in(storage._cdata):
+                self._counted[storage._cdata] = number
                 self.spared.bytes -= storage.nbytes()
 
     def _drop_freed(self) -> None:
         """Forget tensors whose storage is freed."""
-        for table in (self._by_storage, self._by_node):
-            for key in [key for key, found in table.items() if found.storage.expired()]:
-                del table[key]
+        self._by_storage = {key: found for key, found in self._by_storage.items() if not found.storage.expired()}
+        self._by_node = {key: found for key, found in self._by_node.items() if not found.storage.expired()}
 
 
 def _fills_its_storage(tensor: Tensor) -> bool:
