@@ -11,8 +11,8 @@ that drift cancels. On a GPU the batch is already on the device, and the layout 
 
 Columns: `overhead` is the median over blocks of observed/bare − 1 of a block's time. `cpu_overhead` is the same for CPU
 time, which other processes disturb less (on a GPU it includes waiting). `look_ms` is the mean time of an observed step,
-`step_ms` that of another step (CPU time if the CPU computes), and `by_look` is (look − step)/(every·step). The target is
-0.03 at every = 50.
+`step_ms` that of another step (CPU time if the CPU computes), and `by_look` is (look − step)/(every·step). The target
+is 0.03 at every = 50.
 """
 
 import argparse
@@ -193,8 +193,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 note = f"; preliminary: other processes kept {busy:.1f} cores busy" if busy > QUIET else ""
                 over = "" if float(str(row["overhead"])) <= TARGET else f", above the target of {TARGET}"
                 print(
-                    f"{method}, {row['gives']}: step {row['step_ms']} ms, observed {row['look_ms']} ms ({row['by_look']}), "
-                    f"overhead {row['overhead']}, of CPU time {row['cpu_overhead']}{over}{note}",
+                    f"{method}, {row['gives']}: step {row['step_ms']} ms, observed {row['look_ms']} ms "
+                    f"({row['by_look']}), overhead {row['overhead']}, of CPU time {row['cpu_overhead']}{over}{note}",
                     flush=True,
                 )
                 rows.append(row | facts(args.device))

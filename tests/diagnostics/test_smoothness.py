@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import micronorm as mn
-from micronorm.diagnostics.curvature import Smoothness, estimate_hessians, smoothness
+from micronorm.diagnostics.curvature import Smoothness, exact_hessians, smoothness
 from tests.commit.test_snapshot import assert_untouched, everything
 from tests.diagnostics.trained import images, loss_of, network
 
@@ -114,7 +114,7 @@ def test_a_backward_that_is_still_to_come_is_the_one_it_would_have_been(look):
     if look == "smoothness":
         smoothness(model, loss, [0.1, 1.0])
     else:
-        estimate_hessians(model, loss, "up", 1, probes=2)
+        exact_hessians(model, loss, "up", 1)
     pending.backward()
     for p, grad in zip(model.parameters(), expected, strict=True):
         assert p.grad is not None
