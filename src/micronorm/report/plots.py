@@ -79,7 +79,6 @@ TEXT, QUIET, RULE = LIGHT["text"], LIGHT["quiet"], LIGHT["rule"]
 _SETTINGS = {
     "svg.fonttype": "none",  # text stays text: it can be searched, and the page's font applies
     "svg.hashsalt": "micronorm",  # with the missing date, the same figure gives the same bytes
-    "font.size": 9,
     "text.color": TEXT,
     "axes.edgecolor": RULE,
     "axes.labelcolor": QUIET,
