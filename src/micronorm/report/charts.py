@@ -255,7 +255,7 @@ def heat_map(name: str, grid: Grid, *, top: float, caption: str, x_label: str, n
     with plot_style(**_CHART_STYLE):
         figure, axes = _axes(height + 100, left=118, bottom=90)
         image = axes.imshow(values, cmap="cividis", vmin=0, vmax=top, aspect="auto", interpolation="none")
-        apply_style(axes, grid="")
+        axes.grid(visible=False)
         axes.spines[:].set_visible(False)
         every = math.ceil(12 * rows / height)
         axes.set_yticks(range(0, rows, every), labels=[_short(label) for label in grid.rows[::every]])

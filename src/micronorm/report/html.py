@@ -79,8 +79,8 @@ class Section:
         body = "\n".join(filter(None, (*parts, self.body)))
         heading = f"<h2>{escape(self.heading)}</h2>"
         inner = f"<details><summary>{heading}</summary>\n{body}\n</details>" if folded else f"{heading}\n{body}"
-        absent = ' class="absent"' if self.absent else ""
-        return f'<section id="{self.key}"{absent}>\n{inner}\n</section>\n'
+        kind = ' class="absent"' if self.absent else ' class="folded"' if folded else ""
+        return f'<section id="{self.key}"{kind}>\n{inner}\n</section>\n'
 
 
 def _figure_html(chart: "Chart") -> str:
