@@ -59,8 +59,8 @@ def test_what_is_wrong_is_said_in_one_line_and_nothing_is_written(tmp_path):
     checkpoint, out = tmp_path / "model.safetensors", tmp_path / "plain.safetensors"
     save_file({"group_weight": torch.ones(1)}, checkpoint)
     for arguments, code, message in (
-        ([checkpoint, "--model", MODEL], 2, "say where to write"),
-        ([checkpoint, "--out", out], 2, "say which model it is"),
+        ([checkpoint, "--model", MODEL], 2, "give --out FILE.safetensors"),
+        ([checkpoint, "--out", out], 2, "give the model: --model"),
         ([checkpoint, "--model", MODEL, "--out", tmp_path / "x.pt"], 2, "--out writes safetensors, got 'x.pt'"),
         ([tmp_path / "none.pt", "--model", MODEL, "--out", out], 2, "no file"),
         ([checkpoint, "--model", "torchvision:shufflenet", "--out", out], 2, "near it: shufflenet_v2"),
@@ -78,4 +78,4 @@ def test_a_checkpoint_from_before_the_conversion_is_refused(tmp_path):
     save_file(torchvision.models.shufflenet_v2_x0_5().state_dict(), checkpoint)
     result = run(checkpoint, "--model", MODEL, "--out", tmp_path / "plain.safetensors")
     assert result.exit_code == 1
-    assert "saved before the conversion" in result.stderr
+    assert "saved from the model before its conversion" in result.stderr
