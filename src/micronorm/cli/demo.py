@@ -2,7 +2,6 @@
 
 import shutil
 import signal
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +13,7 @@ from rich.console import Console
 from micronorm import records
 from micronorm.cli.board import Board, Row
 from micronorm.cli.cuts import Stopped, run, split_difference
+from micronorm.cli.demo_page import write_demo_page
 from micronorm.cli.findings import HOW_MEASURED, Errors, compare_two, describe_split, rank_methods
 from micronorm.cli.targets import MISUSE
 from micronorm.cli.train import Variation
@@ -21,7 +21,6 @@ from micronorm.engine.settings import Execution
 from micronorm.recipes import Recipe, find, find_table
 from micronorm.recipes.digits import EPOCHS, STEP_BATCH
 from micronorm.recipes.protocols import method
-from micronorm.report import Table, write_page
 
 COMMAND = "micronorm demo"
 PAGE = "report.html"
@@ -146,7 +145,8 @@ class _Demo:
         ]
         for sentence in (*findings, "", *HOW_MEASURED):
             self.say(sentence)
-        self.say(f"Results with curves: {self._write_page(findings, differences)}")
+        page = write_demo_page(self.out / PAGE, self.results, differences, steps=SPLIT_STEPS, size=SPLIT_SIZE)
+        self.say(f"Results with curves: {page}")
 
     def _train_methods(self) -> None:
         command = f"{COMMAND} --epochs {self.variation.epochs} --seed {self.variation.seed}"
@@ -164,14 +164,3 @@ class _Demo:
                 recipe.name: split_difference(recipe, self.variation, micro_batch=SPLIT_SIZE, steps=SPLIT_STEPS)
                 for recipe in RECIPES
             }
-
-    def _write_page(self, findings: Sequence[str], differences: Mapping[str, float]) -> Path:
-        rows = [[name_of(recipe), f"{differences[recipe.name]:.1g}"] for recipe in RECIPES]
-        caption = f"{SPLIT_STEPS} steps in micro-batches of {SPLIT_SIZE} against whole steps, in float64"
-        return write_page(
-            self.out / PAGE,
-            runs={name_of(recipe): self.out / recipe.row for recipe in RECIPES},
-            title="micronorm demo: digits, one image per micro-batch",
-            findings=[*findings, *HOW_MEASURED],
-            tables=[Table(caption, ["method", "largest difference"], rows)],
-        )
