@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import micronorm as mn
 from micronorm.convert.flow import trace_flow
 from micronorm.nn import branch
-from micronorm.nn.sharing import SharedWeights
+from micronorm.nn.per_step.shared_weights import SharedWeights
 from micronorm.ops.pointwise import operators
 from tests.convert.fused import assert_same_bits, unfused
 from tests.devices import require_kernels

@@ -7,7 +7,7 @@ from torch import nn
 
 import micronorm as mn
 from micronorm.diagnostics.hessian import Hessians, estimate_hessians, exact_hessians, project
-from tests.diagnostics.test_rewind import assert_untouched, everything
+from tests.commit.test_snapshot import assert_untouched, everything
 from tests.diagnostics.trained import EPS, LAYERS, loss_of, network
 from tests.tolerances import assert_close_to_max
 

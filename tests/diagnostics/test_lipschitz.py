@@ -12,7 +12,7 @@ import micronorm as mn
 from micronorm.diagnostics.capture import Captured, effective_gradients
 from micronorm.diagnostics.layers import rows_of, weight_layers
 from micronorm.diagnostics.lipschitz import average_shares, gradient_shares, weight_shares
-from micronorm.nn.sharing import SharedWeights
+from micronorm.nn.per_step.shared_weights import SharedWeights
 from micronorm.ops.weight import row_statistics
 from tests.diagnostics.trained import EPS, LAYERS, loss_of, network
 from tests.tolerances import assert_close_to_max, tolerance

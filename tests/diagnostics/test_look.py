@@ -278,7 +278,7 @@ def everything(model: nn.Module) -> dict[str, Any]:
         "parameters": [(id(p), p._version, p.tolist()) for p in model.parameters()],
         "gradients": [(id(p.grad), p.grad.tolist()) for p in model.parameters() if p.grad is not None],
         "windows": [
-            (w.sums.tolist(), w.ticket.tolist(), w.lost.tolist(), w.paused)
+            (w.sums.tolist(), w.counter.tolist(), w.lost.tolist(), w.paused)
             for m in model.modules()
             if (w := getattr(m, "_window", None)) is not None
         ],

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import micronorm as mn
-from micronorm.nn.sharing import SharedWeights
+from micronorm.nn.per_step.shared_weights import SharedWeights
 from tests.diagnostics.looked import EIGHT, assert_same_figures, looked_at, network
 from tests.networks import SmallResNet, samples
 from tests.tolerances import tolerance

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import micronorm as mn
-from micronorm.nn.sharing import SharedWeights
+from micronorm.nn.per_step.shared_weights import SharedWeights
 from tests.diagnostics.looked import EIGHT, assert_same_figures, looked_at, network, take_step
 from tests.networks import samples
 from tests.tolerances import tolerance

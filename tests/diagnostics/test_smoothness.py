@@ -10,7 +10,7 @@ from torch import nn
 import micronorm as mn
 from micronorm.diagnostics.hessian import estimate_hessians
 from micronorm.diagnostics.smoothness import Smoothness, smoothness
-from tests.diagnostics.test_rewind import assert_untouched, everything
+from tests.commit.test_snapshot import assert_untouched, everything
 from tests.diagnostics.trained import images, loss_of, network
 
 

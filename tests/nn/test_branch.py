@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from micronorm.nn import CWNConv2d, WNConv2d, WSConv2d
 from micronorm.nn.branch import conv_and_input, is_pointwise
-from micronorm.nn.sharing import SharedWeights
+from micronorm.nn.passive_hook import PassiveHook
+from micronorm.nn.per_step.shared_weights import SharedWeights
 from micronorm.nn.weight import WSConv2dSame
 from tests.devices import require_kernels
 from tests.tolerances import assert_close_to_max, tolerance
@@ -89,11 +90,7 @@ def watched(hook) -> nn.Module:
 def onlooked() -> nn.Module:
     conv = layer()
 
-    def hook(*args):
-        return None
-
-    setattr(hook, "onlooker", True)  # noqa: B010
-    conv.register_forward_hook(hook)
+    conv.register_forward_hook(PassiveHook(lambda *args: None))
     return conv
 
 
@@ -179,7 +176,7 @@ def test_shared_weights_are_used_and_get_their_gradients():
 
 def test_those_who_look_at_weights_see_them_once():
     conv, seen = layer(), []
-    conv.onlookers = (seen.append,)
+    conv.weight_observers = (PassiveHook(seen.append),)
     conv_and_input(conv, image())
     assert len(seen) == 1
 

@@ -1,13 +1,11 @@
 """One optimizer step's worth of work on a private copy of the model, its samples cut as asked."""
 
-import random
+import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from micronorm.check.inputs import copy_together, owner_of, read_loss, select, to_float64
 from micronorm.check.trace import Trace, Tracer
 from micronorm.commit import attach
+from micronorm.commit.snapshot import RandomState
 from micronorm.nn.bcn import BatchChannelNorm
 
 Cut = Sequence[Sequence[int]]
@@ -50,24 +49,19 @@ class Run:
         return sum(n if c is None else c for n, c in zip(self.sizes, self.counts, strict=True))
 
 
-@contextmanager
+@contextlib.contextmanager
 def isolated(devices: Sequence[torch.device]) -> Iterator[None]:
-    """Random states, default dtype and grad mode are put back; autocast is off."""
-    python, numpy_state, dtype = random.getstate(), np.random.get_state(), torch.get_default_dtype()
-    cuda = [d for d in devices if d.type == "cuda"]
-    with torch.random.fork_rng(devices=[d.index for d in cuda]):
-        torch.set_default_dtype(torch.float64)  # so that torch.zeros(n) inside a forward does not meet float64 weights
-        try:
-            with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-                if cuda:
-                    with torch.autocast("cuda", enabled=False):
-                        yield
-                else:
-                    yield
-        finally:
-            torch.set_default_dtype(dtype)
-            random.setstate(python)
-            np.random.set_state(numpy_state)
+    """Compute in float64 with gradients and without autocast; restore random states and modes when the block ends."""
+    dtype = torch.get_default_dtype()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(RandomState.preserved(devices))
+        stack.callback(torch.set_default_dtype, dtype)
+        torch.set_default_dtype(torch.float64)  # torch.zeros(n) inside a forward must match the float64 weights
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for device_type in {"cpu", *(device.type for device in devices)}:
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        yield
 
 
 class Experiment:
@@ -105,7 +99,8 @@ class Experiment:
         with isolated(self.devices), warnings.catch_warnings():
             if self.runs > 1:
                 warnings.simplefilter("ignore")  # each copy would repeat what the first has said
-            self._seed(seed)
+            for device in self.devices:
+                RandomState.seed(seed, device)
             for parts in [[p] for p in cut] if fresh else [cut]:
                 model, loss = copy_together(self.model, self.loss)
                 if perturbed:
@@ -113,7 +108,7 @@ class Experiment:
                 if evaluating is not None:
                     (model if evaluating == "model" else model.get_submodule(evaluating)).eval()
                 _seed_own_streams(model, seed)
-                with _Dtypes(run) if perturbed else nullcontext():
+                with _Dtypes(run) if perturbed else contextlib.nullcontext():
                     self._parts(run, model, loss, parts, backward=backward)
         return run
 
@@ -142,15 +137,6 @@ class Experiment:
         if run.count == 0:
             raise ValueError("the counts of a step must not add up to 0, the loss returned 0 for every part")
         _collect(run, model, loss)
-
-    def _seed(self, seed: int) -> None:
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.default_generator.manual_seed(seed)
-        for device in self.devices:
-            if device.type == "cuda":
-                with torch.cuda.device(device):
-                    torch.cuda.manual_seed(seed)
 
 
 class _Dtypes(TorchDispatchMode):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from micronorm.check.digest import Leaf, Tree, pack
 from micronorm.check.inputs import named_members
-from micronorm.nn.recompute import inside_backward
+from micronorm.nn.checkpointing import inside_backward
 
 LOSS = "loss"
 

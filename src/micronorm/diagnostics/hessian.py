@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from micronorm.commit.snapshot import preserved
 from micronorm.diagnostics.layers import from_rows, over_rows, rows_of, weight_layers
-from micronorm.diagnostics.rewind import rewinding
 from micronorm.diagnostics.smoothness import Loss, check_loss
 from micronorm.nn.inputs import check_count
 from micronorm.nn.reparameterized import _WS, Reparameterized
@@ -226,9 +226,9 @@ def _products(
     rows = rows_of(layer, layer.weight.detach())
     mean = rows.flatten(1).mean(1)
     found = []
-    with rewinding(model) as rewind, torch.enable_grad():
+    with preserved(model) as snapshot, torch.enable_grad():
         for centered, vectors in ((False, by_raw), (True, by_centered)):
-            rewind.back()
+            snapshot.restore()
             start = (rows - over_rows(mean, rows) if centered else rows).clone().requires_grad_()
             with _computing_with(layer, _effective(layer, mean, centered)(start)):
                 value = check_loss(loss())

@@ -81,8 +81,8 @@ class NormLayer:
         """
         module = self.module
         scans = isinstance(module, BatchChannelNorm) and module.statistics == "sequential" and module.training
-        if scans and module.weight.requires_grad and not module._window.paused and module._window.passes:
-            return module._window.passes[-1].estimates
+        if scans and module.weight.requires_grad and not module._window.paused and module._window.scanned:
+            return module._window.scanned[-1].estimates
         return Moments(module.running_mean, module.running_var)
 
     def channels_first(self, x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from micronorm.diagnostics.rewind import rewinding
+from micronorm.commit.snapshot import preserved
 
 Loss = Callable[[], Tensor]
 """Runs the model and returns the loss, a tensor of one element; the same function of the parameters at every call."""
@@ -95,11 +95,11 @@ def smoothness(
     moving = [p for p in moving if p.requires_grad]
     if not moving:
         raise ValueError("no parameter requires a gradient; there is no step to look along")
-    with rewinding(model) as rewind, torch.enable_grad():
+    with preserved(model) as snapshot, torch.enable_grad():
         start, direction = _evaluate(loss, moving)
         losses, distances = [], []
         for size in sizes:
-            rewind.back()
+            snapshot.restore()
             with torch.no_grad():
                 for p, g in zip(moving, direction, strict=True):
                     p.sub_(g, alpha=size)

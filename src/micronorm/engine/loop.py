@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from micronorm.commit.snapshot import RandomState
 from micronorm.engine.checkpoint import digest
 from micronorm.engine.dropout import key_dropout
 from micronorm.engine.evaluate import evaluate
@@ -28,13 +29,12 @@ from micronorm.engine.microbatch import MicroBatch, describe_randomness
 from micronorm.engine.observer import Observer
 from micronorm.engine.parallel import Sharded, Wishes, open_ranks
 from micronorm.engine.probe import describe_dependence
-from micronorm.engine.savepoint import RandomState
 from micronorm.engine.settings import Execution, Outcome, Settings, describe
 from micronorm.engine.signals import Signals
 from micronorm.engine.state import rest_of_state, whole_state
 from micronorm.engine.step import Portion, ShardOutOfMemory, Step
 from micronorm.engine.task import Share, Task
-from micronorm.nn.rematerialize.handle import Recomputation, recompute
+from micronorm.nn.per_step.recompute import Recomputation, recompute
 from micronorm.ops.keyed import permutation, sample_keys
 
 

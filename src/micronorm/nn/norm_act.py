@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from micronorm.nn.bcn import BatchChannelNorm, Statistics
 from micronorm.nn.group import GroupNorm, InstanceNorm
+from micronorm.nn.passive_hook import PassiveHook
 from micronorm.nn.spec import NormSpec
 from micronorm.ops.activation import Activation
 
@@ -185,9 +186,9 @@ def with_activation(
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody looks at this module's calls, so that it must be called.
+    """Return whether the module has hooks that need the module itself to be called.
 
-    Hooks with a true attribute `onlooker` do not count: they take calls as they come, fused or not, and change nothing.
+    A `PassiveHook` does not count: it changes nothing and accepts fused calls as they come.
     """
     tables: tuple[dict[int, Any], ...] = (
         module._forward_hooks,
@@ -195,8 +196,8 @@ def has_hooks(module: nn.Module) -> bool:
         module._backward_hooks,
         module._backward_pre_hooks,
     )
-    # `any` first: this is asked in every forward, and tables are empty as a rule.
-    return any(tables) and any(not getattr(hook, "onlooker", False) for table in tables for hook in table.values())
+    # The first `any` is the fast path: every forward asks, and most modules have no hooks.
+    return any(tables) and not all(isinstance(hook, PassiveHook) for table in tables for hook in table.values())
 
 
 def takes_over(norm: Any) -> bool:

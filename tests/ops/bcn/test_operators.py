@@ -60,7 +60,7 @@ def test_the_other_operators_pass_opcheck(device):
     norm = layer_of(Case((2, 6, 3, 3), 2), device)
     window = norm._window
     sizes = (2, 6, 9, 2)
-    args = (numbers, mean, *sizes, window.sums, window.lost, window.ticket)
+    args = (numbers, mean, *sizes, window.sums, window.lost, window.counter)
     torch.library.opcheck(OPERATORS.gather_numbers.default, args)
 
 

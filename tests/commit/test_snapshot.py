@@ -1,4 +1,4 @@
-"""A model that was run at other weights is where it was, to the bit."""
+"""A restored model equals the saved one, bit for bit."""
 
 import random
 
@@ -8,17 +8,17 @@ import torch
 from torch import nn
 
 import micronorm as mn
-from micronorm.diagnostics.rewind import Rewind, rewinding
+from micronorm.commit.snapshot import Snapshot, preserved
 from tests.diagnostics.trained import images, network
 
 
 def everything(model):
-    """Copies of all that a look could leave a trace in."""
+    """Return copies of everything that a measurement could change."""
     windows = [m._window for m in model.modules() if isinstance(m, mn.nn.BatchChannelNorm)]
     return {
         **{name: t.detach().clone() for name, t in (*model.named_parameters(), *model.named_buffers())},
         **{f"window {i} {key}": getattr(w, key).clone() for i, w in enumerate(windows) for key in ("sums", "lost")},
-        **{f"forwards {i}": torch.tensor([w.forwards, len(w.passes)]) for i, w in enumerate(windows)},
+        **{f"forwards {i}": torch.tensor([w.forwards, len(w.scanned)]) for i, w in enumerate(windows)},
         "torch": torch.get_rng_state(),
         "numpy": torch.from_numpy(numpy.random.get_state()[1].astype("int64")),
         "python": torch.tensor(random.getstate()[1]),
@@ -45,13 +45,13 @@ def test_parameters_buffers_windows_and_random_states_are_put_back(statistics):
     model.norm2 = mn.nn.BatchChannelNorm(6, 2, statistics=statistics, rate=0.1).double()
     model(images()[0][:4])  # a window with something in it
     before = everything(model)
-    rewind = Rewind(model)
+    snapshot = Snapshot(model, parameters=True)
     for _ in range(2):
         disturb(model)
         changed = everything(model)
         assert not torch.equal(changed["norm3.running_mean"], before["norm3.running_mean"])
         assert not torch.equal(changed["forwards 0"], before["forwards 0"])
-        rewind.back()
+        snapshot.restore()
         assert_untouched(before, everything(model))
 
 
@@ -59,13 +59,13 @@ def test_an_error_in_the_block_puts_the_model_back_too():
     model = network()
     before = everything(model)
 
-    def look():
-        with rewinding(model):
+    def measure():
+        with preserved(model):
             disturb(model)
             raise KeyError("from the user's loss")
 
     with pytest.raises(KeyError, match="from the user's loss"):
-        look()
+        measure()
     assert_untouched(before, everything(model))
 
 
@@ -85,7 +85,7 @@ class Counting(nn.Module):
 def test_a_buffer_that_a_forward_replaces_or_makes_is_put_back():
     model = Counting()
     count = model.count
-    with rewinding(model):
+    with preserved(model):
         model(torch.ones(2))
         assert model.count == 1
     assert model.count is count

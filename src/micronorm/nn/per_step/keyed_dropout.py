@@ -1,11 +1,10 @@
-"""Dropout and drop-path whose masks are functions of the sample, so that a step does not depend on how it is cut.
+"""Dropout and drop-path whose masks depend on the sample only, so that a step does not depend on how it is cut.
 
-torch's layers draw from one stream of random numbers: what a sample loses depends on who was drawn before it. Here bit
-`i` of a sample's mask is a hash of (the sample's key, the layer's stream, which call of the layer this is, i), and the
-keys are declared around the forward and its backward: `with dropout_keys(keys): ...`. The distribution is the same.
+torch's layers draw from one stream of random numbers, so a sample's mask depends on the samples before it. Here bit `i`
+of a sample's mask is a hash of the sample's key, the layer's stream, the number of the call of this layer, and i. The
+distribution is the same. Declare the keys around the forward and its backward: `with dropout_keys(keys): ...`.
 
-As in `window`, what may change from one forward to the next is decided when the forward *runs*, in operators that a
-compiled graph calls as they stand.
+As in `micronorm.nn.gather`, custom operators read what changes between forwards at run time, for compiled graphs.
 """
 
 import math
@@ -18,55 +17,55 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from micronorm.nn.recompute import inside_backward
-from micronorm.nn.window import run
+from micronorm.nn.checkpointing import inside_backward
+from micronorm.nn.gather import run
 from micronorm.ops import keyed
 
-# The same keys serve augmentation, with small numbers for streams: the upper half of all streams belongs to dropout.
+# Augmentation uses the same keys with small stream numbers; dropout uses the upper half of all streams.
 _FIRST_STREAM = 1 << 63
 _CALL_BITS = 24
 _LAYER_BITS = 32
-# A mask is made in pieces of so many elements: the words it comes from take eight bytes each, several times over.
+# A mask is made in pieces of so many elements, because its random words take several times eight bytes each.
 _PIECE = 1 << 22
-_LOOKS = 4  # per axis, at which a repeated call is recognised by its input
+_PROBES = 4  # elements per axis by which the input of a repeated call is recognised
 
 
 class _Call(NamedTuple):
-    """One call of a layer, remembered so that a recomputation of it can be told from those of the other calls."""
+    """One call of a layer, by which a repetition of this call is recognised."""
 
     shape: torch.Size
-    looks: Tensor
+    probes: Tensor
 
 
 @dataclass(eq=False)
 class _Declaration:
-    """The keys of a micro-batch and what was done with them."""
+    """The keys of a micro-batch, and the calls that used them."""
 
     keys: Tensor
     calls: dict[int, list[_Call]] = field(default_factory=dict)
-    """By stream, in their order."""
+    """The calls by stream, in their order."""
 
     def on(self, device: torch.device) -> Tensor:
-        """The keys where they are needed; they move once."""
+        """Return the keys on a device. They are moved once."""
         if self.keys.device != device:
             self.keys = self.keys.to(device)
         return self.keys
 
 
-# Not a ContextVar: autograd recomputes checkpointed forwards on threads of its own, which must find the keys too.
+# Not a ContextVar: autograd repeats checkpointed forwards in its own threads, which need the keys too.
 _in_force: list[_Declaration] = []
 
 
 @contextmanager
 def dropout_keys(keys: Tensor) -> Iterator[None]:
-    """Declare the samples of the forwards inside, for every keyed layer of the process.
+    """Declare the keys of the samples for all forwards in this block, for every keyed layer of the process.
 
-    Keep the backward inside as well: activation checkpointing repeats forwards there. Open one block per micro-batch,
-    in the thread that trains. Inside it, the calls of one layer have independent masks.
+    Put the backward inside too: activation checkpointing repeats forwards there. Open one block per micro-batch, in the
+    training thread. Within a block, the calls of one layer have independent masks.
 
     Args:
-        keys: int64 N, one per sample in the order of the batch, as `ops.keyed.sample_keys` makes them. They are read
-            where they lie, without waiting for the device; a captured graph reads them again when it is replayed.
+        keys: int64 N, one per sample in the order of the batch, as `ops.keyed.sample_keys` makes them. They are read on
+            their device, without a sync; a captured graph reads them at each replay.
 
     Example:
         >>> drop, x = KeyedDropout(0.5), torch.ones(4, 100)
@@ -96,15 +95,16 @@ def dropout_keys(keys: Tensor) -> Iterator[None]:
 class KeyedDropout(nn.modules.dropout._DropoutNd):
     """nn.Dropout, or nn.Dropout1d/2d/3d, with masks from the keys that `dropout_keys` declares.
 
-    y = x/(1 − p) where the mask keeps, 0 elsewhere. Without keys in force it is torch's own layer, random numbers
-    included. The first axis of the input counts samples, or equally many rows of each sample (frames, windows), sample
-    after sample.
+    y = x/(1 − p) for elements that the mask keeps, 0 for the others. Without declared keys it is torch's own layer. The
+    first axis of the input has one row per sample, or equally many rows of each sample (frames, crops), sample after
+    sample.
 
     Args:
         p: probability to drop an element (dims=0) or a channel.
         dims: 0 for nn.Dropout; 1, 2 or 3 for the layer that drops whole channels of so many spatial axes.
-        inplace: what torch's layer does without keys; with keys a new tensor is made.
-        stream: tells layers of a model apart, from 0 to 2³² − 1; layers that share one still get independent masks.
+        inplace: used without keys only; with keys the result is a new tensor.
+        stream: a number for each layer of a model, from 0 to 2³² − 1; layers with equal numbers still get independent
+            masks.
 
     Example:
         >>> drop = KeyedDropout(0.5, 2)
@@ -120,16 +120,16 @@ class KeyedDropout(nn.modules.dropout._DropoutNd):
             raise ValueError(f"dims must be 0 (elements) or 1, 2, 3 (channels with so many axes), got {dims}")
         self.dims = dims
         self.stream = _checked(stream)
-        self._ticket = _new_ticket()
+        self._had_keys = _new_flag()
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
-        if not _keys_in_force(self._ticket):
+        if not _keys_in_force(self._had_keys):
             return _PLAIN[self.dims](x, self.p, True, self.inplace)
-        if self.dims in (1, 3) and x.ndim == self.dims + 1:  # torch takes these for one sample without its axis
+        if self.dims in (1, 3) and x.ndim == self.dims + 1:  # torch treats such an input as one sample
             return self(x[None])[0]
-        mask = run(dropped, x, 2 if self.dims else x.ndim, self.p, self.stream, self._ticket)
+        mask = run(dropped, x, 2 if self.dims else x.ndim, self.p, self.stream, self._had_keys)
         return _zeroed(x, mask, keep=1 - self.p)
 
     def extra_repr(self) -> str:
@@ -139,8 +139,8 @@ class KeyedDropout(nn.modules.dropout._DropoutNd):
 class KeyedDropPath(nn.Module):
     """timm's DropPath and torchvision's StochasticDepth(mode="row"), with masks from the keys of `dropout_keys`.
 
-    Of each row of the input (see `KeyedDropout`) everything is kept, over (1 − p), or nothing. Without keys in force
-    the rows are drawn from torch's generator.
+    Each row of the input (see `KeyedDropout`) is divided by (1 − p) or set to zero. Without declared keys, the rows are
+    drawn from torch's generator.
 
     Args:
         drop_prob: probability to drop a row.
@@ -162,13 +162,13 @@ class KeyedDropPath(nn.Module):
         self.drop_prob = drop_prob
         self.scale_by_keep = scale_by_keep
         self.stream = _checked(stream)
-        self._ticket = _new_ticket()
+        self._had_keys = _new_flag()
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.drop_prob == 0:
             return x
-        if _keys_in_force(self._ticket):
-            mask = run(dropped, x, 1, self.drop_prob, self.stream, self._ticket)
+        if _keys_in_force(self._had_keys):
+            mask = run(dropped, x, 1, self.drop_prob, self.stream, self._had_keys)
         else:
             mask = torch.rand(_mask_shape(x, 1), device=x.device) < self.drop_prob
         return _zeroed(x, mask, keep=1 - self.drop_prob if self.scale_by_keep else 1.0)
@@ -186,20 +186,20 @@ def _checked(stream: int) -> int:
     return stream
 
 
-def _new_ticket() -> Tensor:
-    """1 if the layer's latest first pass had keys. A tensor, so that compiled graphs keep its readers in order."""
+def _new_flag() -> Tensor:
+    """Return a flag: 1 if the layer's latest forward had keys. A tensor, so that compiled graphs order its readers."""
     return torch.zeros(1, dtype=torch.int64, device="cpu")
 
 
-def _keys_in_force(ticket: Tensor) -> bool:
+def _keys_in_force(had_keys: Tensor) -> bool:
     if _in_force:
         return True
-    run(pass_without_keys, ticket)
+    run(pass_without_keys, had_keys)
     return False
 
 
 def _zeroed(x: Tensor, mask: Tensor, *, keep: float) -> Tensor:
-    # x first, which decides the memory format; a bool factor, of which the backward saves one byte per element
+    # x first, because it decides the memory format; a bool mask, because the backward saves one byte per element.
     return (x / keep if keep > 0 else x) * ~mask
 
 
@@ -207,30 +207,30 @@ def _mask_shape(x: Tensor, axes: int) -> list[int]:
     return [*x.shape[:axes], *(1 for _ in x.shape[axes:])]
 
 
-def pass_without_keys(ticket: Tensor) -> None:
-    """Note a first pass without keys; refuse to repeat without keys a pass that had them."""
+def pass_without_keys(had_keys: Tensor) -> None:
+    """Record a forward without keys; raise if it repeats one that had keys."""
     if not inside_backward():
-        ticket[0] = 0
-    elif ticket[0]:
+        had_keys[0] = 0
+    elif had_keys[0]:
         raise RuntimeError(
             "a checkpointed forward with keyed dropout is being recomputed without its keys, so its masks are lost. "
             "Keep the backward inside the `with dropout_keys(keys):` of its forward."
         )
 
 
-def dropped(x: Tensor, axes: int, p: float, stream: int, ticket: Tensor) -> Tensor:
-    """What of x to drop: a bool mask over its first `axes` axes, with the others of size 1."""
+def dropped(x: Tensor, axes: int, p: float, stream: int, had_keys: Tensor) -> Tensor:
+    """Return the mask of what to drop: bool over the first `axes` axes of x, the other axes of size 1."""
     if not _in_force:
-        pass_without_keys(ticket)
+        pass_without_keys(had_keys)
         raise RuntimeError("a graph compiled with keys in force ran without: call it inside `with dropout_keys(keys):`")
     declaration = _in_force[-1]
     calls = declaration.calls.setdefault(stream, [])
     if inside_backward():
         call = _repeated(x, calls)
     else:
-        ticket[0] = 1
+        had_keys[0] = 1
         call = len(calls)
-        calls.append(_Call(x.shape, _looks_of(x)))
+        calls.append(_Call(x.shape, _probes_of(x)))
     keys = declaration.on(x.device)
     draws = _draws_per_sample(x, axes, samples=len(keys))
     layer_stream = _FIRST_STREAM + (stream << _CALL_BITS) + call
@@ -250,17 +250,17 @@ def _draws_per_sample(x: Tensor, axes: int, *, samples: int) -> int:
     return rows // samples * math.prod(x.shape[1:axes]) if samples else 0
 
 
-def _looks_of(x: Tensor) -> Tensor:
-    """A few elements of x, spread over it: enough to recognise it by, in any memory format."""
-    return x.detach()[tuple(slice(None, None, -(-size // _LOOKS) or 1) for size in x.shape)].clone()
+def _probes_of(x: Tensor) -> Tensor:
+    """Return a few elements spread over x, enough to recognise it in any memory format."""
+    return x.detach()[tuple(slice(None, None, -(-size // _PROBES) or 1) for size in x.shape)].clone()
 
 
 def _repeated(x: Tensor, calls: list[_Call]) -> int:
-    """Which of a layer's calls this recomputation repeats."""
+    """Return the number of the call that activation checkpointing repeats."""
     alike = [i for i, call in enumerate(calls) if call.shape == x.shape]
-    if len(alike) > 1:  # only then compare: that waits for the device
-        looks = _looks_of(x)
-        alike = [i for i in alike if torch.allclose(calls[i].looks, looks, rtol=0, atol=0, equal_nan=True)]
+    if len(alike) > 1:  # only then, because a comparison waits for the device
+        probes = _probes_of(x)
+        alike = [i for i in alike if torch.allclose(calls[i].probes, probes, rtol=0, atol=0, equal_nan=True)]
     if len(alike) != 1:
         raise RuntimeError(
             f"a checkpointed forward with keyed dropout is being recomputed, and {len(alike) or 'none'} of that "
@@ -270,10 +270,10 @@ def _repeated(x: Tensor, calls: list[_Call]) -> int:
     return alike[0]
 
 
-# The same functions as operators, for graphs that are being compiled. Eager code calls them directly.
-torch.library.custom_op("micronorm::pass_without_keys", pass_without_keys, mutates_args=("ticket",)).register_fake(
-    lambda ticket: None
+# Operators for compiled graphs. Eager code calls the functions directly.
+torch.library.custom_op("micronorm::pass_without_keys", pass_without_keys, mutates_args=("had_keys",)).register_fake(
+    lambda had_keys: None
 )
-torch.library.custom_op("micronorm::dropped", dropped, mutates_args=("ticket",)).register_fake(
-    lambda x, axes, p, stream, ticket: x.new_empty(_mask_shape(x, axes), dtype=torch.bool)
+torch.library.custom_op("micronorm::dropped", dropped, mutates_args=("had_keys",)).register_fake(
+    lambda x, axes, p, stream, had_keys: x.new_empty(_mask_shape(x, axes), dtype=torch.bool)
 )

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from micronorm.nn.keyed_dropout import KeyedDropout, KeyedDropPath, dropout_keys
+from micronorm.nn.per_step.keyed_dropout import KeyedDropout, KeyedDropPath, dropout_keys
 from micronorm.ops.keyed import sample_keys, uniforms
 
 LAYERS = {
@@ -175,7 +175,7 @@ def test_one_sample_without_its_axis_is_one_sample(dims):
 def test_a_large_mask_is_made_in_pieces_that_do_not_show(monkeypatch):
     x, drop = torch.ones(10, 100), KeyedDropout(0.5)
     whole = keyed(drop, x)
-    monkeypatch.setattr("micronorm.nn.keyed_dropout._PIECE", 250)
+    monkeypatch.setattr("micronorm.nn.per_step.keyed_dropout._PIECE", 250)
     assert torch.equal(keyed(drop, x), whole)
 
 

@@ -6,7 +6,7 @@ import torchvision
 from torch import Tensor, nn
 
 import micronorm as mn
-from tests.nn.rematerialize.alive import equal
+from tests.nn.per_step.storages import equal
 
 pytestmark = pytest.mark.gpu
 

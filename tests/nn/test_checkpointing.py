@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from micronorm.nn.batch import GhostBatchNorm
-from micronorm.nn.recompute import inside_backward
+from micronorm.nn.checkpointing import inside_backward
 from micronorm.nn.switchable import SwitchableNorm
 
 

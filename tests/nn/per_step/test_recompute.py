@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import micronorm as mn
-from tests.nn.rematerialize.alive import equal, forward, gradients, kept
+from tests.nn.per_step.storages import equal, forward, gradients, kept
 
 # torch 2.6 does not say that a checkpoint, or whoever else has hooks for saved tensors, is around the model.
 SAYS_WHOSE_HOOKS = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
@@ -109,7 +109,7 @@ def test_every_mode_and_rank_gives_the_same_bits(statistics, shape):
     x, plain, sparing = torch.randn(shape, requires_grad=True), model(), model()
     handle = mn.recompute(sparing)
     assert equal(gradients(plain, x), gradients(sparing, x))
-    assert handle.report().tensors == 2  # what SiLU saves, and what it gives
+    assert handle.report().tensors == 1  # what SiLU saves; its result is kept
 
 
 class Scale(nn.Module):
@@ -129,7 +129,7 @@ class Scale(nn.Module):
 @pytest.mark.parametrize("backward", [True, False])
 def test_everything_is_freed_after_the_backward_or_with_the_graph(backward):
     left = []
-    gc.disable()  # what needs the garbage collector is a cycle
+    gc.disable()  # what needs the garbage recorder is a cycle
     try:
         for model in (small(), small()):
             if left:
@@ -196,16 +196,36 @@ def test_a_model_without_a_normalization_to_recompute_is_an_error():
         mn.recompute(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
 
 
-def test_handles_within_each_other_each_report_their_own_part():
+def test_a_handle_of_a_part_has_no_effect_within_the_handle_of_the_whole():
     x, inner = images(), small()
     outer = nn.Sequential(nn.Conv2d(3, 3, 1), mn.nn.BatchChannelNorm(3), nn.Conv2d(3, 3, 1), inner)
     plain = copy.deepcopy(outer)
     whole, part = mn.recompute(outer), mn.recompute(inner)
     assert equal(gradients(outer, x), gradients(plain, x))
-    assert (whole.report().tensors, part.report().tensors) == (2, 1)
-    assert whole.report().bytes > part.report().bytes > 0
-    again = mn.recompute(outer)
-    assert kept(plain, x) - kept(outer, x) == whole.report().bytes == again.report().bytes
+    assert whole.report().tensors == 2
+    assert kept(plain, x) - kept(outer, x) == whole.report().bytes
+    with pytest.raises(RuntimeError, match="nothing to report"):
+        part.report()
+    inner(x)
+    assert part.report().tensors == 1
+
+
+def test_a_model_that_calls_itself_is_recorded_once():
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = small()[:3]
+
+        def forward(self, x: Tensor, depth: int = 1) -> Tensor:
+            y = self.inner(x)
+            return y.sum() if depth == 0 else y.square().sum() + self(x + 1, depth - 1)
+
+    plain, sparing = Twice(), Twice()
+    handle = mn.recompute(sparing)
+    assert equal(gradients(plain, images()), gradients(sparing, images()))
+    assert handle.report().tensors == 2
+    sparing(images())
+    assert handle.report().tensors == 2
 
 
 def test_a_copied_or_saved_model_recomputes_on_its_own():
