@@ -75,7 +75,7 @@ def _describe_split(difference: float, steps: int, size: int) -> tuple[str, str]
         digits = 15 if difference == 0 else math.floor(-math.log10(difference))
         return f"{digits} digits", (
             f"With BCN + WS the weights after {steps} steps agree to {digits} digits, {ways}. So you can process as "
-            "many images at a time as fit into memory, and get the same network."
+            "many images at a time as fit into memory, and get the same network up to rounding."
         )
     return f"{difference:.0e}", (
         f"With BCN + WS the weights differ by this much, {ways}. That is more than rounding explains: please run "

@@ -16,7 +16,8 @@ from micronorm.report.plots import LIGHT, apply_style, load_matplotlib, plot_sty
 LOG_RATIO = 30
 """A value axis is logarithmic if its largest value is at least this many times its smallest."""
 MARKED = 40
-"""A line with at most this many points shows a marker at each; a longer one has this many invisible hover targets."""
+"""A line with at most this many points shows a marker at each. A longer one has as many invisible hover targets, and
+further ones at its least and largest value."""
 
 _CHART_STYLE = {"text_parse_math": False, "font_size": 12}  # a name such as "$a$" is text, not a formula
 _DASHES = {"solid": "solid", "dashed": (0, (3, 1.5)), "dotted": (0, (0.8, 1.8)), "area": "solid"}
@@ -47,7 +48,7 @@ class Chart:
     def svg(self) -> str:
         """Return the drawing as an SVG element for a page."""
         with plot_style(**_CHART_STYLE):
-            return to_svg(self.figure, name=self.name, label=self.caption, hover=self.hover)
+            return to_svg(self.figure, name=self.name, label=plain(self.caption), hover=self.hover)
 
     def save(self, folder: Any, legend: Sequence[LegendEntry]) -> list[Any]:
         """Write the drawing with its caption and legend as SVG and PNG into `folder`, and return the files."""
@@ -166,10 +167,11 @@ def _draw_line(axes: Any, line: Line, points: Sequence[Summary], hover: dict[str
     axes.plot(xs, [p.mean for p in points], color=colour, linewidth=2, linestyle=_DASHES[line.style], gid=gid)
     hover[gid] = [plain(line.name)]
     few = len(kept) <= MARKED
-    targets = kept if few else [kept[round(k * (len(kept) - 1) / (MARKED - 1))] for k in range(MARKED)]
-    _draw_points(
-        axes, [(p.x, p.mean) for p in targets], colour, f"{gid}-points", size=5 if few else 9, alpha=float(few)
-    )
+    chosen = {round(k * (len(kept) - 1) / (MARKED - 1)) for k in range(MARKED)}
+    chosen |= {max(range(len(kept)), key=lambda k: kept[k].high), min(range(len(kept)), key=lambda k: kept[k].low)}
+    targets = kept if few else [kept[k] for k in sorted(chosen)]
+    style = {"size": 5} if few else {"size": 9, "alpha": 0}
+    _draw_points(axes, [(point.x, point.mean) for point in targets], colour, f"{gid}-points", **style)
     hover[f"{gid}-points"] = [f"{plain(line.name)}, {point.x:.10g}: {_value_text(point)}" for point in targets]
 
 
@@ -261,7 +263,7 @@ def heat_map(name: str, grid: Grid, *, top: float, caption: str, x_label: str, n
         axes.set_yticks(range(0, rows, every), labels=[_short(label) for label in grid.rows[::every]])
         every = math.ceil(columns / 8)
         axes.set_xticks(range(0, columns, every), labels=grid.columns[::every])
-        axes.set_xlabel(x_label)
+        axes.set_xlabel(plain(x_label))
         scale = figure.add_axes((118 / _WIDTH, 26 / (height + 100), 1 - (118 + _RIGHT) / _WIDTH, 8 / (height + 100)))
         extend = "max" if np.nanmax(values, initial=0) > top else "neither"
         bar = figure.colorbar(image, cax=scale, orientation="horizontal", extend=extend)
@@ -296,13 +298,14 @@ def trajectory_chart(
 ) -> Chart:
     """Draw trajectories from a ring to a dot on linear axes from 0."""
     hover: dict[str, list[str]] = {}
+    collections = load_matplotlib().collections
     with plot_style(**_CHART_STYLE):
         figure, axes = _axes(300, top=26)
         for colour in dict.fromkeys(trajectory.colour for trajectory in trajectories):
             own = [trajectory for trajectory in trajectories if trajectory.colour == colour]
             moved = [trajectory for trajectory in own if len(trajectory.points) > 1]
-            for trajectory in moved:
-                axes.plot(*zip(*trajectory.points, strict=True), color=LIGHT[colour], alpha=0.45, linewidth=1)
+            paths = [trajectory.points for trajectory in moved]
+            axes.add_collection(collections.LineCollection(paths, color=LIGHT[colour], alpha=0.45, linewidth=1))
             for kind, members, place, words in (("rings", moved, 0, ", at first"), ("dots", own, -1, "")):
                 gid = f"{name}-{colour}-{kind}"
                 style = {"markerfacecolor": LIGHT["card"], "markeredgecolor": LIGHT[colour]} if place == 0 else {}
@@ -311,7 +314,7 @@ def trajectory_chart(
                 hover |= {gid: [f"{label}{words}: {x:.3g}, {y:.3g}" for label, x, y in at]} if at else {}
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)
-        axes.set_xlabel(x_label)
+        axes.set_xlabel(plain(x_label))
         axes.set_title(y_label, loc="left", x=-0.12, size=12, color=LIGHT["quiet"])
     return Chart(name, caption, figure, hover, note)
 
@@ -334,7 +337,7 @@ def pair_chart(name: str, pairs: Sequence[Pair], *, caption: str, x_label: str) 
         axes.set_ylim(len(pairs) - 0.5, -0.5)
         axes.set_yticks(range(len(pairs)), labels=[_short(pair.name, keep="start") for pair in pairs])
         axes.grid(axis="y", visible=False)
-        axes.set_xlabel(x_label)
+        axes.set_xlabel(plain(x_label))
         axes.margins(x=0.08)
         for k, pair in enumerate(pairs):
             colour, card = LIGHT[pair.colour], LIGHT["card"]
@@ -354,6 +357,7 @@ def tick_text(value: float, _: object = None) -> str:
         >>> [tick_text(value) for value in (0.30000000000000004, 1500, 20_000, 1_500_000, 1e300)]
         ['0.3', '1500', '20k', '1.5M', '1e+300']
     """
+    value = float(value)
     for size, sign in ((1e6, "M"), (1e3, "k")):
         if 1e4 <= abs(value) < 1e9 and abs(value) >= size:
             return f"{value / size:g}{sign}"
@@ -391,7 +395,7 @@ def _set_count_axis(axes: Any, xs: Sequence[float], label: str, *, room: float =
     axes.set_xlim(min(xs) - space, max(xs) + space)
     axes.xaxis.set_major_locator(load_matplotlib().ticker.MaxNLocator(7, integer=True))
     axes.grid(axis="x", visible=False)
-    axes.set_xlabel(label)
+    axes.set_xlabel(plain(label))
 
 
 def _draw_points(axes: Any, points: Sequence[tuple[float, float]], colour: str, gid: str, **style: Any) -> None:

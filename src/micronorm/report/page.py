@@ -187,7 +187,7 @@ def _lead_html(lead: Lead, named: Sequence[NamedRun]) -> str:
     key = main_figure(named)
     bars = [(r.name, r.colour, last_figures(r.record).get(key, math.nan)) for r in named]
     chart = bar_chart("lead", [bar for bar in bars if math.isfinite(bar[2])], caption=lead.picture, unit=" %")
-    return f"""<section class="lead">
+    return f"""<section id="lead" class="lead">
 <p class="verdict">{escape(lead.finding)}</p>
 <figure><figcaption>{escape(lead.picture)}</figcaption>{chart.svg()}</figure>
 <p class="law"><strong>{escape(lead.number)}</strong> {escape(lead.meaning)}</p>
