@@ -5,6 +5,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,45 +17,6 @@ from micronorm.nn.bcn import BatchChannelNorm, check_rate, warn_of_zero_weights
 from micronorm.nn.gather import BATCH_MOMENTUM
 from micronorm.nn.inputs import check_count
 from micronorm.nn.window import MAX_FORWARDS, Control, Window
-
-
-class _LearningRate:
-    """Return the current learning rate of the parameter group that holds a layer's weight.
-
-    Every "sequential" forward calls this, so it remembers where it found the weight.
-    """
-
-    def __init__(self, optimizers: Sequence[weakref.ref], window: Window) -> None:
-        self.optimizers = optimizers
-        self.window = weakref.ref(window)
-        self.found: tuple[Any, int, int] | None = None
-
-    def __call__(self) -> float | Tensor:
-        window = self.window()
-        assert window is not None
-        weight = window.layer.weight
-        if self.found is None or not self._holds(*self.found, weight):
-            self.found = self._find(weight)
-        if self.found is None:
-            raise RuntimeError(
-                f"no attached optimizer holds the weight of {window.describe()} any more; call mn.attach again"
-            )
-        optimizer, group, _ = self.found
-        return group_rate(window, optimizer.param_groups[group], optimizer)
-
-    @staticmethod
-    def _holds(optimizer: Any, group: int, place: int, weight: Tensor) -> bool:
-        """Return whether the weight is still in that place: load_state_dict and users rearrange groups."""
-        groups = optimizer.param_groups
-        return group < len(groups) and place < len(groups[group]["params"]) and groups[group]["params"][place] is weight
-
-    def _find(self, weight: Tensor) -> tuple[Any, int, int] | None:
-        for optimizer in (ref() for ref in self.optimizers):
-            for i, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
-                for j, parameter in enumerate(group["params"]):
-                    if parameter is weight:
-                        return optimizer, i, j
-        return None
 
 
 @dataclass(frozen=True)
@@ -109,17 +71,8 @@ class Handle:
 
     def __repr__(self) -> str:
         shown = ", ".join(control.name for control in self._controls[:3]) + (", …" if len(self._controls) > 3 else "")
-        first = self._controls[0]
-        names = [type(o).__name__ for o in (ref() for c in self._controls for ref in c.optimizers[:1]) if o is not None]
-        parts = [
-            f"{len(self._layers)} BatchChannelNorm layers ({shown})" if len(self._layers) > 1 else f"layer {shown}",
-            "committed by " + (", ".join(dict.fromkeys(names)) or "any optimizer"),
-            "the layers' own rates" if first.rate is None else f"rate={first.rate!r}",
-            f"max_forwards={first.max_forwards}",
-        ]
-        if not any(c is first for c in self._windows[0].controls):
-            parts.append("detached")
-        return f"<Handle: {'; '.join(parts)}>"
+        attached = any(control is self._controls[0] for control in self._windows[0].controls)
+        return f"<Handle of BatchChannelNorm layers {shown}{'' if attached else '; detached'}>"
 
     def commit(self) -> None:
         """Move the estimates by the windows, for loops that update parameters without a torch.optim optimizer.
@@ -264,7 +217,7 @@ def attach(
             Control(
                 name=name or type(layer).__name__,
                 rate=rate,
-                learning_rate=_LearningRate(refs, window) if mine else None,
+                learning_rate=partial(_current_learning_rate, refs, weakref.ref(window)) if mine else None,
                 optimizers=refs if mine else (),
                 process_group=process_group,
                 max_forwards=max_forwards,
@@ -273,6 +226,18 @@ def attach(
     controls = [window.control for window in windows]
     warn_of_zero_weights(_zero_weights(controls, [layer for _, layer in layers]))
     return Handle(windows, controls)
+
+
+def _current_learning_rate(optimizers: Iterable[weakref.ref], window: weakref.ref[Window]) -> float | Tensor:
+    """Return the learning rate of the parameter group that holds the layer's weight, limited to [0, 1]."""
+    target = window()
+    assert target is not None
+    weight = target.layer.weight
+    for optimizer in filter(None, (ref() for ref in optimizers)):
+        for group in optimizer.param_groups:
+            if any(parameter is weight for parameter in group["params"]):
+                return group_rate(target, group, optimizer)
+    raise RuntimeError(f"no attached optimizer holds the weight of {target.describe()} any more; call mn.attach again")
 
 
 def _warn_of_partly_held(layers: Iterable[tuple[str, BatchChannelNorm]], held: set[int]) -> None:

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from micronorm.commit.merge import commit
 from micronorm.nn.window import Window, call_at_first_window, live_windows
+from micronorm.ops.private_api import disable_dynamo, foreach_copy_
 
 # Optimizers that another optimizer steps, which commits for them.
 _inner: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -26,8 +27,8 @@ _clamped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 def _install() -> None:
     """Register the hooks. A compiled optimizer step leaves its graph for them instead of tracing them."""
     # Not torch.compiler.disable: that would import the compiler, for a second, when the first layer is made.
-    register_optimizer_step_pre_hook(torch._disable_dynamo(_before_step))
-    register_optimizer_step_post_hook(torch._disable_dynamo(_after_step))
+    register_optimizer_step_pre_hook(disable_dynamo(_before_step))
+    register_optimizer_step_post_hook(disable_dynamo(_after_step))
 
 
 call_at_first_window(_install)
@@ -66,7 +67,7 @@ def _refresh_rates(held: list[tuple[Window, dict[str, Any]]], optimizer: Optimiz
             refresh_rate(window, rate)
     if on_device:
         # One launch for all layers.
-        torch._foreach_copy_([window.device_rate for window, _ in on_device], [rate for _, rate in on_device])
+        foreach_copy_([window.device_rate for window, _ in on_device], [rate for _, rate in on_device])
         for window, _ in on_device:
             window.written_rate = None
 

@@ -17,6 +17,7 @@ from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.nn.window import Window
 from micronorm.ops.bcn import Sums, move_by_window
 from micronorm.ops.moments import Moments, wide_dtype
+from micronorm.ops.private_api import foreach_add_, foreach_copy_, foreach_mul_
 
 
 class _Layout(NamedTuple):
@@ -100,10 +101,10 @@ def _commit_step(windows: Sequence[Window], group: Any, skip: Tensor | None) -> 
     taken = taken_l[layout.layer]
     for name, before, after in (("running_mean", old.mean, new.mean), ("running_var", old.var, new.var)):
         values = torch.where(taken, after, before).split(channels)
-        torch._foreach_copy_([getattr(layer, name) for layer in layers], list(values))
+        foreach_copy_([getattr(layer, name) for layer in layers], list(values))
     lost = (broken_l & (skip == 0)).to(torch.int64).split(1)
-    torch._foreach_add_([window.lost[1:] for window in windows], list(lost))
-    torch._foreach_mul_([window.sums for window in windows], (skip != 0).to(flat.dtype).squeeze())
+    foreach_add_([window.lost[1:] for window in windows], list(lost))
+    foreach_mul_([window.sums for window in windows], (skip != 0).to(flat.dtype).squeeze())
     for i, layer in enumerate(layers):
         if layer.warm_steps:
             _advance_blend(layer, taken_l[i], None)
@@ -115,7 +116,7 @@ def _average(windows: Sequence[Window], group: Any, skip: Tensor | None) -> None
     buffers = [buffer for layer in layers for buffer in (layer.running_mean, layer.running_var)]
     flat = torch.cat(buffers).to(wide_dtype(windows[0].device))
     mean = _all_reduce(flat, group, windows) / dist.get_world_size(group)
-    torch._foreach_copy_(
+    foreach_copy_(
         buffers, [m.to(b.dtype) for m, b in zip(mean.split([b.numel() for b in buffers]), buffers, strict=True)]
     )
 

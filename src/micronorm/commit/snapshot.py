@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from micronorm.nn.bcn import BatchChannelNorm
+from micronorm.ops.private_api import foreach_copy_, preserve_version
 
 
 class RandomState:
@@ -98,7 +99,7 @@ class Snapshot:
         if list(map(_layout, self._tensors)) != list(map(_layout, self._copies)):
             self._copies = [torch.empty_like(tensor) for tensor in self._tensors]
         if self._copies:
-            torch._foreach_copy_(self._copies, self._tensors)
+            foreach_copy_(self._copies, self._tensors)
         self._host_states = [window.host_state() for window in self._windows]
         devices = {tensor.device for tensor in (*self.model.parameters(), *self._tensors)}
         self._random = [(RandomState.get(device), device) for device in devices or {torch.device("cpu")}]
@@ -110,7 +111,7 @@ class Snapshot:
             registry.clear()
             registry.update(saved)
         if self._copies:
-            torch._foreach_copy_(self._tensors, self._copies)
+            foreach_copy_(self._tensors, self._copies)
         for window, state in zip(self._windows, self._host_states, strict=True):
             window.restore_host_state(state)
         for state, device in self._random:
@@ -118,11 +119,12 @@ class Snapshot:
 
 
 @contextlib.contextmanager
-def preserved(model: nn.Module) -> Iterator[Snapshot]:
+def preserved(model: nn.Module, *, parameters: bool = True) -> Iterator[Snapshot]:
     """Restore parameters, buffers, windows and random states when the block ends, also after an exception.
 
-    A forward that ran before the block can still run its backward after it, because parameters and buffers keep their
-    version counters. A graph made inside the block must not be used after it.
+    Without `parameters`, the block must not change the parameters. A forward that ran before the block can still run its
+    backward after it, because parameters and buffers keep their version counters. A graph made inside the block must
+    not be used after it.
 
     Example:
         >>> norm = nn.BatchNorm1d(3)
@@ -131,13 +133,13 @@ def preserved(model: nn.Module) -> Iterator[Snapshot]:
         >>> norm.running_mean
         tensor([0., 0., 0.])
     """
-    snapshot = Snapshot(model, parameters=True)
+    snapshot = Snapshot(model, parameters=parameters)
     with contextlib.ExitStack() as stack:
-        for tensor in (*model.parameters(), *model.buffers()):
+        for tensor in (*(model.parameters() if parameters else ()), *model.buffers()):
             if not tensor.is_inference():
                 # Safe: the values that autograd saved are restored to the bit. One tensor per call, because older
                 # versions of torch do not accept several.
-                stack.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))
+                stack.enter_context(preserve_version(tensor))
         try:
             yield snapshot
         finally:

@@ -17,6 +17,7 @@ from micronorm.nn.batch import GhostBatchNorm
 from micronorm.nn.batch_renorm import BatchRenorm
 from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.nn.weight import PLAIN, counterpart_kind, is_standardized_by_timm
+from micronorm.ops.moments import compute_dtype
 
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _SAME_PADDED = (ours.WSConv2dSame, ours.WNConv2dSame, ours.CWNConv2dSame)
@@ -164,10 +165,8 @@ def batch_norm(norm: BatchChannelNorm | GhostBatchNorm | BatchRenorm, rank: int 
     half precision.
     """
     weight, bias = norm.weight.detach(), norm.bias.detach()
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    made: Any = _BATCH_NORMS.get(rank, nn.SyncBatchNorm)(
-        norm.num_channels, eps=norm.eps, device=weight.device, dtype=dtype
-    )
+    options = {"eps": norm.eps, "device": weight.device, "dtype": compute_dtype(weight.dtype)}
+    made: Any = _BATCH_NORMS.get(rank, nn.SyncBatchNorm)(norm.num_channels, **options)
     if isinstance(norm, BatchChannelNorm) and is_batch_norm(norm):
         weight_c, bias_c = map(_wide, group_affine(norm))
         weight, bias = weight_c * _wide(weight), weight_c * _wide(bias) + bias_c

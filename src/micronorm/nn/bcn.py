@@ -23,7 +23,7 @@ from micronorm.nn.per_step.recorder import active, remember
 from micronorm.nn.running import WideBuffers
 from micronorm.nn.spec import GroupedSpec
 from micronorm.nn.window import Window
-from micronorm.ops.activation import IDENTITY, Activation, check_activation
+from micronorm.ops.activation import IDENTITY, Activation, ActivationKind, check_activation
 from micronorm.ops.bcn import (
     batch_channel_norm,
     batch_channel_norm_fused,
@@ -259,10 +259,10 @@ class BatchChannelNorm(WideBuffers):
             activation: the activation of this call, for a layer without one; as in the class.
             negative_slope: the slope of `"leaky_relu"` for negative values.
         """
-        own = Activation(self.activation, self.negative_slope)
+        own = check_activation(self.activation, self.negative_slope)
         if activation is None:
             return self._normalize(x, own, residual)
-        if own.kind is not None:
+        if own.kind is not ActivationKind.IDENTITY:
             raise ValueError(f"the layer has its own activation {own.kind!r}; {activation!r} would be a second one")
         return self._normalize(x, check_activation(activation, negative_slope), residual)
 
@@ -283,12 +283,12 @@ class BatchChannelNorm(WideBuffers):
         if backend == "reference":
             y = batch_channel_norm_reference(x, estimates, *affine, **options)
             return activation(y if residual is None else y + residual)
-        relu_inside = activation.kind == "relu" and residual is None
+        relu_inside = activation.kind is ActivationKind.RELU and residual is None
         numbers = [] if active(self) is not None else None
         y = batch_channel_norm(x, estimates, *affine, **options, relu=relu_inside, data=data, numbers=numbers)
         if numbers:
             remember(y, partial(elementwise, relu=relu_inside), (x,), tuple(numbers))
-        if relu_inside or (residual is None and activation.kind is None):
+        if relu_inside or (residual is None and activation.kind is ActivationKind.IDENTITY):
             return y
         result = activation(y if residual is None else y + residual)
         if numbers:
@@ -297,7 +297,7 @@ class BatchChannelNorm(WideBuffers):
         return result
 
     def _normalize_by_kernel(self, x: Tensor, activation: Activation, residual: Tensor | None) -> Tensor:
-        if residual is not None and not (activation.knows_its_sign and residual.dtype == x.dtype):
+        if residual is not None and not (activation.keeps_sign and residual.dtype == x.dtype):
             # The kernels cannot add this residual: their backward reads the activation's derivative from the sign of
             # the output, and a sum of two dtypes has the wider one.
             return activation(self._normalize_by_kernel(x, IDENTITY, None) + residual)
@@ -364,21 +364,13 @@ class BatchChannelNorm(WideBuffers):
 
     def extra_repr(self) -> str:
         """Return the arguments that differ from their defaults, for print(module)."""
-        parts = [
-            f"{self.num_channels}, num_groups={self.num_groups}, statistics={self.statistics!r}, rate={self.rate!r}"
-        ]
-        if self.statistics == "sequential":
-            parts.append(f"micro_batch={self.micro_batch}")
-        parts.append(f"eps={self.eps}")
-        if self.backend != "auto":
-            parts.append(f"backend={self.backend!r}")
-        if self.activation:
-            parts.append(f"activation={self.activation!r}")
-        if self.activation == "leaky_relu":
-            parts.append(f"negative_slope={self.negative_slope}")
-        if self.warm_steps:
-            parts.append(f"warm_steps={self.warm_steps}")
-        return ", ".join(parts)
+        shown = ["statistics", "rate", *(["micro_batch"] if self.statistics == "sequential" else []), "eps"]
+        shown += ["backend"] if self.backend != "auto" else []
+        shown += ["activation"] if self.activation else []
+        shown += ["negative_slope"] if self.activation == "leaky_relu" else []
+        shown += ["warm_steps"] if self.warm_steps else []
+        options = "".join(f", {name}={getattr(self, name)!r}" for name in shown)
+        return f"{self.num_channels}, num_groups={self.num_groups}{options}"
 
 
 _BUFFERS = itemgetter("running_mean", "running_var", "blend")

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from micronorm.ops.private_api import graph_task_id
+
 
 def inside_backward() -> bool:
     """Return whether the caller runs inside a backward pass, where activation checkpointing repeats forwards.
@@ -14,7 +16,7 @@ def inside_backward() -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    return torch._C._current_graph_task_id() != -1
+    return graph_task_id() != -1
 
 
 def write_once(buffer: Tensor, value: Tensor) -> None:

@@ -17,6 +17,7 @@ from micronorm.nn.checkpointing import inside_backward
 from micronorm.nn.window import MAX_SCANNED, ScannedForward, Window, find_window
 from micronorm.ops.bcn import batch_statistics, gather_fused, move_by_batch, scan, window_sums
 from micronorm.ops.moments import Moments, bounded
+from micronorm.ops.private_api import functorch_transforms_active
 
 BATCH_MOMENTUM = 0.1
 """The momentum of "batch" layers whose rate is not a number, as in nn.BatchNorm2d."""
@@ -127,7 +128,7 @@ def run(function: Callable, *args: object) -> Any:
     """
     if torch.compiler.is_compiling():
         return getattr(torch.ops.micronorm, function.__name__)(*args)
-    if torch._C._are_functorch_transforms_active():
+    if functorch_transforms_active():
         raise RuntimeError(
             "a BatchChannelNorm in training mode keeps statistics of what it sees, and transforms of torch.func (grad, "
             'vmap, jvp, ...) let no layer keep anything; call model.eval() for them, which in "step" mode changes no '

@@ -87,7 +87,7 @@ class GroupNorm(nn.GroupNorm):
         return act(y if residual is None else y + residual)
 
     def _by_kernel(self, x: Tensor, activation: Activation, residual: Tensor | None) -> Tensor:
-        if residual is not None and not (activation.knows_its_sign and residual.dtype == x.dtype):
+        if residual is not None and not (activation.keeps_sign and residual.dtype == x.dtype):
             return activation(self._by_kernel(x, IDENTITY, None) + residual)
         numbers: list[Tensor] | None = [] if active(self) is not None else None
         y = group_norm_fused(

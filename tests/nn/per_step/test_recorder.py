@@ -310,20 +310,6 @@ def test_outside_a_forward_nothing_is_collected():
     assert len(gradients(model, x)) == 4
 
 
-@pytest.mark.parametrize(
-    "size, text",
-    [
-        (0, "0 bytes"),
-        (999, "999 bytes"),
-        (1000, "0.977 KiB"),
-        (999 << 10, "999 KiB"),
-        ((1 << 20) - 1, "1 MiB"),
-        (1023 << 10, "0.999 MiB"),
-        (1 << 20, "1 MiB"),
-        (-(1023 << 10), "-0.999 MiB"),
-        (5 << 30, "5 GiB"),
-        (1020 << 30, "1020 GiB"),
-    ],
-)
-def test_sizes_are_told_in_their_units(size, text):
-    assert str(Spared(2, size)) == f"2 activations not kept: {text}"
+def test_the_report_prints_as_one_line():
+    assert str(Spared(2, 5 << 20)) == "2 activations not kept: 5.0 MiB"
+    assert str(Spared(1, 0)) == "1 activation not kept: 0.0 MiB"

@@ -13,6 +13,7 @@ from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.nn.group import GroupNorm
 from micronorm.nn.per_step import recorder
 from micronorm.nn.per_step.recorder import Recorder, Saved, Spared
+from micronorm.ops.private_api import top_saved_tensors_hooks
 
 
 def recompute(model: nn.Module, *, filter: Callable[[nn.Module, str], bool] | None = None) -> "Recomputation":
@@ -45,7 +46,7 @@ def recompute(model: nn.Module, *, filter: Callable[[nn.Module, str], bool] | No
         >>> handle = recompute(model)
         >>> loss = model(torch.ones(4, 3, 32, 32)).sum()
         >>> print(handle.report())
-        1 activation not kept: 112 KiB
+        1 activation not kept: 0.1 MiB
         >>> loss.backward()
         >>> handle.remove()
     """
@@ -143,7 +144,7 @@ class _Recording(Recorder):
     def __init__(self, owner: Recomputation, excluded: frozenset[nn.Module]) -> None:
         super().__init__(owner, excluded)
         pack: Callable[..., Any] = self.pack
-        if _hooks_in_force is None and "torch._dynamo" in sys.modules:
+        if top_saved_tensors_hooks is None and "torch._dynamo" in sys.modules:
             # In torch 2.6 and 2.7 a compiled part of the model would compile the hook.
             pack = torch.compiler.disable(pack)  # type: ignore[assignment]
         self._hooks = saved_tensors_hooks(pack, Saved.unpack)
@@ -154,10 +155,6 @@ class _Recording(Recorder):
         super().close()
 
 
-# Returns the saved-tensor hooks in force. Torch 2.6 and 2.7 do not have it.
-_hooks_in_force = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # type: ignore[attr-defined]
-
-
 def _others_have_hooks() -> bool:
     """Return whether other saved-tensor hooks are in force: offloading, or a checkpoint around the whole model."""
-    return _hooks_in_force is not None and _hooks_in_force(False) is not None
+    return top_saved_tensors_hooks is not None and top_saved_tensors_hooks(False) is not None

@@ -33,7 +33,7 @@ class Spared:
 
     Example:
         >>> print(Spared(tensors=33, bytes=1_100_000_000))
-        33 activations not kept: 1.02 GiB
+        33 activations not kept: 1049.0 MiB
     """
 
     tensors: int = 0
@@ -41,13 +41,8 @@ class Spared:
     """The size of the activations, less the tensors kept to compute them again."""
 
     def __str__(self) -> str:
-        size, unit = float(self.bytes), "bytes"
-        for larger in ("KiB", "MiB", "GiB"):
-            if abs(size) < 999.5:
-                break
-            size, unit = size / 1024, larger
-        digits = f"{size:.3g}" if abs(size) < 999.5 else f"{size:.0f}"
-        return f"{self.tensors} activation{'s' * (self.tensors != 1)} not kept: {digits} {unit}"
+        plural = "" if self.tensors == 1 else "s"
+        return f"{self.tensors} activation{plural} not kept: {self.bytes / 2**20:.1f} MiB"
 
 
 class Layout(NamedTuple):
@@ -265,9 +260,8 @@ class Recorder:
 
     def _drop_freed(self) -> None:
         """Forget tensors whose storage is freed."""
-        for table in (self._by_storage, self._by_node):
-            for key in [key for key, found in table.items() if found.storage.expired()]:
-                del table[key]
+        self._by_storage = {key: found for key, found in self._by_storage.items() if not found.storage.expired()}
+        self._by_node = {key: found for key, found in self._by_node.items() if not found.storage.expired()}
 
 
 def _fills_its_storage(tensor: Tensor) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from micronorm.nn.reparameterized import Reparameterized
+from micronorm.ops.private_api import foreach_copy_
 from micronorm.ops.weight import launch
 
 
@@ -92,7 +93,7 @@ class SharedWeights:
         results: list[tuple[Any, list[Tensor]]] = [(w, [self._leaves[i]]) for i, w in others.items()]
         if others:
             with torch.no_grad():
-                torch._foreach_copy_([self._leaves[i] for i in others], list(others.values()))
+                foreach_copy_([self._leaves[i] for i in others], list(others.values()))
         for group in groups:
             leaves = [self._leaves[i] for i in group.indices]
             results.append((_Launch.apply(group, leaves, *(self.layers[i].weight for i in group.indices)), leaves))
