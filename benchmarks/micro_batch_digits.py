@@ -12,12 +12,12 @@ Writes results/micro_batch_digits.csv and results/micro_batch_digits.png.
 
 import argparse
 import csv
-import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from micronorm.cli.train import Variation, run_recipe
@@ -31,6 +31,7 @@ COMMAND = "python benchmarks/micro_batch_digits.py"
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 SEEDS = (0, 1, 2)
 INDEPENDENT = {"GN": "digits/gn", "GN+WS": "digits/gn-ws", "BCN+WS": "digits/bcn-ws"}
+COLOURS = {"BCN+WS": "#1f5fa8", "GN+WS": "#2f7d4f", "GN": "#b07d12", "BN": "#c0392b"}  # flat lines from below
 Row = dict[str, Any]
 
 
@@ -72,47 +73,45 @@ def train(seeds: Sequence[int]) -> list[Row]:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draw the mean over seeds, and lowest to highest seed as a band, one labelled line per method."""
+    """Draw the mean over seeds, and a band from the best to the worst seed, one labelled line per method."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(8, 3.8), dpi=200)
-    colours = {"BN": "#c0392b", "GN": "#b07d12", "GN+WS": "#3f7f4f", "BCN+WS": "#1f5fa8"}
-    labels = []
-    for method, colour in colours.items():
-        means, lows, highs = [], [], []
-        for size in MICRO_BATCHES:
-            errors = [
-                float(row["test_error_percent"])
-                for row in rows
-                if row["method"] == method and str(row["micro_batch"]) in ("", str(size))
-            ]
-            means.append(statistics.mean(errors))
-            lows.append(min(errors))
-            highs.append(max(errors))
-        width = 2.6 if method == "BCN+WS" else 1.8
-        axes.plot(MICRO_BATCHES, means, color=colour, linewidth=width, marker="o" if method == "BN" else None)
-        axes.fill_between(MICRO_BATCHES, lows, highs, color=colour, alpha=0.15, linewidth=0)
-        labels.append((means[-1], method, colour, width))
+    figure, axes = plt.subplots(figsize=(8, 3.6), dpi=200)
+    # A square root spreads the small errors apart and still has a zero, which some seeds reach.
+    axes.set_yscale("function", functions=(np.sqrt, np.square))
     axes.set_xscale("log", base=2)
+    label_height = 0.0
+    for method, colour in COLOURS.items():
+        means, lows, highs = np.array([_errors(rows, method, size) for size in MICRO_BATCHES]).T
+        axes.plot(MICRO_BATCHES, means, color=colour, linewidth=2.2, marker="o" if method == "BN" else None)
+        axes.fill_between(MICRO_BATCHES, lows, highs, color=colour, alpha=0.13, linewidth=0)
+        style: dict[str, Any] = {"color": colour, "fontsize": 11, "fontweight": "bold", "va": "center"}
+        if method == "BN":
+            axes.annotate(f"BN {means[0]:.1f} %", (1, means[0]), (1.12, means[0]), **style)
+        else:  # flat lines: labels at their end, at least a line of text apart on the scale of roots
+            label_height = max(np.sqrt(means[-1]), label_height + 0.3)
+            axes.annotate(f"{method} {means[-1]:.1f} %", (64, means[-1]), (72, label_height**2), **style)
     axes.set_xticks(MICRO_BATCHES, [str(size) for size in MICRO_BATCHES])
-    axes.set_yscale("log")
-    axes.set_yticks([0.5, 1, 2, 5, 10, 20], ["0.5", "1", "2", "5", "10", "20"])
+    axes.set_yticks([0, 1, 2, 5, 10, 20], ["0", "1", "2", "5", "10", "20"])
     axes.minorticks_off()
+    axes.set_ylim(0, 25)
     axes.set_xlabel("images per micro-batch (every optimizer step uses 64 images)")
     axes.set_ylabel("test error, %")
     axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    labels.sort()
-    lowest = labels[0][0]
-    for index, (value, method, colour, _) in enumerate(labels):
-        # A label keeps at least a text's height of distance from the label below, on the logarithmic scale.
-        lowest = value if index == 0 else max(value, lowest * 1.28)
-        axes.annotate(method, (64, value), (72, lowest), color=colour, fontsize=11, fontweight="bold", va="center")
     epochs, seeds = rows[0]["epochs"], len({row["seed"] for row in rows})
-    title = f"scikit-learn digits, small ResNet, {epochs} epochs: mean of {seeds} seeds, band from best to worst seed"
+    title = f"scikit-learn digits, small ResNet, {epochs} epochs; mean of {seeds} seeds, band from best to worst"
     axes.set_title(title, fontsize=10, loc="left")
     figure.tight_layout()
     figure.savefig(path, facecolor="white")
+
+
+def _errors(rows: Sequence[Row], method: str, size: int) -> tuple[float, float, float]:
+    """Return mean, lowest and highest test error of a method over the seeds."""
+    of_method = (row for row in rows if row["method"] == method and str(row["micro_batch"]) in ("", str(size)))
+    errors = [float(row["test_error_percent"]) for row in of_method]
+    return sum(errors) / len(errors), min(errors), max(errors)
 
 
 def main() -> None:

@@ -98,8 +98,8 @@ def test_the_loss_is_that_of_a_step_before_the_first_epoch_ends_and_of_an_epoch_
 
 
 def test_on_eighty_columns_every_figure_is_whole():
-    console, row = terminal(80), Row("BCN+WS (1 image)")
+    console, row = terminal(80), Row("GroupNorm + WS, 1 at a time")
     with Board(console, [row]):
         go(row)
     last = output(console)[output(console).rindex("method") :]
-    assert re.search(r"BCN\+WS \(1 image\) .* 1 +0\.5000 +12\.50 +0\.5", last)
+    assert re.search(r"GroupNorm \+ WS, 1 at a time .* 1 +0\.5000 +12\.50 +0\.5", last)

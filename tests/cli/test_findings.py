@@ -2,51 +2,41 @@ import math
 
 import pytest
 
-from micronorm.cli.findings import Errors, compare_two, describe_split, rank_methods
+from micronorm.cli.findings import Errors, describe_baseline, describe_errors, describe_split, name_of
+from micronorm.recipes import find
 
 
-def results(**wrong: int) -> list[Errors]:
-    return [Errors(method, count, 500) for method, count in wrong.items()]
+def test_names_say_how_many_images_the_statistics_cover():
+    assert name_of(find("digits/bn-64")) == "BatchNorm, 64 at a time"
+    assert name_of(find("digits/bcn-ws")) == "BCN + WS, 1 at a time"
 
 
-def test_two_methods_are_compared_by_the_images_they_got_wrong():
-    assert compare_two(*results(A=106, B=3)) == "A gets 106 of 500 test images wrong, B gets 3 wrong."
-
-
-@pytest.mark.parametrize(
-    "wrong, sentence",
-    [
-        ({"A": 12, "B": 5, "C": 9}, "No method is worse than another by more than chance."),
-        ({"A": 5, "B": 50, "C": 9}, "Worse than A by more than chance: B."),
-        ({"A": 40, "B": 5, "C": 50}, "Worse than B by more than chance: A, C."),
-        ({"A": 0, "B": 0}, "No method is worse than another by more than chance."),
-    ],
-)
-def test_only_differences_beyond_chance_are_called_worse(wrong, sentence):
-    assert rank_methods(results(**wrong)) == sentence
-
-
-def describe(difference: float, broken: float = 1.25) -> str:
-    return describe_split("BCN", difference, "BN", broken, steps=20, sizes="64 images at once and 7 at a time")
+@pytest.mark.parametrize("ours, relation", [(3, "about as many as"), (10, "about as many as"), (40, "compared with")])
+def test_only_a_difference_within_chance_is_called_about_as_many(ours, relation):
+    assert describe_errors(Errors(ours, 500), Errors(106, 500), Errors(4, 500)) == (
+        "Trained one image at a time, BatchNorm gets 106 of 500 test images wrong and BCN + WS "
+        f"gets {ours}, {relation} BatchNorm with 64 at a time (4)."
+    )
 
 
 @pytest.mark.parametrize("difference, digits", [(7e-15, 14), (1e-10, 10), (0.0, 15)])
 def test_a_difference_of_rounding_is_told_as_agreement_in_digits(difference, digits):
-    assert describe(difference) == (
-        "BCN gives the same result for any split: 64 images at once and 7 at a time agree to "
-        f"{digits} digits after 20 steps. For BN the same split changes weights or statistics by 125 %."
+    number, sentence = describe_split(difference, steps=20, size=7)
+    assert number == f"{digits} digits"
+    assert sentence.startswith(
+        f"With BCN + WS the weights after 20 steps agree to {digits} digits, whether a step processes its 64 images at "
+        "once or 7 at a time."
     )
 
 
 @pytest.mark.parametrize("difference", [1.1e-10, 0.5, math.nan, math.inf])
-def test_a_larger_difference_is_never_called_the_same_result(difference):
-    sentence = describe(difference)
-    assert sentence.startswith(
-        f"BCN depends on the split: 64 images at once and 7 at a time differ by {difference:.0e}"
-    )
-    assert "same result" not in sentence
+def test_a_larger_difference_is_never_called_agreement(difference):
+    number, sentence = describe_split(difference, steps=20, size=7)
+    assert number == f"{difference:.0e}"
+    assert "more than rounding explains" in sentence
+    assert "agree" not in sentence
 
 
-@pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_a_baseline_that_diverged_is_left_out(broken):
-    assert describe(7e-15, broken).endswith("after 20 steps.")
+def test_a_baseline_that_diverged_gets_no_percentage():
+    assert describe_baseline(1.3).endswith("changes weights or running statistics by 130 %.")
+    assert describe_baseline(math.nan) == "With BatchNorm the same split makes the training diverge."

@@ -14,26 +14,25 @@ from micronorm import records
 from micronorm.cli.board import Board, Row
 from micronorm.cli.cuts import Stopped, run, split_difference
 from micronorm.cli.demo_page import write_demo_page
-from micronorm.cli.findings import HOW_MEASURED, Errors, compare_two, describe_split, rank_methods
+from micronorm.cli.findings import (
+    HOW_MEASURED,
+    Errors,
+    describe_baseline,
+    describe_errors,
+    describe_split,
+    name_of,
+)
 from micronorm.cli.targets import MISUSE
 from micronorm.cli.train import Variation
 from micronorm.engine.settings import Execution
-from micronorm.recipes import Recipe, find, find_table
+from micronorm.recipes import find_table
 from micronorm.recipes.digits import EPOCHS, STEP_BATCH
-from micronorm.recipes.protocols import method
 
 COMMAND = "micronorm demo"
 PAGE = "report.html"
 RECIPES = find_table("digits").rows
-BATCH_BN, BN, OURS = find("digits/bn-64"), find("digits/bn"), find("digits/bcn-ws")
 SPLIT_SIZE, SPLIT_STEPS = 7, 20
 OBSERVED = 20  # steps between two measurements inside the network: about one epoch
-
-
-def name_of(recipe: Recipe) -> str:
-    """Return the method and the number of images in its statistics: "BN (64 images)"."""
-    images = recipe.micro_batch
-    return f"{method(recipe.norm, recipe.weight)} ({images} image{'s' * (images > 1)})"
 
 
 def demo(
@@ -45,10 +44,10 @@ def demo(
 ) -> None:
     """Train a small network on scikit-learn's digits with five normalizations and compare them.
 
-    BN is batch normalization, GN group normalization, WS weight standardization, BCN batch-channel normalization. "(1
-    image)" is one image per micro-batch: BN computes its statistics over that image alone. The 64 micro-batches of a
-    step are computed at once in an exact batched form, which is what the seconds measure. Nothing is downloaded. The
-    demo takes about two minutes on one CPU core.
+    WS is Weight Standardization, BCN is Batch-Channel Normalization. "1 at a time" is one image per micro-batch:
+    BatchNorm computes its statistics over that image alone. The 64 micro-batches of a step are computed at once in an
+    exact batched form, which is what the seconds measure. Nothing is downloaded. The demo takes about two minutes on
+    one CPU core.
 
     Exit code 0: done. 2: an option is wrong, or --out contains other files. 130, 143: interrupted.
     """
@@ -126,22 +125,16 @@ class _Demo:
     def run(self) -> None:
         self.say(
             f"Training a small ResNet on digits of 8×8 pixels: epochs: {self.variation.epochs}, images per optimizer "
-            f"step: {STEP_BATCH}, seed: {self.variation.seed}, one CPU thread. BN is batch normalization, GN group "
-            "normalization, WS weight standardization, BCN batch-channel normalization."
+            f"step: {STEP_BATCH}, seed: {self.variation.seed}, one CPU thread. WS is Weight Standardization, BCN is "
+            "Batch-Channel Normalization."
         )
         self._train_methods()
         differences = self._compare_splits()
+        batch, single, ours = "digits/bn-64", "digits/bn", "digits/bcn-ws"
         findings = [
-            compare_two(self.results[BN.name], self.results[OURS.name]),
-            rank_methods(list(self.results.values())),
-            describe_split(
-                name_of(OURS),
-                differences[OURS.name],
-                name_of(BATCH_BN),
-                differences[BATCH_BN.name],
-                steps=SPLIT_STEPS,
-                sizes=f"{STEP_BATCH} images at once and {SPLIT_SIZE} at a time",
-            ),
+            describe_errors(self.results[ours], self.results[single], self.results[batch]),
+            describe_split(differences[ours], steps=SPLIT_STEPS, size=SPLIT_SIZE)[1],
+            describe_baseline(differences[batch]),
         ]
         for sentence in (*findings, "", *HOW_MEASURED):
             self.say(sentence)
@@ -155,7 +148,7 @@ class _Demo:
             for recipe, row in zip(RECIPES, rows, strict=True):
                 folder = self.out / recipe.row
                 run(recipe, self.variation, Execution(observe=OBSERVED), out=folder, listener=row, command=command)
-                self.results[recipe.name] = Errors.read(row.name, folder)
+                self.results[recipe.name] = Errors.read(folder)
                 board.print_finished(row)
 
     def _compare_splits(self) -> dict[str, float]:

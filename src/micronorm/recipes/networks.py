@@ -12,6 +12,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from micronorm.convert import norm_act, register_block
+
 
 def _conv(inputs: int, outputs: int, kernel: int, *, stride: int = 1) -> nn.Conv2d:
     # no bias: the norm after it has one of its own
@@ -84,6 +86,20 @@ class SmallImageResNet(nn.Module):
         return self.classifier(y.mean((2, 3)))
 
 
+def _fused_block(self: BasicBlock, x: Tensor) -> Tensor:
+    y = norm_act(self.norm1, self.conv1(x), F.relu)
+    return norm_act(self.norm2, self.conv2(y), F.relu, residual=self.shortcut(x))
+
+
+def _fused_network(self: SmallImageResNet, x: Tensor) -> Tensor:
+    y = self.stages(norm_act(self.norm, self.conv(x), F.relu))
+    return self.classifier(y.mean((2, 3)))
+
+
+register_block(BasicBlock, _fused_block, fuses={"norm1": "relu", "norm2": "add relu"})
+register_block(SmallImageResNet, _fused_network, fuses={"norm": "relu"})
+
+
 def _cifar(depth: int, *, classes: int) -> nn.Module:
     """The 6n + 2 layers of He et al. for CIFAR: three stages of n basic blocks."""
     count, rest = divmod(depth - 2, 6)
@@ -137,6 +153,28 @@ NETWORKS: Mapping[str, Callable[..., nn.Module]] = {
     "resnext101-32x4d": partial(_torchvision, (3, 4, 23, 3), **_RESNEXT),
 }
 """By the name a recipe uses; each takes classes=."""
+
+
+def zero_last_norms(network: nn.Module) -> nn.Module:
+    """Start every residual block as its shortcut: set the weight of the block's last norm to 0, in place.
+
+    This is `zero_init_residual` of torchvision's ResNet, whose networks start so here already. Conversion carries it
+    over: GN starts with weight 0, BCN with a group affine of 0.
+
+    Raises:
+        ValueError: the network has no `BasicBlock`.
+
+    Example:
+        >>> network = zero_last_norms(build_network("digits", classes=10))
+        >>> network.stages[0][0].norm2.weight.count_nonzero()
+        tensor(0)
+    """
+    blocks = [module for module in network.modules() if isinstance(module, BasicBlock)]
+    if not blocks:
+        raise ValueError(f"{type(network).__name__} has no BasicBlock whose last norm could start at zero")
+    for block in blocks:
+        nn.init.zeros_(block.norm2.weight)
+    return network
 
 
 def build_network(name: str, *, classes: int) -> nn.Module:
