@@ -1,19 +1,20 @@
-"""What was run, and on what: the facts of the records, once where they are the same in all runs."""
+"""The section on what was run and on what: the facts of the records, once if they are equal in all runs."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from micronorm.report.runs import Detail, NamedRun
-from micronorm.report.text import Section, shown
+from micronorm.report.html import Section, format_value
+from micronorm.report.runs import NamedRun
 
-_OUTSIDE = ("format", "name")  # the first is of the file, the second is shown as the run's heading
+_SHOWN_ELSEWHERE = ("format", "name")
 
 
-def facts(runs: Sequence[NamedRun], detail: Detail) -> Section:
-    """All facts, those that differ by run."""
+def facts(runs: Sequence[NamedRun], limit: int) -> Section:
+    """Return the facts that all runs share, then those of each run."""
     flat = {
-        run.name: _flat({key: value for key, value in run.record.facts.items() if key not in _OUTSIDE}) for run in runs
+        run.name: _flatten({key: value for key, value in run.record.facts.items() if key not in _SHOWN_ELSEWHERE})
+        for run in runs
     }
     first, *others = flat.values()
     common = {key: value for key, value in first.items() if all(key in o and o[key] == value for o in others)}
@@ -26,18 +27,18 @@ def facts(runs: Sequence[NamedRun], detail: Detail) -> Section:
     return Section("facts", "What was run, and on what", body=f"{heading}{_definitions(common)}{own}")
 
 
-def _flat(facts: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+def _flatten(facts: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
     found: dict[tuple[str, ...], Any] = {}
     for key, value in facts.items():
-        found |= _flat(value, (*prefix, key)) if isinstance(value, dict) and value else {(*prefix, key): value}
+        found |= _flatten(value, (*prefix, key)) if isinstance(value, dict) and value else {(*prefix, key): value}
     return found
 
 
 def _definitions(facts: Mapping[tuple[str, ...], Any]) -> str:
-    """The facts with those of one group on one line: settings: epochs 15 · seed 0."""
+    """Return the facts as HTML with a line for each group: settings: epochs 15 · seed 0."""
     grouped: dict[str, list[str]] = {}
     for (group, *path), value in facts.items():
-        text = escape(shown(value))
+        text = escape(format_value(value))
         text = f"<code>{text}</code>" if group in ("command", "revision") and value is not None else text
         name = escape(" ".join(path).replace("_", " "))
         grouped.setdefault(group, []).append(f'<span class="name">{name}</span> {text}' if name else text)
