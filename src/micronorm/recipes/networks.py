@@ -85,7 +85,7 @@ class SmallImageResNet(nn.Module):
 
 
 class SmallSegmenter(nn.Module):
-    """A small fully convolutional network: three blocks at full, half and quarter size, and a classifier after each.
+    """A small fully convolutional network: a block per width, each at half the size of the one before, and a classifier after each.
 
     The coarser logits are enlarged and added to the finer ones, as in Long et al.'s FCN.
 
@@ -156,7 +156,7 @@ _RESNEXT = {"groups": 32, "width_per_group": 4}
 
 NETWORKS: Mapping[str, Callable[..., nn.Module]] = {
     "digits": _digits,
-    "shapes": partial(SmallSegmenter, widths=(16, 32, 64)),
+    "shapes": partial(SmallSegmenter, widths=(16, 32, 64, 64)),
     "cifar-resnet20": partial(_cifar, 20),
     "cifar-resnet56": partial(_cifar, 56),
     "cifar-resnet110": partial(_cifar, 110),
