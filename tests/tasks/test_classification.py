@@ -118,10 +118,8 @@ def test_the_five_best_are_scored_where_there_are_more_classes(classes, counted)
 
 def test_scores_are_tensors_without_axes_that_add_up():
     logits, labels = torch.randn(9, 6), [0, 1, 2, 3, 4, 5, 0, 1, 2]
-    whole, *parts = (
-        task(6).score(Given(logits[cut]), batch(labels[cut])).sums
-        for cut in (slice(9), slice(4), slice(4, 4), slice(4, 9))
-    )
+    cuts = (slice(9), slice(4), slice(4, 4), slice(4, 9))
+    whole, *parts = (task(6).score(Given(logits[cut]), batch(labels[cut])).sums for cut in cuts)
     for name, value in whole.items():
         assert value.shape == ()
         assert sum(part[name].item() for part in parts) == pytest.approx(value.item(), rel=1e-6)

@@ -85,9 +85,10 @@ class SmallImageResNet(nn.Module):
 
 
 class SmallSegmenter(nn.Module):
-    """A small fully convolutional network: a block per width, each at half the size of the one before, and a classifier after each.
+    """A small fully convolutional network, with a classifier after each block.
 
-    The coarser logits are enlarged and added to the finer ones, as in Long et al.'s FCN.
+    Every block but the first halves height and width. Coarser logits are enlarged and added to the finer ones, as in
+    Long et al.'s FCN.
 
     Args:
         widths: channels of each block.
