@@ -153,7 +153,13 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint_before
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     with pytest.raises(Diverged, match="a weight is not finite after step 1"):
-        train(SmallResNet(), Toy(8, 0), settings(optimizer=SGD(1e308, weight_decay=100)), HERE, out=tmp_path)
+        train(
+            SmallResNet(mn.GN(groups=4)),
+            Toy(8, 0),
+            settings(optimizer=SGD(1e308, weight_decay=1e9)),
+            HERE,
+            out=tmp_path,
+        )
     assert not list((tmp_path / "checkpoints").glob("*.pt"))
 
 

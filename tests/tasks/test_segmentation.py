@@ -103,7 +103,7 @@ def test_a_recipe_of_another_task_trains_without_a_change_in_the_engine(tmp_path
     assert outcome.figures.keys() == {"miou", "accuracy"}
     record = records.read(tmp_path)
     assert record.steps[-1]["pixel_error"] > 0
-    assert record.facts["data"] == {"name": "shapes", "train": 512, "test": 128, "sample": "image"}
+    assert record.facts["data"] == {"name": "shapes", "train": 2048, "test": 128, "sample": "image"}
     assert len(record.predictions) == 16
 
 

@@ -31,7 +31,7 @@ DATA: Mapping[str, DataFacts] = {
     "digits": DataFacts("scikit-learn's digits", train=1297, test=500, classes=10, shape=(1, 8, 8)),
     "cifar10": DataFacts("CIFAR-10", train=50_000, test=10_000, classes=10, shape=(3, 32, 32)),
     "cifar100": DataFacts("CIFAR-100", train=50_000, test=10_000, classes=100, shape=(3, 32, 32)),
-    "shapes": DataFacts("generated shapes", train=512, test=128, classes=4, shape=(3, 32, 32)),
+    "shapes": DataFacts("generated shapes", train=2048, test=128, classes=4, shape=(3, 32, 32)),
     "imagenet": DataFacts("ImageNet", train=1_281_167, test=50_000, classes=1000, shape=(3, 224, 224)),
 }
 """By the name a recipe uses. Counts are those of the official releases, training and validation for ImageNet."""
