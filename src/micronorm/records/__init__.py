@@ -31,8 +31,8 @@ Predictions: `samples`, a list of objects with `height`, `width` and `channels` 
 (base64 of its bytes, row by row, the channels of a pixel together), `label` and `prediction` (str), and `probability`
 (the network's confidence in its prediction). A picture may show label maps or boxes beside or over the image.
 
-JSON has no NaN and no infinity: they are written as {"float": "nan"}, {"float": "inf"} and {"float": "-inf"}. Floats are
-read back exactly as they were.
+JSON has no NaN and no infinity: they are written as {"float": "nan"}, {"float": "inf"} and {"float": "-inf"}. Floats
+are read back exactly as they were.
 """
 
 from micronorm.records.atomic import PARTIAL, remove_partials, sync_folder, write_atomically
