@@ -12,6 +12,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from micronorm.convert import norm_act, register_block
+
 
 def _conv(inputs: int, outputs: int, kernel: int, *, stride: int = 1) -> nn.Conv2d:
     # no bias: the norm after it has one of its own
@@ -82,6 +84,20 @@ class SmallImageResNet(nn.Module):
         """N×inputs×H×W images to N×classes."""
         y = self.stages(F.relu(self.norm(self.conv(x))))
         return self.classifier(y.mean((2, 3)))
+
+
+def _fused_block(self: BasicBlock, x: Tensor) -> Tensor:
+    y = norm_act(self.norm1, self.conv1(x), F.relu)
+    return norm_act(self.norm2, self.conv2(y), F.relu, residual=self.shortcut(x))
+
+
+def _fused_network(self: SmallImageResNet, x: Tensor) -> Tensor:
+    y = self.stages(norm_act(self.norm, self.conv(x), F.relu))
+    return self.classifier(y.mean((2, 3)))
+
+
+register_block(BasicBlock, _fused_block, fuses={"norm1": "relu", "norm2": "add relu"})
+register_block(SmallImageResNet, _fused_network, fuses={"norm": "relu"})
 
 
 class SmallSegmenter(nn.Module):

@@ -109,9 +109,7 @@ def read_facts(folder: Path) -> Row:
 def check_facts(facts: Row, file: Path) -> None:
     """Raise ValueError if a fact is missing or of the wrong type, or if the format is another."""
     if facts.get("format") != FORMAT:
-        raise ValueError(
-            f"{file}: format {facts.get('format')!r}; this micronorm reads format {FORMAT} only"
-        )
+        raise ValueError(f"{file}: format {facts.get('format')!r}; this micronorm reads format {FORMAT} only")
     for name, kinds in _KINDS.items():
         if not isinstance(facts.get(name, ...), kinds):
             wanted = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
