@@ -77,9 +77,7 @@ def _subject(made: nn.Module | tuple, *, batch: int, size: int, classes: int | N
     images = torch.randn(batch, channels, size, size, generator=generator)
     outputs = _logits(_try(model, images[:1])).shape
     if len(outputs) < 2:
-        raise TargetError(
-            f"the model returns {tuple(outputs)}, not logits; use a factory of (model, batch, loss)"
-        )
+        raise TargetError(f"the model returns {tuple(outputs)}, not logits; use a factory of (model, batch, loss)")
     if classes is not None and classes > outputs[1]:
         raise TargetError(f"--classes {classes} is above the model's {outputs[1]} outputs")
     labels = torch.randint(classes or outputs[1], (batch, *outputs[2:]), generator=generator)
