@@ -52,13 +52,16 @@ class MovingAverage:
         """Give the model the averages within this block. Values are written in place, and restored to the bit."""
         averages, values = self._local()
         kept = [value.clone() for value in values]
-        with torch.no_grad():
-            foreach_copy_(values, averages)
+        self._write(values, averages)
         try:
             yield
         finally:
-            with torch.no_grad():
-                foreach_copy_(values, kept)
+            self._write(values, kept)
+
+    @torch.no_grad()
+    def _write(self, values: list[Tensor], new: list[Tensor]) -> None:
+        foreach_copy_(values, new)
+        self.step.parallel.release_gathered_weights()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the averages by name, whole, on the CPU. Collective if the model is sharded."""

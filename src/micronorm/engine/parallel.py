@@ -103,6 +103,9 @@ class OneRank:
         """Return the parts of these tensors that are stored on this rank."""
         return list(tensors)
 
+    def release_gathered_weights(self) -> None:
+        """Make the next forward read the parameters anew, after they were written in place."""
+
     def smallest(self, number: int) -> int:
         """Return the smallest of the ranks' numbers."""
         return number
@@ -264,6 +267,13 @@ class ShardedRanks(_Group):
     def accumulating(self, *, last: bool) -> Iterator[None]:
         self.model.set_requires_gradient_sync(last)
         yield
+
+    @override
+    def release_gathered_weights(self) -> None:
+        # FSDP keeps the gathered parameters of the root module after a forward without backward.
+        for module in self.model.modules():
+            if hasattr(module, "reshard"):
+                module.reshard()
 
     @override
     def local(self, tensors: Sequence[Tensor]) -> list[Tensor]:
