@@ -271,7 +271,8 @@ def heat_map(name: str, grid: Grid, *, top: float, caption: str, x_label: str, n
         bar.set_ticks([0, top / 2, top], labels=[f"{tick:.3g}" for tick in (0, top / 2, top)])
         scale.tick_params(colors=LIGHT["quiet"], length=0)
         for k, (label, row) in enumerate(zip(grid.rows, values, strict=True)):
-            axes.axhspan(k - 0.5, k + 0.5, alpha=0, gid=f"{name}-{k}")
+            # Fully transparent patches are drawn without a fill, and the pointer would not hit them.
+            axes.axhspan(k - 0.5, k + 0.5, alpha=0.001, gid=f"{name}-{k}")
             hover[f"{name}-{k}"] = [f"{plain(label)}: {_row_text(row, grid.columns, x_label)}"]
     return Chart(name, caption, figure, hover, note, has_legend=False)
 
