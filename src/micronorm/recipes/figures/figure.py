@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from micronorm.engine.listener import Listener, Silent
+from micronorm.engine.listener import Listener
 from micronorm.recipes.figures.sheet import Sheet
 
 OPTIONS = ("dataset", "network", "epochs", "seed")
@@ -44,7 +44,7 @@ class Work:
     settings: Mapping[str, Any]
     request: Request
     sheet: Sheet
-    listener: Listener = field(default_factory=Silent)
+    listener: Listener = field(default_factory=Listener)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,5 +116,5 @@ class Figure:
             "command": command,
         }
         sheet = Sheet(path, facts)
-        self.measure(Work(settings=settings, request=request, sheet=sheet, listener=listener or Silent()))
+        self.measure(Work(settings=settings, request=request, sheet=sheet, listener=listener or Listener()))
         return sheet.finish()

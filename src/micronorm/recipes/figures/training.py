@@ -87,7 +87,9 @@ class Training:
         for index, (images, labels) in enumerate(self.task.train.load(batches, seed=settings.seed)):
             began = time.monotonic()
             step = self.epoch * self.steps_per_epoch + index
-            factor = settings.schedule.factor(step, steps_per_epoch=self.steps_per_epoch, epochs=settings.epochs)
+            factor = settings.schedule.factor(
+                step, steps_per_epoch=self.steps_per_epoch, total_steps=settings.epochs * self.steps_per_epoch
+            )
             for group in self.optimizer.param_groups:
                 group["lr"] = settings.optimizer.lr * factor
             self.optimizer.zero_grad()
