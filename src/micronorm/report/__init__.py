@@ -2,7 +2,7 @@
 
 from micronorm.report.files import write_plots
 from micronorm.report.page import write_page
-from micronorm.report.sections.extras import Cuts
+from micronorm.report.sections.extras import Cuts, Lead
 from micronorm.report.text import Table
 
-__all__ = ["Cuts", "Table", "write_page", "write_plots"]
+__all__ = ["Cuts", "Lead", "Table", "write_page", "write_plots"]

@@ -17,7 +17,7 @@ from micronorm.report.drawing import Drawing, Item, Key, Plot, box, to_svg
 from micronorm.report.drawing import Path as Outline
 from micronorm.report.runs import Detail, NamedRun, Runs, read_runs
 from micronorm.report.script import SCRIPT
-from micronorm.report.sections.extras import Cuts, cuts_section, findings_section, table_sections
+from micronorm.report.sections.extras import Cuts, Lead, cuts_section, findings_section, table_sections
 from micronorm.report.sections.facts import facts
 from micronorm.report.sections.paper import paper
 from micronorm.report.sections.predictions import predictions
@@ -44,6 +44,7 @@ def write_page(
     *,
     runs: Runs,
     title: str = "Runs",
+    lead: Lead | None = None,
     findings: Sequence[str] = (),
     tables: Sequence[Table] = (),
     cuts: Cuts | None = None,
@@ -57,6 +58,7 @@ def write_page(
             named by their fact `name`, by their recipe where there is none, and by their folder too where names would
             be alike.
         title: the page's heading.
+        lead: the first screen, with all other sections folded below it.
         findings: sentences that stand at the top.
         tables: shown after the training curves.
         cuts: shown as a section on cut invariance.
@@ -82,9 +84,10 @@ def write_page(
     named = _read(runs)
     detail = Detail()
     while True:
+        first = [] if lead is None else [lead.finding, f"{lead.number}: {lead.meaning}", lead.measured]
         added = [*cuts_section(cuts), *table_sections(tables)]
         sections = [
-            *findings_section(findings),
+            *findings_section([*first, *findings]),
             *(section(named, detail) for section in FIRST),
             *added,
             *(section(named, detail) for section in LAST),

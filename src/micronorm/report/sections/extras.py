@@ -8,6 +8,31 @@ from micronorm.report.text import Section, Table, table_html
 
 
 @dataclass(frozen=True)
+class Lead:
+    """The first screen of a page: one finding, one picture, one number. All other sections are folded below it.
+
+    The picture is a bar for each run: its test error, in the run's colour, under the run's name.
+
+    Args:
+        finding: one sentence that says what the runs show.
+        picture: the caption of the picture.
+        number: one figure, as text: "7e-15".
+        meaning: one sentence that says what the number is.
+        measured: how finding and number were measured, in a few sentences.
+
+    Example:
+        >>> Lead("A beats B.", "Test error", "7e-15", "A step changes by this much.", "Twenty steps, twice.").number
+        '7e-15'
+    """
+
+    finding: str
+    picture: str
+    number: str
+    meaning: str
+    measured: str
+
+
+@dataclass(frozen=True)
 class Cuts:
     """How far two runs of one recipe ended apart that differ in how their steps were cut, and a control beside it.
 
