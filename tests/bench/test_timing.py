@@ -8,8 +8,8 @@ from micronorm.bench.cases import CASES, Case
 from micronorm.bench.timing import (
     FOOTPRINT,
     LARGE,
-    Inputs,
     BackgroundLoad,
+    Inputs,
     copy_bandwidth,
     floor_ms,
     host_ms,

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from micronorm.recipes.figures.dist import make
+from micronorm.recipes.figures.dist import build
 from micronorm.recipes.figures.preset import PresetNorm, StackedNetworks
 from tests.tolerances import assert_close_to_max, tolerance
 
@@ -12,7 +12,7 @@ CELLS = [(0.0, 0.0), (1.0, 0.3), (2.0, 0.9)]
 
 
 def networks():
-    return [make(m, s, seed=0, inputs=1, classes=10).double() for m, s in CELLS]
+    return [build(m, s, seed=0, inputs=1, classes=10).double() for m, s in CELLS]
 
 
 def train(model, *, steps: int):
@@ -56,12 +56,13 @@ def test_a_stack_trains_its_networks_as_they_train_alone():
     stack = train(StackedNetworks(networks()), steps=8)
     for index in (0, 2):
         alone = train(networks()[index], steps=8)
-        taken = stack.take(index, alone).state_dict()
-        for name, value in alone.state_dict().items():
-            if value.is_floating_point():
-                assert_close_to_max(taken[name], value, tol=tolerance("fifty_steps", torch.float64))
-        moved = networks()[index].convs[3].weight
-        assert not torch.allclose(alone.convs[3].weight, moved)  # or equality would say nothing
+        for joined, conv, first in zip(stack.convs, alone.convs, networks()[index].convs, strict=True):
+            weight = joined.weight.chunk(len(CELLS))[index]
+            assert_close_to_max(weight, conv.weight, tol=tolerance("fifty_steps", torch.float64))
+            assert not torch.allclose(conv.weight, first.weight)  # or equality would say nothing
+        images = torch.randn(4, 1, 16, 16, dtype=torch.float64)
+        found, expected = stack.eval()(images)[:, index], alone.eval()(images)
+        assert_close_to_max(found, expected, tol=tolerance("fifty_steps", torch.float64))
 
 
 def test_a_network_that_breaks_leaves_the_others_alone():
@@ -77,7 +78,7 @@ def test_a_network_that_breaks_leaves_the_others_alone():
 
 @pytest.mark.parametrize("spreads", [(2.0, 0.3), (1.0, 0.6)])
 def test_cells_of_one_seed_differ_in_their_spreads_alone(spreads):
-    one, other = (make(*cell, seed=3, inputs=1, classes=10) for cell in ((1.0, 0.3), spreads))
+    one, other = (build(*cell, seed=3, inputs=1, classes=10) for cell in ((1.0, 0.3), spreads))
     assert torch.equal(one.convs[2].weight, other.convs[2].weight)
     assert torch.allclose(one.norms[1].preset_mean * spreads[0], other.norms[1].preset_mean)
     ratio = spreads[1] / 0.3

@@ -1,11 +1,10 @@
-"""The network of the figure `fig:dist`, one by one and many side by side.
+"""The network of `fig:dist`, and many such networks computed side by side.
 
-Four convolutions of 32 channels, each normalized to preset means and deviations, rectified and pooled by two; then the
-mean over space and a linear classifier. The paper says so much. Kernels of 3×3, no bias, torch's own initial weights
-and running statistics for the evaluation (BatchNorm's, momentum 0.1) are ours.
+The paper describes four convolutions of 32 channels, each normalized to preset means and deviations, followed by ReLU
+and mean pooling by two, then the mean over space and a linear classifier. We chose kernels of 3×3 without bias, torch's
+default initial weights, and BatchNorm's running statistics (momentum 0.1) for evaluation.
 """
 
-import copy
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
@@ -18,7 +17,7 @@ WIDTH = 32
 
 
 class PresetNorm(nn.BatchNorm2d):
-    """Y = γ(σ̂ (X − μ)/σ + μ̂) + β, channel by channel, with μ̂ and σ̂ given and fixed; BN at μ̂ = 0, σ̂ = 1.
+    """Y = γ(σ̂ (X − μ)/σ + μ̂) + β for each channel, with fixed μ̂ and σ̂. BatchNorm has μ̂ = 0 and σ̂ = 1.
 
     Args:
         mean: μ̂, C numbers.
@@ -39,23 +38,15 @@ class PresetNorm(nn.BatchNorm2d):
         self.register_buffer("preset_std", std)
 
     def forward(self, input: Tensor) -> Tensor:
-        """N×C×H×W to the same shape."""
-        # γ(σ̂ x̂ + μ̂) + β = (γσ̂) x̂ + (γμ̂ + β): batch normalization with this affine, in its own two passes
+        """Normalize N×C×H×W."""
+        # γ(σ̂ x̂ + μ̂) + β = (γσ̂) x̂ + (γμ̂ + β): batch normalization with this affine
         weight, bias = self.weight * self.preset_std, self.weight * self.preset_mean + self.bias
-        return F.batch_norm(
-            input,
-            self.running_mean,
-            self.running_var,
-            weight,
-            bias,
-            training=self.training,
-            momentum=0.1,
-            eps=self.eps,
-        )
+        mean, var = self.running_mean, self.running_var
+        return F.batch_norm(input, mean, var, weight, bias, training=self.training, momentum=0.1, eps=self.eps)
 
 
 class PresetNetwork(nn.Module):
-    """One network: `layers` times (3×3 convolution, PresetNorm, ReLU, 2×2 mean), mean over space, classifier.
+    """One network: 3×3 convolution, PresetNorm, ReLU and 2×2 mean pooling per layer, then a linear classifier.
 
     Args:
         means: layers×WIDTH preset means.
@@ -79,24 +70,24 @@ class PresetNetwork(nn.Module):
         self.classifier = nn.Linear(widths[-1], classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """N×inputs×H×W to N×classes."""
+        """Compute N×classes logits of N×inputs×H×W images."""
         return self.classifier(_features(images, self.convs, self.norms))
 
 
 def _features(x: Tensor, convs: Iterable[nn.Module], norms: Iterable[nn.Module]) -> Tensor:
     for conv, norm in zip(convs, norms, strict=True):
-        x = F.avg_pool2d(F.relu(norm(conv(x)), inplace=True), 2)  # the norm's backward needs its input only
+        x = F.avg_pool2d(F.relu(norm(conv(x)), inplace=True), 2)
     return x.mean((2, 3))
 
 
 class StackedNetworks(nn.Module):
-    """K networks computed at once: the channels of all lie side by side, and convolutions are grouped by network.
+    """K networks computed together: their channels lie side by side, and convolutions have a group per network.
 
-    No number of one network enters another's: losses that are summed over the networks give each the gradients, and an
-    optimizer that works element by element gives each the steps, that it has alone.
+    The networks do not influence one another. A loss that is summed over the networks gives each network the gradients
+    that it has alone; an elementwise optimizer then takes the same steps.
 
     Args:
-        networks: of equal shapes. They are copied, not changed.
+        networks: networks of equal shapes. They are copied.
 
     Example:
         >>> def network(std: float) -> PresetNetwork:
@@ -110,50 +101,33 @@ class StackedNetworks(nn.Module):
 
     def __init__(self, networks: Sequence[PresetNetwork]) -> None:
         super().__init__()
-        first = networks[0]
         self.networks = len(networks)
+        layers = range(len(networks[0].convs))
+        # All networks see the same image, so the first convolution needs no groups.
         self.convs = nn.ModuleList(
-            self._conv([network.convs[layer] for network in networks], groups=self.networks if layer else 1)
-            for layer in range(len(first.convs))
+            self._join_convs([network.convs[k] for network in networks], groups=self.networks if k else 1)
+            for k in layers
         )
-        self.norms = nn.ModuleList(
-            self._norm([network.norms[layer] for network in networks]) for layer in range(len(first.norms))
-        )
+        self.norms = nn.ModuleList(self._join_norms([network.norms[k] for network in networks]) for k in layers)
         self.classifier = nn.Parameter(torch.stack([network.classifier.weight.detach().T for network in networks]))
         self.bias = nn.Parameter(torch.stack([network.classifier.bias.detach() for network in networks]))
 
     @staticmethod
-    def _conv(convs: Sequence[nn.Module], *, groups: int) -> nn.Conv2d:
-        """The first layer sees one image, so that its kernels lie side by side; the others see their own channels."""
+    def _join_convs(convs: Sequence[nn.Module], *, groups: int) -> nn.Conv2d:
         weight = torch.cat([conv.weight.detach() for conv in convs])  # type: ignore[union-attr]
-        made = nn.Conv2d(weight.shape[1] * groups, len(weight), 3, padding=1, groups=groups, bias=False)
-        made.weight = nn.Parameter(weight)
-        return made
+        joined = nn.Conv2d(weight.shape[1] * groups, len(weight), 3, padding=1, groups=groups, bias=False)
+        joined.weight = nn.Parameter(weight)
+        return joined
 
     @staticmethod
-    def _norm(norms: Sequence[nn.Module]) -> PresetNorm:
+    def _join_norms(norms: Sequence[nn.Module]) -> PresetNorm:
         states = [norm.state_dict() for norm in norms]
-        joined = {name: torch.cat([state[name] for state in states]) for name in states[0] if states[0][name].ndim}
-        made = PresetNorm(joined["preset_mean"], joined["preset_std"]).to(joined["weight"].dtype)
-        made.load_state_dict(joined, strict=False)  # all but the count of batches, which nothing here reads
-        return made
+        values = {name: torch.cat([state[name] for state in states]) for name in states[0] if states[0][name].ndim}
+        joined = PresetNorm(values["preset_mean"], values["preset_std"]).to(values["weight"].dtype)
+        joined.load_state_dict(values, strict=False)  # everything but BatchNorm's counter of batches, which is unused
+        return joined
 
     def forward(self, images: Tensor) -> Tensor:
-        """N×inputs×H×W to N×K×classes."""
+        """Compute N×K×classes logits of N×inputs×H×W images."""
         features = _features(images, self.convs, self.norms).unflatten(1, (self.networks, -1))
         return torch.baddbmm(self.bias[:, None], features.transpose(0, 1), self.classifier).transpose(0, 1)
-
-    def take(self, index: int, like: PresetNetwork) -> PresetNetwork:
-        """A copy of `like` with the present numbers of network `index`."""
-        taken = copy.deepcopy(like)
-        with torch.no_grad():
-            for own, theirs in zip(taken.convs, self.convs, strict=True):
-                own.weight.copy_(theirs.weight.chunk(self.networks)[index])  # type: ignore[union-attr]
-            for own, theirs in zip(taken.norms, self.norms, strict=True):
-                state = theirs.state_dict()
-                for name, value in own.state_dict().items():
-                    if value.ndim:
-                        value.copy_(state[name].chunk(self.networks)[index])
-            taken.classifier.weight.copy_(self.classifier[index].T)
-            taken.classifier.bias.copy_(self.bias[index])
-        return taken
