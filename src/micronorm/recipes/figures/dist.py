@@ -174,7 +174,7 @@ def draw(data: Mapping[str, Any]) -> Any:
         x, y = columns.index(mean), rows.index(std)
         style = {"s": 130, **cross} if value < FAILED else {"s": _area(value), **circle}
         axes.scatter([x], [y], zorder=3, **style)
-        axes.text(x, y - 0.24, f"{value:.0f}", ha="center", va="top", fontsize=7.5, color=QUIET)
+        axes.text(x, y - 0.29, f"{value:.0f}", ha="center", va="top", fontsize=7.5, color=QUIET)
     axes.set_xticks(range(len(columns)), labels=[f"{v:g}" for v in columns])
     axes.set_yticks(range(len(rows)), labels=[f"{v:g}" for v in rows])
     axes.set_xlim(-0.6, len(columns) - 0.4)
@@ -192,7 +192,7 @@ def draw(data: Mapping[str, Any]) -> Any:
         f"{chosen['seeds']} seeds.",
         f"BN is the lower left corner. We chose the grid and the schedule ({chosen['training']['epochs']} epochs).",
     )
-    return add_caption(figure, "Accuracy and distance to BN", lines)
+    return add_caption(figure, "Accuracy and distance to BN", lines, width=104)
 
 
 def _area(accuracy: float) -> float:

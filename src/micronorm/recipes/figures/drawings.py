@@ -148,7 +148,7 @@ def _draw_ws_eqn(data: Mapping[str, Any]) -> Any:
         "Blue: forward. Orange: backward. For one output channel with fan-in I and ε = 0; otherwise σ is the root of "
         "the variance plus ε. Labels are those of the paper's equations.",
     )
-    return add_caption(figure, "Weight Standardization, forward and backward", lines, width=165)
+    return add_caption(figure, "Weight Standardization, forward and backward", lines, width=180)
 
 
 def _arrow(axis: Any, start: float, end: float, y: float, colour: str) -> None:
