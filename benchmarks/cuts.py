@@ -15,7 +15,7 @@ from tables import write_csv
 from torch import nn
 
 from micronorm import records
-from micronorm.cli.train import Variation
+from micronorm.recipes.run import Variation
 from micronorm.engine.loop import train
 from micronorm.engine.settings import Execution
 from micronorm.recipes import find

@@ -6,10 +6,10 @@ import torch
 
 from micronorm.cli import train as train_command
 from micronorm.cli.cuts import Stopped, cut_difference, difference, nudge, run, state_of
-from micronorm.cli.train import Variation
-from micronorm.engine.listener import Silent
+from micronorm.engine.listener import Listener
 from micronorm.recipes import find, find_table
 from micronorm.recipes.digits import STEP_BATCH
+from micronorm.recipes.run import Variation
 from tests.cli.few import keep_few_digits
 from tests.tolerances import tolerance
 
@@ -69,7 +69,7 @@ def test_a_state_is_a_copy_without_counters():
 
 
 def test_a_signal_ends_the_run_after_its_step():
-    class Press(Silent):
+    class Press(Listener):
         steps = 0
 
         def on_step(self, row):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import micronorm as mn
-from micronorm.engine.listener import Silent
+from micronorm.engine.listener import Listener
 from micronorm.engine.loop import _TrainingRun, train
 from micronorm.engine.optimization import SGD, Cosine
 from micronorm.engine.settings import Execution
@@ -38,7 +38,7 @@ class Listening(Rows):
 
 def run_of(samples, *, rank=0, world=1, execution=HERE, **changes):
     """A run that believes to be one of several ranks; nothing here speaks to the others."""
-    run = _TrainingRun(nn.Linear(1, 1), Toy(samples), settings(**changes), execution, None, Silent())
+    run = _TrainingRun(nn.Linear(1, 1), Toy(samples), settings(**changes), execution, None, Listener())
     run.parallel.rank, run.parallel.world = rank, world
     return run
 
@@ -56,8 +56,8 @@ def test_every_epoch_takes_every_sample_once_over_all_ranks(samples, step_batch,
         assert len(shares) == len(upcoming) == 2 * -(-samples // step_batch) - done
         for (epoch, indices), position in zip(shares, upcoming, strict=True):
             assert torch.equal(indices, position.indices)
-            assert len(indices) == max(position.counted, 1)
-            taken[epoch] += indices[: position.counted].tolist()
+            assert len(indices) == max(position.own_samples, 1)
+            taken[epoch] += indices[: position.own_samples].tolist()
     assert sorted(taken[1]) == list(range(samples))
     assert len(taken[0]) == len(set(taken[0])) == max(samples - done * step_batch, 0)
 
@@ -81,7 +81,7 @@ def test_each_step_is_taken_at_the_rate_of_the_schedule():
     rows, schedule = Rows(), Cosine(1)
     chosen = settings(epochs=2, optimizer=SGD(0.5), schedule=schedule)
     train(SmallResNet(), Toy(24), chosen, HERE, listener=rows)
-    expected = [0.5 * schedule.factor(k, steps_per_epoch=3, epochs=2) for k in range(6)]
+    expected = [0.5 * schedule.factor(k, steps_per_epoch=3, total_steps=6) for k in range(6)]
     assert [row["lr"] for row in rows.steps] == expected
     assert [row["step"] for row in rows.steps] == [1, 2, 3, 4, 5, 6]
     assert [(row["epoch"], "test" in row) for row in rows.epochs] == [(0, True), (1, True)]

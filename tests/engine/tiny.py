@@ -12,7 +12,7 @@ from torch import nn
 import micronorm as mn
 from micronorm.data.memory import MemorySamples, PadCropFlip
 from micronorm.data.pixels import Standardization
-from micronorm.engine.listener import Silent
+from micronorm.engine.listener import Listener
 from micronorm.engine.loop import train
 from micronorm.engine.optimization import SGD, Cosine
 from micronorm.engine.settings import Execution, Outcome, Settings
@@ -51,7 +51,7 @@ def tiny_task() -> Classification:
     return Classification(learn, MemorySamples(images[20:], labels[20:], standardization=grey), classes=3)
 
 
-class Heard(Silent):
+class Heard(Listener):
     """Keeps messages, and does something at a step."""
 
     def __init__(self, at: int | None = None, act: Any = None) -> None:

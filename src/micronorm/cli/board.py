@@ -10,14 +10,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from typing_extensions import override
 
-from micronorm.engine.listener import Silent
+from micronorm.engine.listener import Listener
 
 _BAR_WIDTH, _NARROW_BAR_WIDTH, _WIDTH_FOR_BAR = 14, 6, 100
 _FIGURE_WIDTH = 7  # "1.5e-06", and the longest word of a heading
 _REFRESH_PER_SECOND = 4
 
 
-class Row(Silent):
+class Row(Listener):
     """One run's row; it listens to the run.
 
     Args:

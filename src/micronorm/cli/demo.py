@@ -25,10 +25,10 @@ from micronorm.cli.findings import (
     describe_wide,
 )
 from micronorm.cli.targets import MISUSE
-from micronorm.cli.train import Variation
 from micronorm.recipes import Recipe, find, find_table
 from micronorm.recipes.digits import EPOCHS, STEP_BATCH
 from micronorm.recipes.protocols import method
+from micronorm.recipes.run import Variation
 from micronorm.report import Cuts, Table, write_page
 
 COMMAND = "micronorm demo"

@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
+from micronorm.engine.listener import Listener
+
 QUIET_SECONDS = 30.0
 """Away from a terminal, the least time between two lines within an epoch."""
 
@@ -19,7 +21,7 @@ _BAR_WIDTH, _WIDTH_FOR_BAR = 16, 110  # on a narrower terminal the figures need 
 _LABELS = {"top1": "error %"}  # what a task's figures are called on the screen
 
 
-class TrainingProgress:
+class TrainingProgress(Listener):
     """Listens to a run and shows epoch, step, loss, error, time left, images per second, memory and learning rate.
 
     Rows are those of the run's record. What a row lacks is not shown.

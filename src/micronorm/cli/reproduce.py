@@ -17,10 +17,10 @@ from micronorm import records
 from micronorm.cli.figures import list_figures, reproduce_figure
 from micronorm.cli.progress import TrainingProgress
 from micronorm.cli.targets import MISUSE, TargetError, unknown
-from micronorm.cli.train import Variation, run_recipe
 from micronorm.recipes import Recipe, Table, find_table, tables
 from micronorm.recipes.figures import Request
 from micronorm.recipes.results import Findings, Result, gather, packaged, read_runs
+from micronorm.recipes.run import Variation, run_recipe
 
 INCOMPLETE = 1
 

@@ -12,6 +12,7 @@ from micronorm.engine.settings import Settings
 from micronorm.nn import BN
 from micronorm.nn.spec import NormSpec, WeightSpec
 from micronorm.recipes.networks import NETWORKS, build_network
+from micronorm.tasks import TASKS
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ DATA: Mapping[str, DataFacts] = {
     "digits": DataFacts("scikit-learn's digits", train=1297, test=500, classes=10, shape=(1, 8, 8)),
     "cifar10": DataFacts("CIFAR-10", train=50_000, test=10_000, classes=10, shape=(3, 32, 32)),
     "cifar100": DataFacts("CIFAR-100", train=50_000, test=10_000, classes=100, shape=(3, 32, 32)),
+    "shapes": DataFacts("generated shapes", train=512, test=128, classes=4, shape=(3, 32, 32)),
     "imagenet": DataFacts("ImageNet", train=1_281_167, test=50_000, classes=1000, shape=(3, 224, 224)),
 }
 """By the name a recipe uses. Counts are those of the official releases, training and validation for ImageNet."""
@@ -49,6 +51,7 @@ class Recipe:
         norm: what every norm becomes; None leaves the network's own BatchNorm.
         weight: what every convolution before a norm becomes; None leaves it plain.
         data: its key in `DATA`.
+        task: its key in `micronorm.tasks.TASKS`.
         settings: optimizer, schedule, samples per step, and which samples share a forward.
         micro_batch: images per forward as the row is meant, the paper's batch size per GPU. A hint: how many are
             computed at once follows from the settings' `unit` and `largest`.
@@ -66,12 +69,14 @@ class Recipe:
     data: str
     settings: Settings
     micro_batch: int
+    task: str = "classification"
     paper: Mapping[str, float] | None = None
     notes: tuple[str, ...] = ()
     unavailable: str | None = None
 
     def __post_init__(self) -> None:
-        for name, value, known in (("network", self.network, NETWORKS), ("data", self.data, DATA)):
+        named = (("network", self.network, NETWORKS), ("data", self.data, DATA), ("task", self.task, TASKS))
+        for name, value, known in named:
             if value not in known:
                 raise ValueError(f"{self.name}: no {name} {value!r}; there are {', '.join(known)}")
 
@@ -121,6 +126,13 @@ class Recipe:
             True
         """
         settings = self.settings
+        # Keys that came later appear only if they are set, so that earlier records keep their definition.
+        later = {
+            "task": None if self.task == "classification" else self.task,
+            "steps": settings.steps,
+            "groups": repr(settings.groups) if settings.groups else None,
+            "ema": settings.ema,
+        }
         return {
             "network": self.network,
             "classes": self.classes,
@@ -133,6 +145,7 @@ class Recipe:
             "schedule": repr(settings.schedule),
             "unit": settings.unit,
             "largest": settings.largest,
+            **{name: value for name, value in later.items() if value is not None},
         }
 
 

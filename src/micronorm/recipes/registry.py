@@ -2,12 +2,12 @@
 
 import difflib
 
-from micronorm.recipes import abl, cifar1, cifar2, cwn, digits, imagenet, imagenet_ws, ind_abl, quick, resnext
+from micronorm.recipes import abl, cifar1, cifar2, cwn, digits, imagenet, imagenet_ws, ind_abl, quick, resnext, shapes
 from micronorm.recipes.recipe import Recipe, Table
 
 _TABLES = {
     module.TABLE.name: module.TABLE
-    for module in (abl, imagenet_ws, cwn, ind_abl, resnext, imagenet, cifar1, cifar2, quick, digits)
+    for module in (abl, imagenet_ws, cwn, ind_abl, resnext, imagenet, cifar1, cifar2, quick, digits, shapes)
 }
 _WITHOUT_RECIPES = ("mask", "fast", "voc", "tsm")  # tables of the paper on detection, segmentation and video
 
@@ -17,7 +17,7 @@ def tables() -> dict[str, Table]:
 
     Example:
         >>> list(tables())
-        ['abl', 'imagenet_ws', 'cwn', 'ind_abl', 'resnext', 'imagenet', 'cifar1', 'cifar2', 'quick', 'digits']
+        ['abl', 'imagenet_ws', 'cwn', 'ind_abl', 'resnext', 'imagenet', 'cifar1', 'cifar2', 'quick', 'digits', 'shapes']
     """
     return dict(_TABLES)
 

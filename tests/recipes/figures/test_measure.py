@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from micronorm.diagnostics.lipschitz import gradient_shares
-from micronorm.engine.listener import Silent
+from micronorm.engine.listener import Listener
 from micronorm.nn import WS, WSConv2d
 from micronorm.recipes import figures
 from micronorm.recipes.figures import dist, dist_exp, mean_div, methods, stat_diff
@@ -30,7 +30,7 @@ class Few:
         return self.samples.load(shares, seed=seed)
 
 
-class Impatient(Silent):
+class Impatient(Listener):
     """Interrupts after so many steps."""
 
     def __init__(self, steps):

@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from micronorm.engine.loop import train
-from micronorm.engine.optimization import SGD, Cosine
-from micronorm.engine.settings import Settings, describe
+from micronorm.engine import SGD, Cosine, Diverged, Settings, train
+from micronorm.engine.settings import describe
 from micronorm.recipes.figures.figure import Figure, Measurement, Request, add_caption
 from micronorm.recipes.figures.methods import execution
 from micronorm.recipes.figures.preset import LAYERS, WIDTH, PresetNetwork, StackedNetworks
 from micronorm.recipes.recipe import DATA
 from micronorm.report.plots import COLOURS, QUIET, TEXT, apply_style, subplots
 from micronorm.tasks.classification import Classification, ClassificationLoss, open_classification
+from micronorm.tasks.scores import SumScore
 
 SIGMA_MEAN = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
 SIGMA_STD = (0.0, 0.3, 0.6, 0.9, 1.2, 1.5, 1.8)
@@ -84,13 +84,13 @@ class StackedClassification(Classification):
         entropy = F.cross_entropy(logits_nkc.flatten(0, 1), labels_nk.flatten(), reduction="sum")
         return ClassificationLoss(entropy, len(labels), {})
 
-    def score(self, model: nn.Module, batch: tuple[Any, ...]) -> dict[str, Tensor]:
+    def score(self, model: nn.Module, batch: tuple[Any, ...]) -> SumScore:
         """Return the number of samples and of each network's wrong answers; logits that are not finite are wrong."""
         images, labels = batch
         logits_nkc = model(images)
         wrong_nk = (logits_nkc.argmax(-1) != labels[:, None]) | ~logits_nkc.isfinite().all(-1)
         counts = {f"wrong{k}": count for k, count in enumerate(wrong_nk.sum(0))}
-        return {"count": torch.full((), len(labels), device=logits_nkc.device), **counts}
+        return SumScore(self.figures, {"count": torch.full((), len(labels), device=logits_nkc.device), **counts})
 
     def figures(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Return the mean loss in training, and in evaluation the accuracy in % of network k under "accuracyk"."""
@@ -129,7 +129,10 @@ def measure(measurement: Measurement) -> None:
 def _train(
     measurement: Measurement, task: StackedClassification, stack: list[tuple[float, float]], *, seed: int
 ) -> list[float]:
-    """Train the networks of some cells together and return their accuracies in %."""
+    """Train the networks of some cells together and return their accuracies in %.
+
+    If a network diverges, the stack is trained again in halves, until that network is alone. Its accuracy is 0.
+    """
     facts, request = DATA[measurement.settings["dataset"]], measurement.request
     networks = [build(m, s, seed=seed, inputs=facts.shape[0], classes=facts.classes) for m, s in stack]
     # Four poolings by two need 16×16 pixels, and the digits have 8×8.
@@ -140,7 +143,13 @@ def _train(
     model = nn.Sequential(enlarge, StackedNetworks(networks))
     first, last = stack[0], stack[-1]
     name = {"recipe": f"{measurement.data.path.stem}, seed {seed}, cells {first} to {last}"}
-    outcome = train(model, task, plan, where, facts=name, listener=measurement.listener)
+    try:
+        outcome = train(model, task, plan, where, facts=name, listener=measurement.listener)
+    except Diverged:
+        if len(stack) == 1:
+            return [0.0]
+        half = len(stack) // 2
+        return [a for part in (stack[:half], stack[half:]) for a in _train(measurement, task, part, seed=seed)]
     if not outcome.finished:
         raise KeyboardInterrupt
     return [outcome.figures[f"accuracy{k}"] for k in range(len(stack))]

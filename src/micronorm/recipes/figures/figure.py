@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from micronorm.engine.listener import Listener, Silent
+from micronorm.engine import Listener
 from micronorm.recipes.figures.data import FigureData
 from micronorm.report.plots import QUIET, TEXT, save_figure
 
@@ -46,7 +46,7 @@ class Measurement:
     settings: Mapping[str, Any]
     request: Request
     data: FigureData
-    listener: Listener = field(default_factory=Silent)
+    listener: Listener = field(default_factory=Listener)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,7 @@ class Figure:
             "command": command,
         }
         data = FigureData(path, facts)
-        self.measure(Measurement(settings=settings, request=request, data=data, listener=listener or Silent()))
+        self.measure(Measurement(settings=settings, request=request, data=data, listener=listener or Listener()))
         return data.finish()
 
     def save(self, data: Mapping[str, Any], folder: Path, stem: str) -> list[Path]:

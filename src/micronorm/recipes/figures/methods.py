@@ -9,10 +9,8 @@ import torch
 from torch import nn
 
 from micronorm.convert import convert
-from micronorm.engine.listener import Listener
-from micronorm.engine.loop import train
-from micronorm.engine.optimization import SGD, Cosine, Milestones
-from micronorm.engine.settings import Execution, Settings, describe
+from micronorm.engine import SGD, Cosine, Execution, Listener, Milestones, Settings, train
+from micronorm.engine.settings import describe
 from micronorm.nn import GN
 from micronorm.nn.spec import NormSpec, WeightSpec
 from micronorm.recipes import digits

@@ -39,17 +39,17 @@ def with_(**values):
 @pytest.mark.parametrize(
     "change, kind, message",
     [
-        (lambda loss: loss.sum, TypeError, "a value with `sum`, `count` and `counts`.*got Tensor"),
+        (lambda loss: loss.sum, TypeError, "an object with `sum`, `count` and `counts`.*got Tensor"),
         (lambda loss: (loss.sum, loss.count), TypeError, "got tuple"),
         (with_(counts=None), TypeError, "counts of type NoneType"),
-        (with_(sum=3.0), TypeError, "must be a tensor to go backward from, got float"),
+        (with_(sum=3.0), TypeError, "must be a tensor with a gradient, got float"),
         (lambda loss: with_(sum=loss.sum.expand(8))(loss), ValueError, r'got shape \(8,\); use reduction="sum"'),
         (lambda loss: with_(sum=loss.sum.detach())(loss), ValueError, "has no gradient"),
         (with_(count="8"), TypeError, "the count of a loss must be a number.*got '8'"),
         (with_(count=torch.ones(1)), TypeError, r"the count .*got shape \(1,\)"),
         (with_(count=-1), ValueError, "must be 0 or more, got -1"),
         (with_(counts={"wrong": [1]}), TypeError, r"the wrong of a loss must be a number.*got \[1\]"),
-        (with_(counts={"count": torch.tensor(1)}), ValueError, "other names than count"),
+        (with_(counts={"count": torch.tensor(1)}), ValueError, "must not be named count"),
     ],
 )
 def test_a_loss_that_cannot_be_added_up_is_refused(change, kind, message):
@@ -76,7 +76,7 @@ class Loading(Images):
         (lambda batch: [batch[0]], TypeError, "a batch must be a tuple of tensors or lists.*got Tensor"),
         (lambda batch: [{"images": batch[0]}], TypeError, "got dict"),
         (lambda batch: [], ValueError, "load ended after 0 of 1 steps"),
-        (lambda batch: [batch, batch], ValueError, "more batches than it was asked for"),
+        (lambda batch: [batch, batch], ValueError, "more batches than shares"),
     ],
 )
 def test_a_batch_that_is_not_its_share_is_refused(change, kind, message):
@@ -85,18 +85,16 @@ def test_a_batch_that_is_not_its_share_is_refused(change, kind, message):
     refused(task, kind, message)
 
 
-@pytest.mark.parametrize(
-    "scores, message",
-    [
-        (1.0, "a mapping of names to sums, got float"),
-        ({"loss": 1.0}, "'loss' is 1.0"),
-        ({"loss": torch.ones(4)}, r"'loss' is shape \(4,\)"),
-    ],
-)
-def test_scores_that_cannot_be_added_up_are_refused(scores, message):
+@pytest.mark.parametrize("score", [1.0, {"loss": torch.ones(())}])
+def test_scores_that_cannot_be_merged_are_refused(score):
     task = Toy(train=8)
-    task.score = lambda model, batch: scores
-    refused(task, TypeError, message)
+    task.score = lambda model, batch: score
+    refused(task, TypeError, f"a score with merge, .*got {type(score).__name__}")
+
+
+def test_a_task_that_lacks_a_part_is_refused_by_name():
+    task = SimpleNamespace(train=Images(8), test=Images(8), sample="image", loss=None, figures=None, score=None)
+    refused(task, TypeError, "lacks evaluation_batch, new_score, examples")
 
 
 def test_samples_that_cannot_be_asked_for_by_index_are_refused():
