@@ -113,7 +113,7 @@ def test_hooks_are_there_in_the_steps_that_are_looked_at_and_in_no_others():
     hooked = []
 
     def forward(x: Tensor) -> Tensor:
-        hooked.append(any(m._forward_hooks or "onlookers" in vars(m) for m in model.modules()))
+        hooked.append(any(m._forward_hooks or "weight_observers" in vars(m) for m in model.modules()))
         return model(x)
 
     with mn.observe(model, every=3) as watch:

@@ -11,6 +11,7 @@ from torch import nn
 import micronorm as mn
 from micronorm.nn import BatchChannelNorm, BatchChannelNormAct, ChannelsLast, NormAct, norm_act_layer
 from micronorm.nn.norm_act import takes_over
+from micronorm.nn.passive_hook import PassiveHook
 from tests.tolerances import assert_close_to_max, tolerance
 
 timm = pytest.importorskip("timm")
@@ -228,17 +229,11 @@ def test_timm_refuses_a_spec_and_a_class_it_has_no_norm_act_for():
         timm.create_model("efficientnet_b0", norm_layer=BatchChannelNorm)
 
 
-def test_a_hook_that_only_looks_on_leaves_norms_to_what_they_take_over():
+def test_a_norm_with_a_passive_hook_stays_fused():
     norm, seen = mn.nn.GroupNorm(4, 16), []
     layer = NormAct(norm, act=nn.ReLU())
-
-    class Onlooker:
-        onlooker = True
-
-        def __call__(self, module, args, kwargs, output):
-            seen.append(kwargs["activation"])
-
-    handle = norm.register_forward_hook(Onlooker(), with_kwargs=True)
+    hook = PassiveHook(lambda module, args, kwargs, output: seen.append(kwargs["activation"]))
+    handle = norm.register_forward_hook(hook, with_kwargs=True)
     layer(images(torch.float32))
     assert seen == ["relu"]
     other = norm.register_forward_hook(lambda module, args, output: None)

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import micronorm as mn
+from micronorm.nn.passive_hook import PassiveHook
 from micronorm.nn.sharing import SharedWeights
 from tests.tolerances import assert_close_to_max
 
@@ -232,9 +233,9 @@ def test_a_layer_outside_autocast_computes_in_its_own_dtype_whatever_was_shared(
         assert torch.equal(a.grad, b.grad)
 
 
-def test_onlookers_are_shown_the_weight_that_is_computed_with_shared_or_not():
+def test_weight_observers_get_the_weight_in_use_shared_or_not():
     conv, seen = mn.nn.WSConv2d(2, 3, 3), []
-    conv.onlookers = (seen.append,)
+    conv.weight_observers = (PassiveHook(seen.append),)
     x = torch.randn(1, 2, 5, 5)
     conv(x)
     with SharedWeights(conv).shared():

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from micronorm.convert.fusion import spoken
-from micronorm.convert.rules import Norm
+from micronorm.convert.fusion import activation_name
+from micronorm.convert.rules import SourceNorm
 from micronorm.convert.surgery import adopt_hooks
 from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.nn.norm_act import FUSIBLE, ChannelsLast, activation_inside, has_hooks, with_activation
@@ -17,7 +17,7 @@ from micronorm.nn.spec import GroupedSpec, NormSpec
 _CHANNELS_WHERE_ONE_ELEMENT = 16
 
 
-def fit(spec: NormSpec, norm: Norm, *, one_element: bool) -> tuple[NormSpec, list[str]]:
+def fit(spec: NormSpec, norm: SourceNorm, *, one_element: bool) -> tuple[NormSpec, list[str]]:
     """The spec for one layer, and what is worth saying about the difference."""
     remarks = []
     if one_element and isinstance(spec, GroupedSpec):
@@ -34,7 +34,7 @@ def fit(spec: NormSpec, norm: Norm, *, one_element: bool) -> tuple[NormSpec, lis
     return spec, remarks
 
 
-def zero_initialized(norm: Norm, groups: int) -> Tensor | None:
+def zero_initialized(norm: SourceNorm, groups: int) -> Tensor | None:
     """For a norm that starts a residual branch at a constant: that constant, one number per group; else None.
 
     As γ^b = 0 its group variance would be 0, and the division by sqrt(ε) multiply its gradient by hundreds.
@@ -48,7 +48,7 @@ def zero_initialized(norm: Norm, groups: int) -> Tensor | None:
     return by_group[:, 0].clone() if bool(by_group.eq(by_group[:, :1]).all()) else None
 
 
-def build(spec: NormSpec, norm: Norm, *, like: Tensor, trainable: bool, warm_steps: int) -> nn.Module:
+def build(spec: NormSpec, norm: SourceNorm, *, like: Tensor, trainable: bool, warm_steps: int) -> nn.Module:
     """The layer `spec` describes, around the parameters, statistics, hooks and flags of `norm`; `norm` is not changed.
 
     `like` says on which device and in which dtype, where the layer has no tensor of its own.
@@ -83,15 +83,15 @@ def _with_tail(made: nn.Module, tail: dict[str, nn.Module]) -> nn.Module:
     return with_activation(made, drop=tail.get("drop"), act=act)
 
 
-def computed_inside(made: nn.Module, norm: Norm) -> str | None:
+def computed_inside(made: nn.Module, norm: SourceNorm) -> str | None:
     """The activation that the layer of `build` computes in its own passes, in words; `made` is the norm within it."""
     if type(made) not in FUSIBLE or "aa" in norm.tail or "act" not in norm.tail:
         return None
     activation = activation_inside(norm.tail.get("drop", nn.Identity()), norm.tail["act"])
-    return None if activation is None else spoken(activation)
+    return None if activation is None else activation_name(activation)
 
 
-def why_not_inside(made: nn.Module, norm: Norm) -> tuple[str, ...]:
+def why_not_inside(made: nn.Module, norm: SourceNorm) -> tuple[str, ...]:
     """Why the activation of such a layer is an operation of its own; nothing where there is none, or it is not."""
     act, drop = norm.tail.get("act"), norm.tail.get("drop", nn.Identity())
     if type(made) not in FUSIBLE or act is None or type(act) is nn.Identity or computed_inside(made, norm) is not None:
@@ -105,7 +105,7 @@ def why_not_inside(made: nn.Module, norm: Norm) -> tuple[str, ...]:
     return (f"no norm computes the {type(act).__name__} inside its layer",)
 
 
-def _carry_into_bcn(made: BatchChannelNorm, norm: Norm) -> None:
+def _carry_into_bcn(made: BatchChannelNorm, norm: SourceNorm) -> None:
     _carry(made, norm, ("running_mean", "running_var"))
     constant = zero_initialized(norm, made.num_groups)
     if constant is None:
@@ -116,7 +116,7 @@ def _carry_into_bcn(made: BatchChannelNorm, norm: Norm) -> None:
         made.group_bias.copy_(constant)
 
 
-def _carry(made: nn.Module, norm: Norm, names: tuple[str, ...]) -> None:
+def _carry(made: nn.Module, norm: SourceNorm, names: tuple[str, ...]) -> None:
     """Parameters go over as the objects they are, so that tied ones stay tied; buffers are copied."""
     layer: Any = made
     for name in names:

@@ -1,30 +1,36 @@
 """A plan: what becomes of every convolution and normalization of a model, and why."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import nn
 
 from micronorm.convert.flow import Flow
+from micronorm.convert.known_blocks import Block
+from micronorm.convert.pooling import use_kernel
 from micronorm.convert.surgery import replace, set_forward
 
-Forward = Callable[..., Any]
-
-_INSIDE = "norms with the activation inside the layer"  # of timm and its like
-_JOINING = "convolutions that add another branch's gradient"
-_POOLED = "max-pooling layers by kernel on a GPU"
-_RARE = (_INSIDE, _JOINING, _POOLED)  # told where there are any
+_INSIDE = "norms with the activation inside the layer"
+_POOLS = "max-pooling layers by kernel on a GPU"
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of one layer. `becomes` is None where it stays; `names` are all it is registered under.
+    """What becomes of one layer.
 
-    For norms of ours `fused` says with what the layer is computed together, one entry per call, and `unfused` why it is
-    not. `inside` is the activation that a norm with one of its own computes in its passes. A convolution `joins` where
-    its backward adds the gradient of another branch that takes its input.
+    Attributes:
+        names: every name under which the layer is registered.
+        role: "norm" or "convolution".
+        type: the class of the layer.
+        becomes: the new layer, in words; None if the layer stays.
+        reason: why.
+        module: the layer.
+        make: builds the new layer; None if the layer stays.
+        fused: what a norm of micronorm computes together with itself, one entry for each block that calls it.
+        unfused: why it computes nothing more.
+        inside: the activation that a norm-act layer computes in its norm's passes.
     """
 
     names: tuple[str, ...]
@@ -37,7 +43,6 @@ class Decision:
     fused: tuple[str, ...] = ()
     unfused: tuple[str, ...] = ()
     inside: str | None = None
-    joins: bool = False
 
     @property
     def name(self) -> str:
@@ -45,18 +50,19 @@ class Decision:
         return self.names[0]
 
     def to_dict(self) -> dict[str, Any]:
-        """The decision as plain values."""
-        fields = ("name", "names", "role", "type", "becomes", "reason", "fused", "unfused", "inside", "joins")
+        """Return the decision as plain values."""
+        fields = ("name", "names", "role", "type", "becomes", "reason", "fused", "unfused", "inside")
         return {name: getattr(self, name) for name in fields}
 
 
 class Plan:
-    """Every decision of a conversion, before it is made. Print it, `to_dict()` it, `apply()` it.
+    """Every decision of a conversion. Print it, take it as a dictionary with `to_dict()`, carry it out with `apply()`.
 
     Attributes:
         decisions: one `Decision` per convolution and normalization, in the order of the model.
-        pairing: how the data flow was learned: "fx" (symbolic), "execution" (a run) or "order" (of registration: a
-            guess); `pairing_detail` says on what it ran, or why nothing better was possible.
+        pairing: how the data flow was found: "fx" (symbolic tracing), "execution" (a run) or "order" (a guess from the
+            order of registration).
+        pairing_detail: what the model was run on, or why a better way was not possible.
     """
 
     def __init__(
@@ -64,54 +70,53 @@ class Plan:
         model: nn.Module,
         decisions: list[Decision],
         flow: Flow,
-        forwards: Mapping[nn.Module, Forward],
-        *,
-        pools: int = 0,
+        blocks: Mapping[nn.Module, Block],
+        pools: Iterable[nn.Module] = (),
     ) -> None:
         self.decisions = decisions
-        self._forwards = dict(forwards)
-        self._pools = pools
         self.pairing, self.pairing_detail = flow.method, flow.detail
-        self._model: nn.Module | None = model
-
-    @property
-    def totals(self) -> dict[str, int]:
-        """How many norms and convolutions are converted and left, norms fused, and what is told where there is any."""
-        counts = {
-            f"{role}s {what}": sum(
-                d.role == role and (d.becomes is not None) == (what == "converted") for d in self.decisions
-            )
-            for role in ("norm", "convolution")
-            for what in ("converted", "left")
+        pools = list(pools)
+        self.totals: dict[str, int] = {
+            **{
+                f"{role}s {what}": sum(
+                    d.role == role and (d.becomes is not None) == (what == "converted") for d in decisions
+                )
+                for role in ("norm", "convolution")
+                for what in ("converted", "left")
+            },
+            "norms fused": sum(bool(d.fused) for d in decisions),
+            _INSIDE: sum(d.inside is not None for d in decisions),
+            _POOLS: len(pools),
         }
-        return counts | {
-            "norms fused": sum(bool(d.fused) for d in self.decisions),
-            _INSIDE: sum(d.inside is not None for d in self.decisions),
-            _JOINING: sum(d.joins for d in self.decisions),
-            _POOLED: self._pools,
-        }
+        """How many norms and convolutions are converted and left, norms fused, and layers handled in other ways."""
+        self._pending: tuple[nn.Module, Mapping[nn.Module, Block], list[nn.Module]] | None = (model, blocks, pools)
 
     def apply(self) -> nn.Module:
-        """Make the conversion, in place, and return the model. All or nothing: a failure leaves the model as it was."""
-        model = self._model
-        if model is None:
+        """Convert the model in place and return it. If this fails, the model stays as it was.
+
+        Raises:
+            RuntimeError: if the plan was applied already, or the model has changed since the plan was made.
+        """
+        if self._pending is None:
             raise RuntimeError("this plan has been applied; make a new one with mn.plan(model)")
+        model, blocks, pools = self._pending
         present = set(model.modules())
         changes = [(d, d.make) for d in self.decisions if d.make is not None]
-        gone = [d.name for d, _ in changes if d.module not in present]
-        gone += [type(module).__name__ for module in self._forwards if module not in present]
-        if gone:
-            raise RuntimeError(f"the model has changed since the plan was made, at {gone[:3]}; make a new one")
+        missing = [d.name for d, _ in changes if d.module not in present]
+        missing += [type(module).__name__ for module in (*blocks, *pools) if module not in present]
+        if missing:
+            raise RuntimeError(f"the model has changed since the plan was made, at {missing[:3]}; make a new one")
         replacements = {decision.module: make() for decision, make in changes}
-        forwards, self._forwards = self._forwards, {}
-        self._model = None  # applied, and not kept alive by the plan
+        self._pending = None  # the plan does not keep the model alive
         model = replace(model, replacements)
-        for module, forward in forwards.items():
-            set_forward(module, forward)
+        for module, block in blocks.items():
+            set_forward(module, block.forward, block.method)
+        for pool in pools:
+            use_kernel(pool)
         return model
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain values, for JSON."""
+        """Return the plan as plain values, for JSON."""
         return {
             "pairing": self.pairing,
             "pairing_detail": self.pairing_detail,
@@ -132,9 +137,11 @@ class Plan:
     __repr__ = __str__
 
     def summary(self) -> str:
-        """The totals and the pairing, and why norms are not fused, in two or three lines."""
+        """Return the totals, the pairing, and why norms are not fused, in two or three lines."""
         detail = f" ({self.pairing_detail})" if self.pairing_detail else ""
-        totals = ", ".join(f"{count} {what}" for what, count in self.totals.items() if count or what not in _RARE)
+        totals = ", ".join(
+            f"{count} {what}" for what, count in self.totals.items() if count or what not in (_INSIDE, _POOLS)
+        )
         lines = [totals, f"paired by {self.pairing}{detail}"]
         reasons = Counter(d.unfused[0] for d in self.decisions if d.unfused and not d.fused)
         if reasons:

@@ -1,4 +1,4 @@
-"""The decision for every convolution and normalization of one model, from its data flow."""
+"""Decide what becomes of every convolution and normalization of one model, from its data flow."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,15 +12,15 @@ from micronorm.convert.carry import build, computed_inside, fit, why_not_inside,
 from micronorm.convert.flow import Flow, Node, trace_flow
 from micronorm.convert.flow.kinds import one_element_per_channel, passes_scale
 from micronorm.convert.flow.trace import by_order
-from micronorm.convert.fusion import Fusions, find_fusions, spoken
+from micronorm.convert.fusion import Fusions, activation_name, find_fusions
 from micronorm.convert.plan import Decision, Plan
-from micronorm.convert.rules import CONVOLUTIONS, Norm, looks_like_a_norm, read_norm, refuse_reparameterized
+from micronorm.convert.pooling import can_pool
+from micronorm.convert.rules import CONVOLUTIONS, SourceNorm, describe_norm, looks_like_a_norm, refuse_reparameterized
 from micronorm.convert.surgery import is_rewritten, names_of
 from micronorm.nn.bcn import BCN, BatchChannelNorm
-from micronorm.nn.branch import JOINING, is_pointwise
 from micronorm.nn.group import GroupNorm
 from micronorm.nn.norm_act import FUSIBLE, BatchChannelNormAct, activation_inside
-from micronorm.nn.pool import window_of
+from micronorm.nn.reparameterized import Reparameterized
 from micronorm.nn.spec import GroupedSpec, NormSpec, WeightSpec
 from micronorm.nn.weight import CWN, WS, counterpart_kind, is_standardized_by_timm
 
@@ -28,7 +28,7 @@ Filter = Callable[[nn.Module, str], bool]
 
 
 class Planner:
-    """One model and one wish; `plan` makes the decisions in the order of the model."""
+    """One model and the options of its conversion. `plan` makes the decisions, in the order of the model."""
 
     def __init__(
         self,
@@ -49,57 +49,46 @@ class Planner:
         self.allowed = {
             module: filter is None or bool(filter(module, names[0])) for module, names in self.names.items()
         }
-        self.norms = {module: read for module in self.names if (read := read_norm(module)) is not None}
+        self.norms = {module: norm for module in self.names if (norm := describe_norm(module)) is not None}
 
     def plan(self, example_inputs: Any) -> Plan:
-        """Norms first: whether a convolution is standardized depends on what becomes of the norm it meets."""
+        """Return the plan. Norms come first: a convolution is standardized if its output reaches a converted norm."""
         flow = trace_flow(self.model, self._is_leaf, example_inputs=example_inputs, pairs=self._could_pair)
         norms = {module: self._decide_norm(module, flow) for module in self.names if self._is_norm(module)}
-        met = {module for module, decision in norms.items() if self._counts(module, decision)}
+        targets = {module for module, decision in norms.items() if self._removes_scale(module, decision)}
         convolutions = {
-            module: self._decide_convolution(module, flow, met)
+            module: self._decide_convolution(module, flow, targets)
             for module in self.names
             if isinstance(module, CONVOLUTIONS)
         }
         decisions = [
             (norms | convolutions)[module] for module in self.names if module in norms or module in convolutions
         ]
-        fusions = Fusions()
+        fusions, pools = Fusions(), []
         if self.fuse:
-            pools = [module for module in self.names if self.allowed[module] and window_of(module) is not None]
-            fusions = find_fusions(self.model, self._fusible(decisions), self._pointwise(decisions), pools)
-        if not fusions.fused or all(is_rewritten(module) for module in fusions.forwards):
+            fusions = find_fusions(self.model, self._fusible(decisions))
+            pools = [module for module in self.names if self.allowed[module] and can_pool(module)]
+        if not fusions.fused or all(map(is_rewritten, fusions.blocks)):
             self._refuse_no_change(decisions)
         refuse_reparameterized((d.name, d.module) for d in decisions if d.make is not None)
-        fused = [_fused(decision, fusions) for decision in decisions]
-        return Plan(self.model, fused, flow, fusions.forwards, pools=len(fusions.pools))
+        return Plan(self.model, [_with_fusion(d, fusions) for d in decisions], flow, fusions.blocks, pools)
 
     def _fusible(self, decisions: list[Decision]) -> list[nn.Module]:
-        """The norms that will be able to compute what follows them."""
-        made = {d.module for d in decisions if d.make is not None and d.role == "norm"}
+        """Return the norms that will be able to compute what follows them."""
+        converted = {d.module for d in decisions if d.make is not None and d.role == "norm"}
         return [
             module
             for module in self.names
-            if (self._becomes_fusible(self.norms[module]) if module in made else self._is_fusible(module))
+            if (
+                self._becomes_fusible(self.norms[module])
+                if module in converted
+                else type(module) in FUSIBLE and self.allowed[module]
+            )
         ]
 
-    def _pointwise(self, decisions: list[Decision]) -> list[nn.Module]:
-        """The 1×1 convolutions that will be able to add another branch's gradient to their own."""
-        return [
-            d.module
-            for d in decisions
-            if isinstance(d.module, nn.Conv2d)
-            and self.allowed[d.module]
-            and (d.make is not None or type(d.module) in JOINING)
-            and is_pointwise(d.module)
-        ]
-
-    def _is_fusible(self, module: nn.Module) -> bool:
-        return type(module) in FUSIBLE and self.allowed[module]
-
-    def _becomes_fusible(self, facts: Norm) -> bool:
+    def _becomes_fusible(self, norm: SourceNorm) -> bool:
         assert self.norm is not None
-        return type(self.norm(facts.channels)) in FUSIBLE and not facts.tail and not facts.channels_last
+        return type(self.norm(norm.channels)) in FUSIBLE and not norm.tail and not norm.channels_last
 
     # --- norms -------------------------------------------------------------------------------------------------------
 
@@ -113,8 +102,8 @@ class Planner:
         norm = self.norms.get(second)
         return norm is not None and isinstance(first, CONVOLUTIONS) and first.out_channels == norm.channels
 
-    def _counts(self, module: nn.Module, decision: Decision) -> bool:
-        """Whether a convolution before this norm may be standardized: it is converted, or was asked for already."""
+    def _removes_scale(self, module: nn.Module, decision: Decision) -> bool:
+        """Return whether a convolution before this norm may be standardized: the norm is, or becomes, `self.norm`."""
         if decision.make is not None:
             return True
         if self.norm is None:
@@ -139,7 +128,7 @@ class Planner:
             return leave("left out by the filter")
         if self._is_asked_for(module):
             inside = activation_inside(module.drop, module.act) if isinstance(module, BatchChannelNormAct) else None
-            return leave("is what was asked for", inside=inside and spoken(inside))
+            return leave("is what was asked for", inside=inside and activation_name(inside))
         if self.norm is None:
             return leave("norm=None")
         facts = self.norms.get(module)
@@ -149,7 +138,7 @@ class Planner:
             return leave("a layer norm looks at one sample; layer_norm=True would convert it")
         return self._convert_norm(facts, self.norm, flow)
 
-    def _convert_norm(self, facts: Norm, wanted: NormSpec, flow: Flow) -> Decision:
+    def _convert_norm(self, facts: SourceNorm, wanted: NormSpec, flow: Flow) -> Decision:
         calls = flow.calls.get(facts.module, [])
         sources = [source for call in calls for source in call.inputs]
         flat = facts.takes_flat
@@ -179,7 +168,7 @@ class Planner:
             unfused=why_not_inside(built, facts) if self.fuse else (),
         )
 
-    def _remarks(self, facts: Norm, groups: int | None) -> list[str]:
+    def _remarks(self, facts: SourceNorm, groups: int | None) -> list[str]:
         """What is carried over, and what is not."""
         weight, mean = facts.tensor("weight"), facts.tensor("running_mean")
         if not isinstance(self.norm, BCN) or groups is None:
@@ -196,7 +185,7 @@ class Planner:
             remarks.append("was synchronized over a group of its own: give it to mn.attach(process_group=…)")
         return remarks
 
-    def _trains(self, facts: Norm, sources: list[Node]) -> bool:
+    def _trains(self, facts: SourceNorm, sources: list[Node]) -> bool:
         weight = facts.tensor("weight")
         if isinstance(weight, nn.Parameter):
             return weight.requires_grad
@@ -211,13 +200,13 @@ class Planner:
 
     # --- convolutions ------------------------------------------------------------------------------------------------
 
-    def _decide_convolution(self, module: nn.Module, flow: Flow, met: set[nn.Module]) -> Decision:
+    def _decide_convolution(self, module: nn.Module, flow: Flow, targets: set[nn.Module]) -> Decision:
         decide = partial(Decision, self.names[module], "convolution", type(module).__name__, module=module)
         if not self.allowed[module]:
             return decide(None, "left out by the filter")
         if self.weight is None:
             return decide(None, "weight=None")
-        if hasattr(module, "effective_weight"):
+        if isinstance(module, Reparameterized):
             return decide(None, "has a reparameterized weight already")
         kind = counterpart_kind(module)
         if kind is None:
@@ -227,16 +216,18 @@ class Planner:
         calls = flow.calls.get(module, [])
         if not calls and flow.method != "order":
             follower = self._registered_after.get(module)
-            if follower not in met or follower in flow.calls:
+            if follower not in targets or follower in flow.calls:
                 return decide(None, "not reached by the data flow")
             label = f"{type(follower).__name__} {self.names[follower][0]!r}"
             return self._convert_convolution(
                 module, kind, f"not reached by the data flow, but registered before {label}"
             )
         meets = [
-            node for call in calls for node in flow.downstream(call, lambda n: passes_scale(n) and n.module not in met)
+            node
+            for call in calls
+            for node in flow.downstream(call, lambda n: passes_scale(n) and n.module not in targets)
         ]
-        norm = next((node for node in meets if node.module in met), None)
+        norm = next((node for node in meets if node.module in targets), None)
         if norm is None:
             where = " and ".join(dict.fromkeys(node.label for node in meets[:2]))
             where = "it is the model's output" if where in ("", "output") else f"it goes to {where}"
@@ -280,18 +271,14 @@ class Planner:
         raise ValueError(f"nothing to convert. Looked at {seen}{more}")
 
 
-def _fused(decision: Decision, fusions: Fusions) -> Decision:
+def _with_fusion(decision: Decision, fusions: Fusions) -> Decision:
+    """Return the decision with what fusing adds to it."""
     fused, unfused = (tuple(table.get(decision.module, ())) for table in (fusions.fused, fusions.unfused))
-    unfused = unfused or decision.unfused
     remarks = list(dict.fromkeys(fused))
     if decision.inside is not None:
         remarks.append(f"with the {decision.inside} inside the layer")
-    if fused and unfused:
-        remarks.append(f"{len(unfused)} of {len(fused) + len(unfused)} calls alone")
-    joins = decision.module in fusions.joined
-    if joins:
-        remarks.append("adds the other branch's gradient in its own product")
-    return replace(decision, reason="; ".join([decision.reason, *remarks]), fused=fused, unfused=unfused, joins=joins)
+    reason = "; ".join([decision.reason, *remarks])
+    return replace(decision, reason=reason, fused=fused, unfused=unfused or decision.unfused)
 
 
 def _fan_in(module: Any) -> int:

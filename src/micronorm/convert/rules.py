@@ -56,7 +56,7 @@ WRAPPERS = {
 
 
 @dataclass(frozen=True)
-class Norm:
+class SourceNorm:
     """What conversion needs to know of a normalization layer, whoever wrote it.
 
     `tail` holds what the layer applies after normalizing, by the attribute it is kept in (timm's `drop`, `act`).
@@ -90,7 +90,7 @@ def _forward(kind: type) -> Any:
     return getattr(kind, "forward", None)
 
 
-def read_norm(module: nn.Module) -> Norm | None:
+def describe_norm(module: nn.Module) -> SourceNorm | None:
     """The layer as a `Norm`; None where it is none, or one whose computation is not known."""
     family, dims = _family(module)
     if family is None or "forward" in vars(module):
@@ -111,7 +111,7 @@ def read_norm(module: nn.Module) -> Norm | None:
         if isinstance(getattr(layer, name, None), nn.Module)
     }
     last = family == "layer" and not any(name.endswith(_CHANNELS_FIRST) for name in _computed_as(module))
-    return Norm(module, family, channels, dims, float(layer.eps), tail, channels_last=last)
+    return SourceNorm(module, family, channels, dims, float(layer.eps), tail, channels_last=last)
 
 
 def _family(module: nn.Module) -> tuple[Family | None, int | None]:

@@ -1,12 +1,16 @@
-"""Find and replace modules in a model; a module registered under several names stays one module."""
+"""Find and replace modules of a model, and methods of single modules.
 
+A module that is registered under several names stays one module.
+"""
+
+import functools
 from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
 
 from torch import nn
 
-# Everything torch.nn.Module keeps hooks in. The dictionaries themselves move, so that handles given out stay valid.
+# Every attribute in which torch.nn.Module keeps hooks. The dictionaries themselves move, so that handles stay valid.
 _HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
@@ -24,11 +28,15 @@ _HOOKS = (
 
 
 def refuse_wrappers(model: Any, advice: Mapping[str, str]) -> None:
-    """Refuse what is no module, and models in DDP, FSDP and the like, which hold on to the modules they were given.
+    """Raise if `model` is not a module, or is wrapped in DDP, FSDP and the like, which keep their own references.
 
     Args:
-        model: what the user gave.
-        advice: by the name of a wrapper's class, what to do instead; also which classes are wrappers.
+        model: the object that the user passed.
+        advice: what to do instead, by the class name of each wrapper.
+
+    Raises:
+        TypeError: if `model` is not a torch.nn.Module.
+        ValueError: if the model or one of its modules is wrapped.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"a torch.nn.Module is needed, got {type(model).__name__}")
@@ -39,7 +47,7 @@ def refuse_wrappers(model: Any, advice: Mapping[str, str]) -> None:
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """Every module of the model with all the names it is registered under, in the order of registration."""
+    """Return every module of the model with all the names it is registered under, in the order of registration."""
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
@@ -47,7 +55,7 @@ def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
 
 
 def replace(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """Put each new module in every place of the old one; returns the model, which is new where its root was replaced.
+    """Put each new module in every place of the old one; return the model, or the new module if it replaces the root.
 
     Example:
         >>> act = nn.ReLU()
@@ -65,30 +73,36 @@ def replace(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> nn
 
 
 def adopt_hooks(new: nn.Module, old: nn.Module) -> None:
-    """Give `new` the hooks of `old`; handles that were handed out for them still remove them."""
+    """Give `new` the hooks of `old`; existing handles still remove them."""
     for name in _HOOKS:
         if name in old.__dict__:
             new.__dict__[name] = old.__dict__[name]
 
 
-# --- forwards of single modules --------------------------------------------------------------------------------------
+# --- methods of single modules ---------------------------------------------------------------------------------------
 
-_MARK = "_micronorm_original"
+_MARK = "_micronorm_replaces"
 
 
-def set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Give this one module another forward; `forward(self, …)` must compute what the class's own does.
+def set_forward(module: nn.Module, forward: Callable[..., Any], method: str = "forward") -> None:
+    """Replace a method of this one module by `forward(self, …)`, which must compute what the class's method does.
 
-    A copy of the module has it too, bound to the copy. A pickle, and a replica of nn.DataParallel, computes with the
-    class's own: a function made at run time cannot be pickled, and a replica would find it bound to the original.
+    A deep copy has the replacement too, bound to the copy. An unpickled module and a replica of nn.DataParallel run the
+    class's own method: pickle finds methods by their name, and a replica would keep the original's layers.
     """
-    setattr(forward, _MARK, type(module).forward)
-    module.__dict__["forward"] = MethodType(forward, module)
+    original = getattr(type(module), method)
+
+    @functools.wraps(original)
+    def replacement(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *args, **kwargs)
+
+    setattr(replacement, _MARK, method)
+    module.__dict__[method] = MethodType(replacement, module)
     module.__dict__["_replicate_for_data_parallel"] = MethodType(_replicate_for_data_parallel, module)
 
 
 def restore_forwards(model: nn.Module) -> int:
-    """Take the forwards that `set_forward` gave from all modules of the model; returns how many there were.
+    """Remove every method that `set_forward` put on a module of the model; return how many modules had one.
 
     Example:
         >>> model = nn.Sequential(nn.ReLU())
@@ -96,42 +110,41 @@ def restore_forwards(model: nn.Module) -> int:
         >>> restore_forwards(model), "forward" in vars(model)
         (1, False)
     """
-    count = 0
+    rewritten = [module for module in model.modules() if is_rewritten(module)]
     for module in model.modules():
-        if "forward" in vars(module) and not foreign_forward(module):
-            count += hasattr(vars(module)["forward"], _MARK)
-            _forget(module)
-    return count
+        _restore_methods(module)
+    return len(rewritten)
 
 
 def is_rewritten(module: nn.Module) -> bool:
-    """Whether the module runs a forward that `set_forward` gave it.
+    """Return whether the module runs a method that `set_forward` gave it.
 
     Example:
         >>> is_rewritten(nn.ReLU())
         False
     """
-    return hasattr(vars(module).get("forward"), _MARK)
+    return any(hasattr(value, _MARK) for value in vars(module).values())
 
 
-def foreign_forward(module: nn.Module) -> bool:
-    """Whether somebody else has put a forward on this one module.
-
-    A pickled `set_forward` comes back as the class's own forward, bound to the module: that is nobody's.
-    """
+def has_own_forward(module: nn.Module) -> bool:
+    """Return whether someone other than `set_forward` has put a forward on this one module."""
     forward = vars(module).get("forward")
-    if forward is None:
-        return False
-    own = isinstance(forward, MethodType) and forward.__self__ is module and forward.__func__ is type(module).forward
-    return not (own or hasattr(forward, _MARK))
+    return forward is not None and not hasattr(forward, _MARK) and not _is_of_class(module, "forward", forward)
 
 
-def _forget(module: nn.Module) -> None:
-    module.__dict__.pop("forward", None)
+def _is_of_class(module: nn.Module, name: str, value: Any) -> bool:
+    """Return whether a value in the module's dictionary is its class's own method: what unpickling leaves there."""
+    return isinstance(value, MethodType) and value.__func__ is getattr(type(module), name, None)
+
+
+def _restore_methods(module: nn.Module) -> None:
+    for name, value in list(vars(module).items()):
+        if hasattr(value, _MARK) or _is_of_class(module, name, value):
+            del module.__dict__[name]
     module.__dict__.pop("_replicate_for_data_parallel", None)
 
 
 def _replicate_for_data_parallel(self: Any) -> nn.Module:
     replica = type(self)._replicate_for_data_parallel(self)
-    _forget(replica)
+    _restore_methods(replica)
     return replica

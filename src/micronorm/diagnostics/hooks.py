@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from micronorm.diagnostics.layers import weight_layers
 from micronorm.diagnostics.norms import fits, read_norm
-from micronorm.diagnostics.onlooker import Onlooker, watch_weight
+from micronorm.diagnostics.onlooker import watch_weight
 from micronorm.diagnostics.tally import Figures, NormTally, WeightNumbers, WeightTally, to_host
+from micronorm.nn.passive_hook import PassiveHook
 from micronorm.nn.recompute import inside_backward
 from micronorm.nn.reparameterized import Reparameterized
 
@@ -44,7 +45,7 @@ class Look:
             norm = read_norm(module)
             if norm is not None:
                 self.norms[name] = NormTally(norm)
-                hook = Onlooker(self._norm_hook(name))
+                hook = PassiveHook(self._norm_hook(name))
                 self._hooks.append(module.register_forward_hook(hook, with_kwargs=True))
         for name, layer in self.weights.items():
             if isinstance(layer, Reparameterized):
@@ -52,7 +53,7 @@ class Look:
                 if layer.weight.is_leaf and layer.weight.requires_grad:
                     self._hooks.append(layer.weight.register_post_accumulate_grad_hook(self._fill))
         if not self.norms:
-            hook = Onlooker(self._forward_hook)
+            hook = PassiveHook(self._forward_hook)
             self._hooks.append(model.register_forward_hook(hook))
 
     def _watch(self, name: str, layer: Any) -> None:

@@ -1,41 +1,21 @@
-"""Hooks that look and change nothing."""
+"""Observe the effective weight of reparameterized layers."""
 
 from collections.abc import Callable
 from typing import Any
 
-
-class Onlooker:
-    """A hook that changes nothing, and sees nothing in a copy of the model, which nobody observes."""
-
-    onlooker = True  # for `micronorm.nn.norm_act.has_hooks`: norms stay fused with what follows them
-
-    def __init__(self, see: Callable[..., None]) -> None:
-        self.see = see
-
-    def __call__(self, *args: Any) -> None:
-        """What the model calls."""
-        self.see(*args)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Onlooker":
-        return Onlooker(_see_nothing)
-
-    def __reduce__(self) -> Any:
-        return Onlooker, (_see_nothing,)
+from micronorm.nn.passive_hook import PassiveHook
 
 
-def _see_nothing(*args: Any) -> None: ...
+def watch_weight(layer: Any, observe: Callable[..., None]) -> Callable[[], None]:
+    """Call `observe` with the effective weight of every forward of `layer`; return a function that stops it."""
+    hook = PassiveHook(observe)
+    layer.weight_observers = (*layer.weight_observers, hook)
 
-
-def watch_weight(layer: Any, see: Callable[..., None]) -> Callable[[], None]:
-    """Show `see` the effective weight of every forward of a reparameterized layer; returns what ends it."""
-    onlooker = Onlooker(see)
-    layer.onlookers = (*layer.onlookers, onlooker)
-
-    def end() -> None:
-        left = tuple(other for other in layer.onlookers if other is not onlooker)
-        if left:
-            layer.onlookers = left
+    def stop() -> None:
+        remaining = tuple(other for other in layer.weight_observers if other is not hook)
+        if remaining:
+            layer.weight_observers = remaining
         else:
-            vars(layer).pop("onlookers", None)
+            vars(layer).pop("weight_observers", None)
 
-    return end
+    return stop

@@ -1,37 +1,142 @@
-"""Norms with what follows them: timm keeps norm, dropout and activation in one layer, so ours must fit in its place."""
+"""Compute a normalization together with the addition and the activation that follow it.
+
+`norm_act` is the function; `BatchChannelNormAct` and `NormAct` are layers in the form of timm's norm-act layers.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
-from micronorm.nn.bcn import BatchChannelNorm, Statistics
+from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.nn.group import GroupNorm, InstanceNorm
+from micronorm.nn.passive_hook import PassiveHook
 from micronorm.nn.spec import NormSpec
 from micronorm.ops.activation import Activation
 
 Act = type[nn.Module] | Callable[..., nn.Module]
 
 FUSIBLE: tuple[type[nn.Module], ...] = (BatchChannelNorm, GroupNorm, InstanceNorm)
-"""Norms whose forward takes `residual=` and `activation=`; exactly these, a subclass may have a forward of its own."""
+"""Norms whose forward takes `residual=` and `activation=`. Subclasses do not count: they may have another forward."""
+
+
+def norm_act(
+    norm: nn.Module,
+    x: Tensor,
+    act: Callable[[Tensor], Tensor] | str | None = None,
+    *,
+    residual: Tensor | None = None,
+    inplace: bool = False,
+) -> Tensor:
+    """Return act(norm(x) + residual), computed by the norm in its own passes where possible.
+
+    A norm of micronorm computes the addition and a ReLU, LeakyReLU or SiLU itself. Every other case runs the layers
+    one by one: another norm, another activation, hooks on one of the layers, or a residual of another shape or dtype.
+
+    Args:
+        norm: the normalization layer.
+        x: its input, N×C×….
+        act: the activation layer or function, or a name that stands for a function: "relu", "leaky_relu", "silu".
+        residual: the tensor that is added to norm(x) before the activation.
+        inplace: add with `+=`, so that the sum has the dtype of norm(x).
+
+    Example:
+        >>> x = torch.randn(1, 16, 8, 8)
+        >>> norm_act(BatchChannelNorm(16), x, nn.ReLU(), residual=x).shape
+        torch.Size([1, 16, 8, 8])
+    """
+    activation = fusible_activation(act)
+    if activation is None or (residual is not None and not activation.knows_its_sign):
+        y = norm_act(norm, x, residual=residual, inplace=inplace)
+        return act(y) if callable(act) else Activation(act)(y)
+    # torch.fx traces with symbolic inputs, which are not tensors; it must see each layer.
+    if isinstance(x, Tensor) and can_fuse(norm) and (residual is None or _is_like(residual, x)):
+        if residual is None and activation.kind is None:
+            return norm(x)
+        return norm(x, residual=residual, activation=activation.kind, negative_slope=activation.slope)
+    y = norm(x)
+    if residual is not None and inplace:
+        y += residual
+    elif residual is not None:
+        y = y + residual
+    return act(y) if callable(act) else activation(y)
+
+
+def _is_like(residual: Any, x: Tensor) -> bool:
+    return isinstance(residual, Tensor) and residual.shape == x.shape and residual.dtype == x.dtype
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether the module has hooks that need the module itself to be called.
+
+    A `PassiveHook` does not count: it changes nothing and accepts fused calls as they come.
+    """
+    tables: tuple[dict[int, Any], ...] = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    # The first `any` is the fast path: every forward asks, and most modules have no hooks.
+    return any(tables) and not all(isinstance(hook, PassiveHook) for table in tables for hook in table.values())
+
+
+def can_fuse(norm: nn.Module) -> bool:
+    """Return whether a norm can compute an addition and an activation: it has none of its own, and no hooks.
+
+    Example:
+        >>> can_fuse(GroupNorm(4, 16)), can_fuse(nn.GroupNorm(4, 16))
+        (True, False)
+    """
+    if type(norm) not in FUSIBLE or norm.activation is not None or "forward" in norm.__dict__:
+        return False
+    return not has_hooks(norm) and not _has_any_global_hook()
+
+
+def fusible_activation(act: Callable[[Tensor], Tensor] | str | None) -> Activation | None:
+    """Return the activation that a norm can compute in place of `act`, or None if it cannot.
+
+    Example:
+        >>> fusible_activation(nn.SiLU())
+        Activation(kind='silu', slope=0.01)
+    """
+    if act is None or isinstance(act, str):
+        return Activation(act)
+    if not isinstance(act, nn.Module) or has_hooks(act) or "forward" in act.__dict__:
+        return None
+    if type(act) is nn.LeakyReLU:
+        return Activation("leaky_relu", act.negative_slope)
+    kind = {nn.ReLU: "relu", nn.SiLU: "silu"}.get(type(act))
+    return None if kind is None else Activation(kind)
+
+
+def activation_inside(drop: nn.Module, act: nn.Module) -> Activation | None:
+    """Return the activation that a norm-act layer computes in its norm's passes, or None if it calls `act`.
+
+    Example:
+        >>> activation_inside(nn.Identity(), nn.ReLU()), activation_inside(nn.Dropout(), nn.ReLU())
+        (Activation(kind='relu', slope=0.01), None)
+    """
+    return fusible_activation(act) if type(drop) is nn.Identity and not has_hooks(drop) else None
 
 
 class BatchChannelNormAct(BatchChannelNorm):
-    """`BatchChannelNorm`, then dropout, then an activation, with the arguments and state-dict keys of timm's norm-acts.
+    """`BatchChannelNorm`, then dropout, then an activation: y = act(drop(BCN(x))).
 
-    y = act(drop(BCN(x))). A plain nn.ReLU, nn.LeakyReLU or nn.SiLU without dropout is
-    fused into the normalization.
+    Arguments and state-dict keys are those of timm's norm-act layers. An nn.ReLU, nn.LeakyReLU or nn.SiLU without
+    dropout is computed by the normalization.
 
     Args:
         num_channels: C.
         num_groups: as in `BatchChannelNorm`.
-        apply_act: without it the activation is the identity.
+        apply_act: False leaves the activation out.
         act_layer: builds the activation.
         act_kwargs: arguments for `act_layer`.
-        inplace: handed to `act_layer` where it takes it.
+        inplace: passed to `act_layer` if it has this argument.
         drop_layer: builds the layer between norm and activation.
-        statistics: as in `BatchChannelNorm`, like all the others.
+        options: the other arguments of `BatchChannelNorm`, except `activation`.
 
     Example:
         >>> layer = BatchChannelNormAct(64, act_layer=nn.SiLU)
@@ -49,30 +154,14 @@ class BatchChannelNormAct(BatchChannelNorm):
         act_kwargs: dict[str, Any] | None = None,
         inplace: bool = True,
         drop_layer: Callable[[], nn.Module] | None = None,
-        statistics: Statistics = "step",
-        rate: float | str = "lr",
-        micro_batch: int = 1,
-        eps: float = 1e-5,
-        backend: str = "auto",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            num_channels,
-            num_groups,
-            statistics=statistics,
-            rate=rate,
-            micro_batch=micro_batch,
-            eps=eps,
-            backend=backend,
-            device=device,
-            dtype=dtype,
-        )
+        super().__init__(num_channels, num_groups, activation=None, **options)
         self.drop = drop_layer() if drop_layer is not None else nn.Identity()
         self.act = _activation(act_layer, act_kwargs, inplace=inplace) if apply_act else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override] # it has its own activation
-        """act(drop(BCN(x)))."""
+        """Return act(drop(BCN(x)))."""
         fused = activation_inside(self.drop, self.act)
         if fused is not None:
             return self._normalize(x, fused)
@@ -81,8 +170,6 @@ class BatchChannelNormAct(BatchChannelNorm):
 
 class NormAct(nn.Module):
     """Any norm, then dropout, then an activation: y = act(drop(norm(x))).
-
-    A plain nn.ReLU, nn.LeakyReLU or nn.SiLU without dropout is handed to a norm that can take it.
 
     Example:
         >>> layer = NormAct(nn.GroupNorm(4, 16), act=nn.SiLU())
@@ -98,25 +185,23 @@ class NormAct(nn.Module):
 
     @property
     def weight(self) -> Tensor | None:
-        """The norm's: timm's models zero the `weight` of the last norm of a residual branch."""
+        """The norm's weight: timm's models zero the `weight` of the last norm of a residual branch."""
         return getattr(self.norm, "weight", None)
 
     @property
     def bias(self) -> Tensor | None:
-        """The norm's."""
+        """The norm's bias."""
         return getattr(self.norm, "bias", None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """act(drop(norm(x)))."""
-        if takes_over(self.norm):
-            fused = activation_inside(self.drop, self.act)
-            if fused is not None:
-                return self.norm(x, activation=fused.kind, negative_slope=fused.slope)
+        """Return act(drop(norm(x)))."""
+        if activation_inside(self.drop, self.act) is not None:
+            return norm_act(self.norm, x, self.act)
         return self.act(self.drop(self.norm(x)))
 
 
 class ChannelsLast(nn.Module):
-    """A norm over axis 1, applied to an input whose channels are the last axis: N×…×C, as layer norms over tokens have.
+    """Apply a norm over axis 1 to an input N×…×C whose channels are the last axis.
 
     Example:
         >>> ChannelsLast(nn.GroupNorm(4, 16))(torch.randn(1, 49, 16)).shape
@@ -128,14 +213,14 @@ class ChannelsLast(nn.Module):
         self.norm = norm
 
     def forward(self, x: Tensor) -> Tensor:
-        """norm(x) with the channels moved to axis 1 and back."""
+        """Return norm(x) with the channels moved to axis 1 and back."""
         return self.norm(x.movedim(-1, 1)).movedim(1, -1)
 
 
 def norm_act_layer(spec: NormSpec, act_layer: Act = nn.ReLU) -> Callable[..., nn.Module]:
-    """A function that builds norm-with-activation layers, for the `norm_layer=` of timm's models that want one.
+    """Return a function that builds norm-act layers, for the `norm_layer=` of timm's models that expect one.
 
-    timm takes types and functions there, no other callables, and gives a function no activation.
+    timm accepts only types and functions there, and does not pass its activation to a function.
 
     Example:
         >>> from micronorm.nn import BCN
@@ -164,74 +249,14 @@ def norm_act_layer(spec: NormSpec, act_layer: Act = nn.ReLU) -> Callable[..., nn
 def with_activation(
     norm: nn.Module, *, drop: nn.Module | None = None, act: nn.Module | None = None
 ) -> BatchChannelNormAct | NormAct:
-    """One layer of a fresh norm and what follows it: `BatchChannelNormAct` for BatchChannelNorm, else `NormAct`."""
+    """Combine a new norm with what follows it: `BatchChannelNormAct` for a BatchChannelNorm, otherwise `NormAct`."""
     if type(norm) is not BatchChannelNorm:
         return NormAct(norm, drop=drop, act=act)
-    made = BatchChannelNormAct(
-        norm.num_channels,
-        norm.num_groups,
-        apply_act=False,
-        statistics=norm.statistics,
-        rate=norm.rate,
-        micro_batch=norm.micro_batch,
-        eps=norm.eps,
-        backend=norm.backend,
-        device=norm.weight.device,
-        dtype=norm.weight.dtype,
-    )
+    made: Any = norm
+    made.__class__ = BatchChannelNormAct  # which adds these two children and another forward
     made.drop = nn.Identity() if drop is None else drop
     made.act = nn.Identity() if act is None else act
     return made
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody looks at this module's calls, so that it must be called.
-
-    Hooks with a true attribute `onlooker` do not count: they take calls as they come, fused or not, and change nothing.
-    """
-    tables: tuple[dict[int, Any], ...] = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-    # `any` first: this is asked in every forward, and tables are empty as a rule.
-    return any(tables) and any(not getattr(hook, "onlooker", False) for table in tables for hook in table.values())
-
-
-def takes_over(norm: Any) -> bool:
-    """Whether a norm may compute what follows it: it does nothing of the kind yet, and nobody looks at its output.
-
-    Example:
-        >>> takes_over(GroupNorm(4, 16)), takes_over(nn.GroupNorm(4, 16))
-        (True, False)
-    """
-    return type(norm) in FUSIBLE and norm.activation is None and not has_hooks(norm) and "forward" not in norm.__dict__
-
-
-def activation_inside(drop: nn.Module, act: nn.Module) -> Activation | None:
-    """The activation of a norm-act that its norm computes in its own passes: one it can, with no dropout before it.
-
-    Example:
-        >>> activation_inside(nn.Identity(), nn.ReLU()), activation_inside(nn.Dropout(), nn.ReLU())
-        (Activation(kind='relu', slope=0.01), None)
-    """
-    return fusible_activation(act) if type(drop) is nn.Identity and not has_hooks(drop) else None
-
-
-def fusible_activation(module: nn.Module) -> Activation | None:
-    """The activation that a module stands for, where a normalization can take it over; None where it cannot.
-
-    Example:
-        >>> fusible_activation(nn.SiLU())
-        Activation(kind='silu', slope=0.01)
-    """
-    if has_hooks(module) or "forward" in vars(module):
-        return None
-    if type(module) is nn.LeakyReLU:
-        return Activation("leaky_relu", module.negative_slope)
-    kind = {nn.ReLU: "relu", nn.SiLU: "silu"}.get(type(module))
-    return None if kind is None else Activation(kind)
 
 
 def _activation(act_layer: Act | None, act_kwargs: dict[str, Any] | None, *, inplace: bool) -> nn.Module:

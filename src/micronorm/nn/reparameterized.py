@@ -3,7 +3,6 @@
 `micronorm.nn.weight` puts the two together with a layer of torch.nn: WSConv2d is _WS, _Conv and nn.Conv2d.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from micronorm.nn.inputs import check_eps, check_flag
+from micronorm.nn.passive_hook import PassiveHook
 from micronorm.ops.moments import compute_dtype
 from micronorm.ops.weight import (
     centered_weight_normalize,
@@ -32,8 +32,8 @@ class Reparameterized:
     bias: Any
     shared_weight: Tensor | None = None
     """The effective weight, where somebody computed it for several forwards (`micronorm.nn.sharing`)."""
-    onlookers: tuple[Callable[[Tensor], object], ...] = ()
-    """Are shown the effective weight of every forward, such as to see its gradient, which nothing else keeps."""
+    weight_observers: tuple[PassiveHook, ...] = ()
+    """Called with the effective weight of every forward, for example to read its gradient in the backward."""
 
     def rows(self, weight: Tensor) -> Tensor:
         """`weight` as O×…."""
@@ -54,8 +54,8 @@ class Reparameterized:
     def weight_in_use(self) -> Tensor:
         """The effective weight of this forward: the shared one, where there is one."""
         weight = self._weight_in_use()
-        for look in self.onlookers:
-            look(weight)
+        for observer in self.weight_observers:
+            observer(weight)
         return weight
 
     def _weight_in_use(self) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from micronorm.convert.flow.execution import record
 from micronorm.convert.flow.graph import Flow, Node
 from micronorm.convert.flow.symbolic import trace_symbolically
+from micronorm.convert.surgery import restore_forwards
 
 
 def trace_flow(
@@ -105,6 +106,7 @@ def _stand_in(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
         for parameter in model.parameters():
             memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
         twin = copy.deepcopy(model, memo)
+        restore_forwards(twin)  # the flow is that of the classes' own forwards
         return twin, {memo[id(module)]: module for module in model.modules()}
     except Exception:  # what cannot be copied is traced itself
         return model, {}

@@ -1,5 +1,5 @@
 """Max-pooling over the plane, whose backward needs one byte per output and nothing of the input."""
 
-from micronorm.ops.pool.operators import MOST_PLACES, Window, max_pool2d
+from micronorm.ops.pool.operators import MAX_WINDOW, Window, max_pool2d
 
-__all__ = ["MOST_PLACES", "Window", "max_pool2d"]
+__all__ = ["MAX_WINDOW", "Window", "max_pool2d"]

@@ -13,7 +13,7 @@ from micronorm.ops.device import on_device
 from micronorm.ops.moments import compute_dtype
 from micronorm.ops.transforms import is_plain_backward
 
-MOST_PLACES = 49
+MAX_WINDOW = 49
 """Of a window, and elements between one window and the next: kernels are unrolled, and take seconds to compile."""
 _BLOCK = 256  # elements of a program, at most
 
@@ -52,7 +52,7 @@ def max_pool2d(x: Tensor, window: Window) -> Tensor:
 
     Args:
         x: N×C×H×W, not empty, in contiguous or channels_last memory; other layouts are copied.
-        window: kernel sizes whose product is at most `MOST_PLACES`, and strides likewise.
+        window: kernel sizes whose product is at most `MAX_WINDOW`, and strides likewise.
 
     Returns:
         N×C×H'×W', in the layout of x.

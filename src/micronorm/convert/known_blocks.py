@@ -1,0 +1,259 @@
+"""The table of blocks with a fused forward: nn.Sequential, and the most frequent blocks of torchvision and timm.
+
+Each function computes what the method that it replaces computes, with calls of `norm_act`. The digest beside it is that
+of the method's source for which it was written. Blocks of a library version with another source stay unfused, and the
+plan says so.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from micronorm.nn.norm_act import can_fuse, fusible_activation, has_hooks, norm_act
+
+Forward = Callable[..., Any]
+Fuses = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fused forward and the norms that it fuses.
+
+    Args:
+        forward: forward(self, …), with the arguments of the method that it replaces.
+        fuses: what follows each norm, as in `register_block`; or a function that returns this for one module.
+        method: the method that is replaced.
+        source: digest of the method's source for which `forward` was written; None skips the comparison.
+    """
+
+    forward: Forward
+    fuses: Fuses | Callable[[Any], Fuses]
+    method: str = "forward"
+    source: str | None = None
+
+
+# --- layers in a row -------------------------------------------------------------------------------------------------
+
+
+def _run_sequential(self: nn.Sequential, input: Any) -> Any:
+    """Run the layers one after the other, like nn.Sequential.forward; a norm computes the activation right after it."""
+    layers = list(self)
+    activated = False  # by the norm before
+    for layer, following in zip(layers, [*layers[1:], None], strict=True):
+        if activated:
+            activated = False
+        elif following is not None and can_fuse(layer) and fusible_activation(following) is not None:
+            input, activated = norm_act(layer, input, following), True
+        else:
+            input = layer(input)
+    return input
+
+
+def _sequential_fuses(module: nn.Module) -> Fuses:
+    names = list(module._modules)
+    return {name: following for name, following in pairwise(names) if module._modules[following] is not None}
+
+
+def _chain(*names: str, function: str | None = None) -> tuple[Callable[..., Any], Fuses]:
+    """Return the forward that calls these children in order, and what it fuses: the second with what follows it.
+
+    Args:
+        names: a layer, its norm, the activation layer if the block has one, and the layers after it.
+        function: the activation function, for a block without an activation layer.
+    """
+    first, norm, *rest = names
+    act = function or rest.pop(0)
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        x = norm_act(getattr(self, norm), getattr(self, first)(x), function or getattr(self, act))
+        for name in rest:
+            x = getattr(self, name)(x)
+        return x
+
+    return forward, {norm: act}
+
+
+# --- residual blocks -------------------------------------------------------------------------------------------------
+
+
+def _basic_block(self: Any, x: Tensor) -> Tensor:
+    """torchvision's BasicBlock."""
+    out = norm_act(self.bn1, self.conv1(x), self.relu)
+    out = self.conv2(out)
+    identity = x if self.downsample is None else self.downsample(x)
+    return norm_act(self.bn2, out, self.relu, residual=identity, inplace=True)
+
+
+def _bottleneck(self: Any, x: Tensor) -> Tensor:
+    """torchvision's Bottleneck."""
+    out = norm_act(self.bn1, self.conv1(x), self.relu)
+    out = norm_act(self.bn2, self.conv2(out), self.relu)
+    out = self.conv3(out)
+    identity = x if self.downsample is None else self.downsample(x)
+    return norm_act(self.bn3, out, self.relu, residual=identity, inplace=True)
+
+
+def _timm_basic_block(self: Any, x: Tensor) -> Tensor:
+    shortcut = x
+    x = self.aa(_norm_drop_act(self.bn1, self.conv1(x), self.drop_block, self.act1))
+    return _timm_end(self, self.conv2(x), shortcut, self.bn2, self.act2)
+
+
+def _timm_bottleneck(self: Any, x: Tensor) -> Tensor:
+    shortcut = x
+    x = norm_act(self.bn1, self.conv1(x), self.act1)
+    x = self.aa(_norm_drop_act(self.bn2, self.conv2(x), self.drop_block, self.act2))
+    return _timm_end(self, self.conv3(x), shortcut, self.bn3, self.act3)
+
+
+def _norm_drop_act(norm: nn.Module, x: Tensor, drop: nn.Module, act: nn.Module) -> Tensor:
+    return norm_act(norm, x, act) if _does_nothing(drop) else act(drop(norm(x)))
+
+
+def _does_nothing(layer: nn.Module) -> bool:
+    return type(layer) is nn.Identity and not has_hooks(layer)
+
+
+def _timm_end(self: Any, x: Tensor, shortcut: Tensor, norm: nn.Module, act: nn.Module) -> Tensor:
+    """Compute the last norm, squeeze-and-excitation, stochastic depth, the addition and the last activation."""
+    added_next = self.se is None and self.drop_path is None
+    if not added_next:
+        x = norm(x)
+        x = x if self.se is None else self.se(x)
+        x = x if self.drop_path is None else self.drop_path(x)
+    if self.downsample is not None:
+        shortcut = self.downsample(shortcut)
+    if added_next:
+        return norm_act(norm, x, act, residual=shortcut, inplace=True)
+    x += shortcut
+    return act(x)
+
+
+def _timm_basic_fuses(self: Any) -> Fuses:
+    first = {"bn1": "act1"} if _does_nothing(self.drop_block) else {}
+    return first | ({"bn2": "add act2"} if self.se is None and self.drop_path is None else {})
+
+
+def _timm_bottleneck_fuses(self: Any) -> Fuses:
+    second = {"bn2": "act2"} if _does_nothing(self.drop_block) else {}
+    return {"bn1": "act1"} | second | ({"bn3": "add act3"} if self.se is None and self.drop_path is None else {})
+
+
+def _dla_basic(self: Any, x: Tensor, shortcut: Tensor | None = None, children: Any = None) -> Tensor:
+    out = norm_act(self.bn1, self.conv1(x), self.relu)
+    return norm_act(self.bn2, self.conv2(out), self.relu, residual=x if shortcut is None else shortcut, inplace=True)
+
+
+def _dla_bottleneck(self: Any, x: Tensor, shortcut: Tensor | None = None, children: Any = None) -> Tensor:
+    out = norm_act(self.bn1, self.conv1(x), self.relu)
+    out = norm_act(self.bn2, self.conv2(out), self.relu)
+    return norm_act(self.bn3, self.conv3(out), self.relu, residual=x if shortcut is None else shortcut, inplace=True)
+
+
+def _dla_root(self: Any, x_children: list[Tensor]) -> Tensor:
+    residual = x_children[0] if self.shortcut else None
+    return norm_act(self.bn, self.conv(torch.cat(x_children, 1)), self.relu, residual=residual, inplace=True)
+
+
+def _res2net(self: Any, x: Tensor) -> Tensor:
+    out = _res2net_scales(self, x)
+    shortcut = x if self.downsample is None else self.downsample(x)
+    if self.se is None:
+        return norm_act(self.bn3, out, self.relu, residual=shortcut, inplace=True)
+    out = self.se(self.bn3(out))
+    out += shortcut
+    return self.relu(out)
+
+
+def _dla_res2net(self: Any, x: Tensor, shortcut: Tensor | None = None, children: Any = None) -> Tensor:
+    out = _res2net_scales(self, x)
+    return norm_act(self.bn3, out, self.relu, residual=x if shortcut is None else shortcut, inplace=True)
+
+
+def _res2net_scales(self: Any, x: Tensor) -> Tensor:
+    """Compute the block up to its last convolution: one convolution per part of the channels, each adds the last."""
+    parts = torch.split(norm_act(self.bn1, self.conv1(x), self.relu), self.width, 1)
+    outputs: list[Tensor] = []
+    for i, (conv, norm) in enumerate(zip(self.convs, self.bns, strict=True)):
+        part = parts[i] if i == 0 or self.is_first else outputs[-1] + parts[i]
+        outputs.append(norm_act(norm, conv(part), self.relu))
+    if self.scale > 1:
+        outputs.append(parts[-1] if self.pool is None else self.pool(parts[-1]))
+    return self.conv3(torch.cat(outputs, 1))
+
+
+def _res2net_fuses(self: Any) -> Fuses:
+    parts = {f"bns.{i}": "relu" for i in range(len(self.bns))}
+    return {"bn1": "relu"} | parts | ({"bn3": "add relu"} if getattr(self, "se", None) is None else {})
+
+
+def _senet_bottleneck(self: Any, x: Tensor) -> Tensor:
+    out = norm_act(self.bn1, self.conv1(x), self.relu)
+    out = norm_act(self.bn2, self.conv2(out), self.relu)
+    out = self.bn3(self.conv3(out))
+    shortcut = x if self.downsample is None else self.downsample(x)
+    return self.relu(self.se_module(out) + shortcut)
+
+
+def _senet_basic(self: Any, x: Tensor) -> Tensor:
+    out = norm_act(self.bn1, self.conv1(x), self.relu)
+    out = norm_act(self.bn2, self.conv2(out), self.relu)
+    shortcut = x if self.downsample is None else self.downsample(x)
+    return self.relu(self.se_module(out) + shortcut)
+
+
+# --- whole networks: the norm of their stem --------------------------------------------------------------------------
+
+
+def _resnet(self: Any, x: Tensor) -> Tensor:
+    """torchvision's ResNet."""
+    x = self.maxpool(norm_act(self.bn1, self.conv1(x), self.relu))
+    x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+    return self.fc(torch.flatten(self.avgpool(x), 1))
+
+
+def _timm_resnet(self: Any, x: Tensor) -> Tensor:
+    if self.grad_checkpointing:
+        return type(self).forward_features(self, x)
+    x = self.maxpool(norm_act(self.bn1, self.conv1(x), self.act1))
+    return self.layer4(self.layer3(self.layer2(self.layer1(x))))
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+_BASIC = {"bn1": "relu", "bn2": "add relu"}
+_BOTTLENECK = {"bn1": "relu", "bn2": "relu", "bn3": "add relu"}
+_BOTH_RELU = {"bn1": "relu", "bn2": "relu"}
+_CONV_BN_RELU = _chain("conv", "bn", function="relu")
+
+
+def _dla_root_fuses(self: Any) -> Fuses:
+    return {"bn": "add relu" if self.shortcut else "relu"}
+
+
+BLOCKS: dict[type | str, Block] = {
+    nn.Sequential: Block(_run_sequential, _sequential_fuses),
+    "torchvision.models.resnet.BasicBlock": Block(_basic_block, _BASIC, source="9533812a7e08"),
+    "torchvision.models.resnet.Bottleneck": Block(_bottleneck, _BOTTLENECK, source="1ae3cab8f6e0"),
+    "torchvision.models.resnet.ResNet": Block(_resnet, {"bn1": "relu"}, "_forward_impl", source="c536d32a6e1e"),
+    "torchvision.models.googlenet.BasicConv2d": Block(*_CONV_BN_RELU, source="00e4e72d3536"),
+    "torchvision.models.inception.BasicConv2d": Block(*_CONV_BN_RELU, source="00e4e72d3536"),
+    "timm.models.resnet.BasicBlock": Block(_timm_basic_block, _timm_basic_fuses, source="3580b8e5cdce"),
+    "timm.models.resnet.Bottleneck": Block(_timm_bottleneck, _timm_bottleneck_fuses, source="63981a893bde"),
+    "timm.models.resnet.ResNet": Block(_timm_resnet, {"bn1": "act1"}, "forward_features", source="0b6d183bb745"),
+    "timm.models.res2net.Bottle2neck": Block(_res2net, _res2net_fuses, source="df27133d4db2"),
+    "timm.models.dla.DlaBasic": Block(_dla_basic, _BASIC, source="0cb947bb8771"),
+    "timm.models.dla.DlaBottleneck": Block(_dla_bottleneck, _BOTTLENECK, source="3de1558339f9"),
+    "timm.models.dla.DlaBottle2neck": Block(_dla_res2net, _res2net_fuses, source="333c8b92de28"),
+    "timm.models.dla.DlaRoot": Block(_dla_root, _dla_root_fuses, source="27328a2d595d"),
+    "timm.models.senet.Bottleneck": Block(_senet_bottleneck, _BOTH_RELU, source="5ed40b5c4041"),
+    "timm.models.senet.SEResNetBlock": Block(_senet_basic, _BOTH_RELU, source="cf2b21e664c8"),
+    "timm.models.hgnet.ConvBNAct": Block(*_chain("conv", "bn", "act", "lab"), source="d4c548fc3679"),
+    "timm.models.nextvit.ConvNormAct": Block(*_chain("conv", "norm", "act"), source="17a099fd02cd"),
+    "timm.models.nextvit.ConvAttention": Block(*_chain("group_conv3x3", "norm", "act", "projection"), source="384b35c7fbb7"),
+}
+"""The known blocks, by class or, for libraries that may not be installed, by the class's full name."""
