@@ -40,7 +40,7 @@ def test_every_method_is_measured_in_both_layouts_and_written(tmp_path):
     got = {(r["shape"], r["layout"], r["method"], r["mode"]) for r in rows}
     assert got == {(s, lay, m.name, m.mode) for s in ("2x8x6x6", "16x1024") for lay in ("nhwc", "nchw") for m in ON_CPU}
     assert len(rows) == len(got)
-    printed = [line for line in result.stdout.splitlines() if line.startswith((" BCN", " BN", " GN"))]
+    printed = [line for line in result.stdout.splitlines() if line.lstrip().startswith(("BCN", "BN", "GN"))]
     assert len(printed) == len(rows)
 
 

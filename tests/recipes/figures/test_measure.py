@@ -67,7 +67,7 @@ def measured(name, folder, *, listener=None, **options):
 
 
 @pytest.mark.usefixtures("tiny_grid")
-def test_every_cell_and_seed_has_an_accuracy(tmp_path):
+def test_every_cell_and_seed_has_an_accuracy_whatever_stack_it_is_in(tmp_path, monkeypatch):
     found = measured("fig:dist", tmp_path, epochs=1)
     cells = found["numbers"]["cells"]
     assert {(c["sigma_mean"], c["sigma_std"], c["seed"]) for c in cells} == {
@@ -75,14 +75,26 @@ def test_every_cell_and_seed_has_an_accuracy(tmp_path):
     }
     assert all(0 <= cell["accuracy"] <= 100 for cell in cells)
     assert found["settings"]["training"]["epochs"] == 1
+    monkeypatch.setattr(dist, "ON_CPU", 4)
+    assert measured("fig:dist", tmp_path, epochs=1)["numbers"]["cells"] == cells
 
 
 @pytest.mark.usefixtures("tiny_grid")
-def test_a_cell_does_not_depend_on_the_stack_it_is_in(tmp_path, monkeypatch):
-    first = measured("fig:dist", tmp_path, epochs=1)["numbers"]["cells"]
-    monkeypatch.setattr(dist, "ON_CPU", 4)
-    again = measured("fig:dist", tmp_path, epochs=1)["numbers"]["cells"]
-    assert first == again
+def test_a_network_that_diverges_has_accuracy_0_and_the_others_of_its_stack_their_own(tmp_path, monkeypatch):
+    whole = measured("fig:dist", tmp_path, epochs=1)["numbers"]["cells"]
+    build = dist.build
+
+    def broken(sigma_mean, sigma_std, **options):
+        network = build(sigma_mean, sigma_std, **options)
+        if (sigma_mean, sigma_std) == (1.0, 0.6):
+            torch.nn.init.constant_(network.convs[0].weight, torch.inf)
+        return network
+
+    monkeypatch.setattr(dist, "build", broken)
+    cells = measured("fig:dist", tmp_path / "broken", epochs=1)["numbers"]["cells"]
+    for cell, expected in zip(cells, whole, strict=True):
+        is_broken = (cell["sigma_mean"], cell["sigma_std"]) == (1.0, 0.6)
+        assert cell["accuracy"] == (0 if is_broken else expected["accuracy"])
 
 
 @pytest.mark.usefixtures("tiny_grid")
