@@ -8,7 +8,7 @@
 | `data.py` | the JSON file of a figure |
 | `methods.py` | training one network with several methods, with measurements at every epoch |
 | `stat_diff.py`, `mean_div.py` | figures of such trainings |
-| `dist.py`, `preset.py` | the grid of networks with preset channel statistics |
+| `dist.py` | the grid of networks with preset channel statistics |
 | `dist_exp.py` | histograms of two channels |
 | `recorded.py` | figures of recorded runs: `fig:front` and `fig:imagenet` |
 | `drawings.py` | figures without numbers: `fig:all` and `fig:ws_eqn` |

@@ -1,23 +1,26 @@
-"""Figure `fig:dist`: accuracy against the distance to BN, over a grid of (σ_μ, σ_σ)."""
+"""Figure `fig:dist`: accuracy against the distance to BN, over a grid of (σ_μ, σ_σ).
+
+The paper describes four convolutions of 32 channels, each normalized to preset means and deviations, followed by ReLU
+and mean pooling by two, then the mean over space and a linear classifier. We chose kernels of 3×3 without bias, torch's
+default initial weights, and BatchNorm's running statistics (momentum 0.1) for evaluation.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import accumulate
+from itertools import product
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from micronorm.engine import SGD, Cosine, Diverged, Settings, train
 from micronorm.engine.settings import describe
 from micronorm.recipes.figures.figure import Figure, Measurement, Request, add_caption
 from micronorm.recipes.figures.methods import execution
-from micronorm.recipes.figures.preset import LAYERS, WIDTH, PresetNetwork, StackedNetworks
 from micronorm.recipes.recipe import DATA
 from micronorm.report.plots import COLOURS, QUIET, TEXT, apply_style, subplots
-from micronorm.tasks.classification import Classification, ClassificationLoss, open_classification
-from micronorm.tasks.scores import SumScore
+from micronorm.tasks.classification import Classification, open_classification
 
 SIGMA_MEAN = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
 SIGMA_STD = (0.0, 0.3, 0.6, 0.9, 1.2, 1.5, 1.8)
@@ -26,8 +29,37 @@ FAILED = 70.0
 EPOCHS = {"digits": 10, "cifar10": 30}
 STEP_BATCH = {"digits": 64, "cifar10": 128}
 SEEDS = 3
-ON_CPU = 2
-"""Networks in one stack on a CPU; more do not fit into its caches (docs/figures.md). A GPU takes the whole grid."""
+LAYERS = 4
+WIDTH = 32
+
+
+class PresetNorm(nn.BatchNorm2d):
+    """Y = γ(σ̂ (X − μ)/σ + μ̂) + β for each channel, with fixed μ̂ and σ̂. BatchNorm has μ̂ = 0 and σ̂ = 1.
+
+    Args:
+        mean: μ̂, C numbers.
+        std: σ̂, C numbers.
+
+    Example:
+        >>> y = PresetNorm(torch.tensor([3.0]), torch.tensor([0.5]))(torch.randn(64, 1, 8, 8))
+        >>> round(y.mean().item(), 3), round(y.std().item(), 3)
+        (3.0, 0.5)
+    """
+
+    preset_mean: Tensor
+    preset_std: Tensor
+
+    def __init__(self, mean: Tensor, std: Tensor) -> None:
+        super().__init__(len(mean))
+        self.register_buffer("preset_mean", mean)
+        self.register_buffer("preset_std", std)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize N×C×H×W."""
+        # γ(σ̂ x̂ + μ̂) + β = (γσ̂) x̂ + (γμ̂ + β): batch normalization with this affine
+        weight, bias = self.weight * self.preset_std, self.weight * self.preset_mean + self.bias
+        mean, var = self.running_mean, self.running_var
+        return F.batch_norm(input, mean, var, weight, bias, training=self.training, momentum=0.1, eps=self.eps)
 
 
 def settings(request: Request) -> dict[str, Any]:
@@ -58,101 +90,63 @@ def training_settings(request: Request, *, seed: int) -> Settings:
     )
 
 
-def build(sigma_mean: float, sigma_std: float, *, seed: int, inputs: int, classes: int) -> PresetNetwork:
+def build(
+    sigma_mean: float, sigma_std: float, *, seed: int, inputs: int, classes: int, enlarged: int = 1
+) -> nn.Sequential:
     """Return the network of one cell. Cells with one seed share the normal draws and the initial weights.
 
+    Args:
+        sigma_mean: spread of the channels' means.
+        sigma_std: spread of the logarithms of their deviations.
+        seed: seed of draws and weights.
+        inputs: channels of the images.
+        classes: outputs.
+        enlarged: how often each pixel is repeated: four poolings by two need 16×16 pixels, and the digits have 8×8.
+
     Example:
-        >>> network = build(1.0, 0.0, seed=0, inputs=1, classes=10)
-        >>> bool((network.norms[0].preset_std == 1).all())
-        True
+        >>> build(1.0, 0.5, seed=0, inputs=3, classes=10)(torch.randn(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
     """
-    generator = torch.Generator().manual_seed(seed)
-    z_mean, z_std = torch.randn(2, LAYERS, WIDTH, generator=generator)
+    z_mean, z_std = torch.randn(2, LAYERS, WIDTH, generator=torch.Generator().manual_seed(seed))
+    layers: list[nn.Module] = [nn.Upsample(scale_factor=enlarged, mode="nearest")] if enlarged > 1 else []
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(seed)
-        return PresetNetwork(sigma_mean * z_mean, (sigma_std * z_std).exp(), inputs=inputs, classes=classes)
-
-
-class StackedClassification(Classification):
-    """Classification by K networks in one model, which gives N×K×classes logits. Losses are summed over networks."""
-
-    def loss(self, model: nn.Module, batch: tuple[Any, ...]) -> ClassificationLoss:
-        """Return the cross entropy summed over networks and samples."""
-        images, labels = batch
-        logits_nkc = model(images)
-        labels_nk = labels[:, None].expand(logits_nkc.shape[:2])
-        entropy = F.cross_entropy(logits_nkc.flatten(0, 1), labels_nk.flatten(), reduction="sum")
-        return ClassificationLoss(entropy, len(labels), {})
-
-    def score(self, model: nn.Module, batch: tuple[Any, ...]) -> SumScore:
-        """Return the number of samples and of each network's wrong answers; logits that are not finite are wrong."""
-        images, labels = batch
-        logits_nkc = model(images)
-        wrong_nk = (logits_nkc.argmax(-1) != labels[:, None]) | ~logits_nkc.isfinite().all(-1)
-        counts = {f"wrong{k}": count for k, count in enumerate(wrong_nk.sum(0))}
-        return SumScore(self.figures, {"count": torch.full((), len(labels), device=logits_nkc.device), **counts})
-
-    def figures(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Return the mean loss in training, and in evaluation the accuracy in % of network k under "accuracyk"."""
-        if "loss" in sums:
-            return {"loss": sums["loss"] / sums["count"]}
-        wrong = [sums[f"wrong{k}"] for k in range(len(sums) - 1)]
-        return {f"accuracy{k}": 100 - 100 * count / sums["count"] for k, count in enumerate(wrong)}
+        for mean, std in zip(sigma_mean * z_mean, (sigma_std * z_std).exp(), strict=True):
+            layers += [nn.Conv2d(inputs, WIDTH, 3, padding=1, bias=False), PresetNorm(mean, std)]
+            layers += [nn.ReLU(inplace=True), nn.AvgPool2d(2)]
+            inputs = WIDTH
+        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(WIDTH, classes))
 
 
 def measure(measurement: Measurement) -> None:
-    """Train every cell with every seed, in stacks of networks, and record the accuracies after each stack."""
+    """Train a network for every cell and seed, one after the other, and record its accuracy."""
     request, chosen, data = measurement.request, measurement.settings, measurement.data
-    found = open_classification(chosen["dataset"], request.data, device=request.device)
-    task = StackedClassification(found.train, found.test, classes=found.classes)
-    cells = [(m, s) for m in chosen["sigma_mean"] for s in chosen["sigma_std"]]
-    together = len(cells) if request.device.type == "cuda" else ON_CPU
-    stacks = [
-        (seed, cells[start : start + together])
-        for seed in range(chosen["seed"], chosen["seed"] + chosen["seeds"])
-        for start in range(0, len(cells), together)
-    ]
+    task = open_classification(chosen["dataset"], request.data, device=request.device)
+    seeds = range(chosen["seed"], chosen["seed"] + chosen["seeds"])
+    cells = list(product(seeds, chosen["sigma_mean"], chosen["sigma_std"]))
     rows = data.numbers.setdefault("cells", [])
-    ends = list(accumulate(len(stack) for _, stack in stacks))
-    while rows and len(rows) not in ends:  # recorded with stacks of another size
-        rows.pop()
-    for (seed, stack), end in zip(stacks, ends, strict=True):
-        if end <= len(rows):
-            continue
-        accuracies = _train(measurement, task, stack, seed=seed)
-        for (mean, std), accuracy in zip(stack, accuracies, strict=True):
-            rows.append({"sigma_mean": mean, "sigma_std": std, "seed": seed, "accuracy": accuracy})
+    for seed, mean, std in cells[len(rows) :]:
+        accuracy = _train(measurement, task, mean, std, seed=seed)
+        rows.append({"sigma_mean": mean, "sigma_std": std, "seed": seed, "accuracy": accuracy})
         data.save_progress()
-    data.numbers["together"] = together
 
 
-def _train(
-    measurement: Measurement, task: StackedClassification, stack: list[tuple[float, float]], *, seed: int
-) -> list[float]:
-    """Train the networks of some cells together and return their accuracies in %.
-
-    If a network diverges, the stack is trained again in halves, until that network is alone. Its accuracy is 0.
-    """
+def _train(measurement: Measurement, task: Classification, mean: float, std: float, *, seed: int) -> float:
+    """Train the network of one cell and return its accuracy in %, which is 0 if the network diverges."""
     facts, request = DATA[measurement.settings["dataset"]], measurement.request
-    networks = [build(m, s, seed=seed, inputs=facts.shape[0], classes=facts.classes) for m, s in stack]
-    # Four poolings by two need 16×16 pixels, and the digits have 8×8.
-    enlarge = nn.Upsample(scale_factor=measurement.settings["enlarged"], mode="nearest")
+    shape = {"inputs": facts.shape[0], "classes": facts.classes, "enlarged": measurement.settings["enlarged"]}
     plan = training_settings(request, seed=seed)
     plan = replace(plan, unit=plan.step_batch)  # the statistics are those of the whole step
     where = replace(execution(request.device, plan.step_batch), evaluate_epochs=plan.epochs)
-    model = nn.Sequential(enlarge, StackedNetworks(networks))
-    first, last = stack[0], stack[-1]
-    name = {"recipe": f"{measurement.data.path.stem}, seed {seed}, cells {first} to {last}"}
+    name = {"recipe": f"{measurement.data.path.stem}, σ_μ {mean:g}, σ_σ {std:g}, seed {seed}"}
     try:
+        model = build(mean, std, seed=seed, **shape)
         outcome = train(model, task, plan, where, facts=name, listener=measurement.listener)
     except Diverged:
-        if len(stack) == 1:
-            return [0.0]
-        half = len(stack) // 2
-        return [a for part in (stack[:half], stack[half:]) for a in _train(measurement, task, part, seed=seed)]
+        return 0.0
     if not outcome.finished:
         raise KeyboardInterrupt
-    return [outcome.figures[f"accuracy{k}"] for k in range(len(stack))]
+    return 100 - outcome.figures["top1"]
 
 
 # --- drawing ----------------------------------------------------------------------------------------------------------
