@@ -80,9 +80,7 @@ def seen_step(size: int, *fail_at: int, idle: bool = False) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     with mn.observe(step.model, sink=rows.append) as step.observation, Failures(step, *fail_at):
         if idle:
-            step._attempt(
-                step_inputs(task, torch.arange(8)), NO_REQUESTS
-            )  # begins as a step does, so it is forgotten below
+            step._attempt(step_inputs(task, torch.arange(8)), NO_REQUESTS)  # forgotten when the step begins
             step.roll_back()
             accumulate = step.accumulate
 
@@ -116,7 +114,7 @@ def test_an_observed_run_needs_an_observer_and_a_place_to_write_to(tmp_path):
 
 @pytest.mark.parametrize("other", ["compile", "cuda_graph"])
 def test_what_runs_no_hooks_cannot_be_observed(other):
-    with pytest.raises(ValueError, match="observe looks by hooks, which neither compiled nor captured code runs"):
+    with pytest.raises(ValueError, match="observe needs hooks, which neither compiled nor captured code runs"):
         Execution(observe=50, **{other: True})
 
 

@@ -130,6 +130,18 @@ def test_figures_are_those_of_the_model_that_is_kept(world):
         assert rank["kept"]
 
 
+def test_scores_made_of_objects_are_gathered_from_all_ranks():
+    assert [rank["detections"] for rank in on(2)] == [ranks.detections()] * 2
+
+
+def test_a_moving_average_is_the_same_on_any_number_of_ranks():
+    alone, _ = ranks.averaged()
+    assert "ema_loss" in alone
+    for rank in on(2):
+        for figures in rank["averaged"]:
+            assert figures == pytest.approx(alone, rel=1e-9)
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_statistics_over_the_whole_step_are_those_of_one_rank_alone(world):
     one = ranks.whole_batches()

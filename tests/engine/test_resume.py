@@ -118,6 +118,13 @@ def test_adamw_goes_on_too(tmp_path):
     assert run(tmp_path, resume=True, **options).digest == expected
 
 
+def test_a_run_out_of_minutes_is_saved_and_resumes_to_the_same_digest(tmp_path, reference):
+    outcome = run(tmp_path, minutes=1e-6)
+    assert (outcome.finished, outcome.signal, outcome.steps) == (False, None, 1)
+    assert run(tmp_path, resume=True).finished
+    assert_as_if_nothing_had_happened(tmp_path, reference)
+
+
 def test_the_micro_batch_may_change_when_a_run_is_resumed(tmp_path):
     expected = run(tmp_path / "whole", model=tiny_model(noise=False))
     run(tmp_path / "cut", model=tiny_model(noise=False), steps=3, micro_batch=3)

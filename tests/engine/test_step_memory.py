@@ -183,9 +183,7 @@ def test_looking_for_what_fits_leaves_no_trace(recompute):
     assert largest_fitting(step, chosen, (1, 4), measure=lambda: probe) == 100
     assert probe.tried == [1, 4]
     with Failures(step, 300, 300):
-        assert (
-            largest_fitting(step, chosen, (1, 4), measure=Probe) == 1
-        )  # not even that was seen to fit; the step will tell
+        assert largest_fitting(step, chosen, (1, 4), measure=Probe) == 1  # even one did not fit
     with Failures(step, 10**9, 300):
         assert largest_fitting(step, chosen, (2, 4), measure=Probe) == 2
     assert state_digest(step) == before

@@ -70,7 +70,7 @@ def run(out: Path | None, *, model: nn.Module | None = None, listener: Heard | N
     """Train the tiny model; options are those of Settings and Execution, `resume` and `observer`."""
     how = {"out": out, "listener": listener, "resume": options.pop("resume", False)}
     how["observer"] = options.pop("observer", None)
-    changes = {name: options.pop(name) for name in list(options) if hasattr(SETTINGS, name)}
+    changes = {name: options.pop(name) for name in list(options) if name != "steps" and hasattr(SETTINGS, name)}
     execution = Execution(**{"save_steps": 2, "device": torch.device("cpu"), **options})
     settings = replace(SETTINGS, **changes)
     return train(model or tiny_model(), tiny_task(), settings, execution, **how)

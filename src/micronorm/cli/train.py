@@ -29,6 +29,9 @@ def train(
         str, typer.Option(help="Samples per forward and backward; auto starts with what fits into memory.")
     ] = "auto",
     steps: Annotated[int | None, typer.Option(min=1, help="Stop after so many steps; --resume continues.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0.0, help="Save and stop after so many minutes; --resume continues.")
+    ] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the training samples.")] = None,
     lr: Annotated[float | None, typer.Option(min=0.0, help="Learning rate, which the schedule scales.")] = None,
     dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}; half types use autocast.")] = None,
@@ -94,6 +97,7 @@ def train(
             recompute=recompute,
             parallel=parallel,  # type: ignore[arg-type]
             steps=steps,
+            minutes=minutes,
             save_steps=save_every,
             evaluate_epochs=evaluate_every,
             observe=observe,
@@ -124,7 +128,7 @@ def train(
     if outcome.first:
         again = ["train", found.name, "--out", str(folder), "--resume"]
         again += [] if data is None else ["--data", str(data)]  # the record does not contain the data folder
-        _print_outcome(console, outcome, folder, [*_launcher(), *again, *_options(execution, workers)])
+        _print_outcome(console, outcome, folder, [*_launcher(), *again, *execution_options(execution, workers)])
     if outcome.signal is not None:
         raise typer.Exit(128 + outcome.signal)
 
@@ -163,13 +167,13 @@ def _launcher() -> list[str]:
     return ["torchrun", "--nproc-per-node", str(ranks), "-m", "micronorm"] if ranks == here > 1 else ["micronorm"]
 
 
-def _options(execution: Execution, workers: int) -> list[str]:
+def execution_options(execution: Execution, workers: int = 0) -> list[str]:
     """Return the options that a resumed run does not take from its record: those of speed and memory."""
     usual, options = Execution(), [] if not workers else ["--workers", str(workers)]
     names = {"save_steps": "--save-every", "evaluate_epochs": "--evaluate-every"}
     for field in fields(execution):
         value, option = getattr(execution, field.name), names.get(field.name, f"--{field.name.replace('_', '-')}")
-        if value != getattr(usual, field.name) and field.name != "steps":
+        if value != getattr(usual, field.name) and field.name not in ("steps", "minutes"):
             options += [option] if value is True else [option, str(value)]
     return options
 

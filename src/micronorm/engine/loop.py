@@ -130,6 +130,7 @@ class _TrainingRun:
         self.steps_per_epoch = math.ceil(len(task.train) / settings.step_batch)
         self.total = settings.steps or self.steps_per_epoch * (settings.epochs or 0)
         self.last = min(self.total, execution.steps or self.total)
+        self.deadline = math.inf if execution.minutes is None else time.monotonic() + 60 * execution.minutes
         self.done = 0
         self.figures: dict[str, float] = {}
         self.signal: int | None = None
@@ -252,7 +253,9 @@ class _TrainingRun:
             rate = self._set_learning_rate()
             if self.step.observation is not None:
                 self.step.observation.epoch = position.epoch
-            requests = Requests(stop=signals.received is not None, save=self._checkpoint_is_due())
+            out_of_time = time.monotonic() > self.deadline
+            stop = out_of_time or signals.received is not None
+            requests = Requests(stop=stop, save=self._checkpoint_is_due())
             result = self.take_step(inputs, requests)
             self.done += 1
             if self.average is not None:
@@ -271,7 +274,7 @@ class _TrainingRun:
             if epoch_ended or self.done == self.last or result.requests.stop or result.requests.save:
                 self._save()
             if result.requests.stop:
-                self.signal = self.parallel.broadcast(signals.received or signal.SIGTERM)
+                self.signal = self.parallel.broadcast(None if out_of_time else signals.received or signal.SIGTERM)
                 return
         if self.done < self.last:
             raise ValueError(f"task.train.load ended after {self.done} of {self.last} steps; yield one batch per share")

@@ -69,6 +69,11 @@ class Settings:
         if self.dtype not in DTYPES.values():
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype}")
 
+    @property
+    def length(self) -> str:
+        """The length of the run in words: "15 epochs" or "300 steps"."""
+        return f"{self.epochs} epochs" if self.steps is None else f"{self.steps} steps"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
@@ -83,6 +88,7 @@ class Execution:
         recompute: store less for the backward, see `mn.recompute`. Not with `compile`, which decides that itself.
         parallel: how several ranks share the model: replicated ("ddp") or sharded ("fsdp").
         steps: stop after so many optimizer steps; None for the whole run.
+        minutes: save and stop after so many minutes of training; None for no limit.
         save_steps: steps between checkpoints within an epoch; None for checkpoints at the end of epochs and every ten
             minutes.
         evaluate_epochs: evaluate after every so many epochs, and after the last step.
@@ -97,6 +103,7 @@ class Execution:
     recompute: bool = False
     parallel: Literal["ddp", "fsdp"] = "ddp"
     steps: int | None = None
+    minutes: float | None = None
     save_steps: int | None = None
     evaluate_epochs: int = 1
     observe: int | None = None
@@ -106,6 +113,8 @@ class Execution:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.minutes is not None and not self.minutes > 0:
+            raise ValueError(f"minutes must be above 0, got {self.minutes}")
         if self.device is not None and not isinstance(self.device, torch.device):
             raise TypeError(f"device must be a torch.device, got {self.device!r}; write torch.device({self.device!r})")
         if self.compile and self.recompute:

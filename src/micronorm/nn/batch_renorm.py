@@ -1,11 +1,12 @@
 """Batch renormalization (Ioffe 2017)."""
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from micronorm.nn.inputs import check_eps, check_input, check_momentum
+from micronorm.nn.inputs import check_eps, check_input, check_micro_batch, check_momentum
 from micronorm.nn.recompute import write_once
 from micronorm.nn.running import RunningNorm
 from micronorm.nn.spec import NormSpec
@@ -57,6 +58,9 @@ class BatchRenorm(RunningNorm):
     are averaged, with σ_B biased; running_var holds σ² − eps, so that evaluation is batch normalization and state dicts
     of nn.BatchNorm2d load.
 
+    With `micro_batch=m` the N samples stand for ⌈N/m⌉ successive forwards of m samples, as in `GhostBatchNorm`: output,
+    gradients and running statistics are those of a loop over the micro-batches.
+
     A forward that activation checkpointing repeats reads the statistics as they stood before the layer last moved them:
     gradients are exact where each backward follows its own forward.
 
@@ -75,6 +79,7 @@ class BatchRenorm(RunningNorm):
         self,
         num_channels: int,
         *,
+        micro_batch: int | None = None,
         eps: float = 1e-5,
         momentum: float = 0.01,
         schedule: RenormSchedule = RenormSchedule(),  # noqa: B008 (frozen)
@@ -82,7 +87,9 @@ class BatchRenorm(RunningNorm):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_momentum(momentum, cumulative=False)
+        check_micro_batch(micro_batch)
         super().__init__(num_channels, eps=eps, momentum=momentum, device=device, dtype=dtype)
+        self.micro_batch = micro_batch
         self.schedule = schedule
         self.reset_parameters()
         for name, buffer in zip(("mean", "var", "batches"), self.running(), strict=True):
@@ -96,21 +103,31 @@ class BatchRenorm(RunningNorm):
         before = Running(self.before_mean, self.before_var, self.before_batches)
         for buffer, value in zip(before, self.running(), strict=True):
             write_once(buffer, value)
-        r_max, d_max = self.schedule.limits(before.batches)
+        count = 1 if self.micro_batch is None else max(1, math.ceil(x.shape[0] / self.micro_batch))
+        r_max, d_max = self.schedule.limits(before.batches + torch.arange(count, device=x.device))
         y, new = batch_renorm(
-            x, self.weight, self.bias, before, r_max=r_max, d_max=d_max, momentum=self.momentum, eps=self.eps
+            x,
+            self.weight,
+            self.bias,
+            before,
+            r_max=r_max,
+            d_max=d_max,
+            micro_batch=self.micro_batch,
+            momentum=self.momentum,
+            eps=self.eps,
         )
         self.move(new)
         return y
 
     def extra_repr(self) -> str:
         """The arguments, for print(module)."""
-        return f"{super().extra_repr()}, schedule={self.schedule}"
+        size = "" if self.micro_batch is None else f", micro_batch={self.micro_batch}"
+        return f"{super().extra_repr()}, schedule={self.schedule}{size}"
 
 
 @dataclass(frozen=True)
 class BRN(NormSpec):
-    """Batch renormalization; see `mn.nn.BatchRenorm`.
+    """Batch renormalization, see `mn.nn.BatchRenorm`; `micro_batch=m` treats a batch as successive batches of m.
 
     `schedule` says how far the correction may go at each step; the default is that of the paper's long training, 40,000
     steps, and shorter ones want one of their own.
@@ -123,12 +140,20 @@ class BRN(NormSpec):
     eps: float = 1e-5
     momentum: float = 0.01
     schedule: RenormSchedule = RenormSchedule()
+    micro_batch: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_micro_batch(self.micro_batch)
         check_eps(self.eps)
         check_momentum(self.momentum, cumulative=False)
 
     def __call__(self, num_channels: int, *, dims: int = 2) -> BatchRenorm:
         """A BatchRenorm, which takes any rank."""
-        return BatchRenorm(num_channels, eps=self.eps, momentum=self.momentum, schedule=self.schedule)
+        return BatchRenorm(
+            num_channels,
+            micro_batch=self.micro_batch,
+            eps=self.eps,
+            momentum=self.momentum,
+            schedule=self.schedule,
+        )

@@ -85,9 +85,10 @@ class SmallImageResNet(nn.Module):
 
 
 class SmallSegmenter(nn.Module):
-    """A small fully convolutional network: three blocks at full, half and quarter size, and a classifier after each.
+    """A small fully convolutional network, with a classifier after each block.
 
-    The coarser logits are enlarged and added to the finer ones, as in Long et al.'s FCN.
+    Every block but the first halves height and width. Coarser logits are enlarged and added to the finer ones, as in
+    Long et al.'s FCN.
 
     Args:
         widths: channels of each block.
@@ -156,7 +157,7 @@ _RESNEXT = {"groups": 32, "width_per_group": 4}
 
 NETWORKS: Mapping[str, Callable[..., nn.Module]] = {
     "digits": _digits,
-    "shapes": partial(SmallSegmenter, widths=(16, 32, 64)),
+    "shapes": partial(SmallSegmenter, widths=(16, 32, 64, 64)),
     "cifar-resnet20": partial(_cifar, 20),
     "cifar-resnet56": partial(_cifar, 56),
     "cifar-resnet110": partial(_cifar, 110),
@@ -167,6 +168,28 @@ NETWORKS: Mapping[str, Callable[..., nn.Module]] = {
     "resnext101-32x4d": partial(_torchvision, (3, 4, 23, 3), **_RESNEXT),
 }
 """By the name a recipe uses; each takes classes=."""
+
+
+def zero_last_norms(network: nn.Module) -> nn.Module:
+    """Start every residual block as its shortcut: set the weight of the block's last norm to 0, in place.
+
+    This is `zero_init_residual` of torchvision's ResNet, whose networks start so here already. Conversion carries it
+    over: GN starts with weight 0, BCN with a group affine of 0.
+
+    Raises:
+        ValueError: the network has no `BasicBlock`.
+
+    Example:
+        >>> network = zero_last_norms(build_network("digits", classes=10))
+        >>> network.stages[0][0].norm2.weight.count_nonzero()
+        tensor(0)
+    """
+    blocks = [module for module in network.modules() if isinstance(module, BasicBlock)]
+    if not blocks:
+        raise ValueError(f"{type(network).__name__} has no BasicBlock whose last norm could start at zero")
+    for block in blocks:
+        nn.init.zeros_(block.norm2.weight)
+    return network
 
 
 def build_network(name: str, *, classes: int) -> nn.Module:

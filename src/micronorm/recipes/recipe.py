@@ -11,7 +11,7 @@ from micronorm.convert import convert
 from micronorm.engine.settings import Settings
 from micronorm.nn import BN
 from micronorm.nn.spec import NormSpec, WeightSpec
-from micronorm.recipes.networks import NETWORKS, build_network
+from micronorm.recipes.networks import NETWORKS, build_network, zero_last_norms
 from micronorm.tasks import TASKS
 
 
@@ -31,7 +31,7 @@ DATA: Mapping[str, DataFacts] = {
     "digits": DataFacts("scikit-learn's digits", train=1297, test=500, classes=10, shape=(1, 8, 8)),
     "cifar10": DataFacts("CIFAR-10", train=50_000, test=10_000, classes=10, shape=(3, 32, 32)),
     "cifar100": DataFacts("CIFAR-100", train=50_000, test=10_000, classes=100, shape=(3, 32, 32)),
-    "shapes": DataFacts("generated shapes", train=512, test=128, classes=4, shape=(3, 32, 32)),
+    "shapes": DataFacts("generated shapes", train=2048, test=128, classes=4, shape=(3, 32, 32)),
     "imagenet": DataFacts("ImageNet", train=1_281_167, test=50_000, classes=1000, shape=(3, 224, 224)),
 }
 """By the name a recipe uses. Counts are those of the official releases, training and validation for ImageNet."""
@@ -57,6 +57,7 @@ class Recipe:
             computed at once follows from the settings' `unit` and `largest`.
         notes: what the paper leaves open here and what was chosen, a sentence each.
         unavailable: why the row cannot be run; None where it can.
+        zero_start: start the last norm of every residual block at zero, so that each block begins as its shortcut.
     """
 
     table: str
@@ -73,6 +74,7 @@ class Recipe:
     paper: Mapping[str, float] | None = None
     notes: tuple[str, ...] = ()
     unavailable: str | None = None
+    zero_start: bool = False
 
     def __post_init__(self) -> None:
         named = (("network", self.network, NETWORKS), ("data", self.data, DATA), ("task", self.task, TASKS))
@@ -101,6 +103,8 @@ class Recipe:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.random.default_generator.manual_seed(seed)  # not torch.manual_seed, which seeds every GPU too
             network = build_network(self.network, classes=self.classes)
+            if self.zero_start:
+                zero_last_norms(network)
         return self.equip(network)
 
     def equip(self, network: nn.Module) -> nn.Module:
@@ -132,6 +136,7 @@ class Recipe:
             "steps": settings.steps,
             "groups": repr(settings.groups) if settings.groups else None,
             "ema": settings.ema,
+            "zero_start": self.zero_start or None,
         }
         return {
             "network": self.network,

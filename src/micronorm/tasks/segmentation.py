@@ -134,7 +134,7 @@ def open_segmentation(
     size: int | None = None,
     classes: int | None = None,
 ) -> Segmentation:
-    """Open the segmentation task of a data set: "shapes", 512 training and 128 test images that are generated.
+    """Open the segmentation task of a data set: "shapes", 2,048 training and 128 test images that are generated.
 
     The arguments are those of `micronorm.tasks.open_task`. Generated images take neither files nor a size.
     """
@@ -144,5 +144,5 @@ def open_segmentation(
         raise ValueError("shapes are generated: leave --data, --download, --workers and --size out")
     if classes not in (None, len(CLASSES)):
         raise ValueError(f"shapes has {len(CLASSES)} classes, the model {classes} outputs")
-    train = ShapeSamples(512, seed=1, augment=True, device=device)
+    train = ShapeSamples(2048, seed=1, augment=True, device=device)
     return Segmentation(train, ShapeSamples(128, seed=2, device=device), names=CLASSES)
