@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import micronorm as mn
+from micronorm.convert import norm_act, register_block
 from tests.tolerances import assert_close_to_max
 
 SAMPLES = 24
@@ -50,6 +51,21 @@ class SmallResNet(nn.Module):
         x = self.block1(self.activation(self.norm(self.stem(x))))
         x = self.block2(self.activation(self.down_norm(self.down(x))))
         return self.head(x.mean((2, 3)))
+
+
+def fused_block(self: Block, x: Tensor) -> Tensor:
+    y = norm_act(self.norm1, self.conv1(x), self.activation)
+    return norm_act(self.norm2, self.conv2(y), self.activation, residual=x)
+
+
+def fused_network(self: SmallResNet, x: Tensor) -> Tensor:
+    x = self.block1(norm_act(self.norm, self.stem(x), self.activation))
+    x = self.block2(norm_act(self.down_norm, self.down(x), self.activation))
+    return self.head(x.mean((2, 3)))
+
+
+register_block(Block, fused_block, fuses={"norm1": "activation", "norm2": "add activation"})
+register_block(SmallResNet, fused_network, fuses={"norm": "activation", "down_norm": "activation"})
 
 
 def samples(dtype: torch.dtype = torch.float64, *, seed: int = 0, count: int = SAMPLES) -> tuple[Tensor, Tensor]:

@@ -161,7 +161,7 @@ def test_a_fused_model_is_seen_as_its_unfused_twin_is(spec):
     assert restore_forwards(twin) > 0
     x = torch.randn(3, 3, 32, 32)
     left, right = look(fused, [x]), look(twin, [x])
-    assert list(left) == list(right)
+    assert left.keys() == right.keys()  # fused blocks compute their shortcut before the last norm
     assert all(one.activation == "relu" for one in left.values())
     for name, one in left.items():
         assert one.figures() == right[name].figures()

@@ -10,7 +10,7 @@ from torch import nn
 
 import micronorm as mn
 from micronorm.nn import BatchChannelNorm, BatchChannelNormAct, ChannelsLast, NormAct, norm_act_layer
-from micronorm.nn.norm_act import takes_over
+from micronorm.nn.norm_act import can_fuse, norm_act
 from micronorm.nn.passive_hook import PassiveHook
 from tests.tolerances import assert_close_to_max, tolerance
 
@@ -237,7 +237,42 @@ def test_a_norm_with_a_passive_hook_stays_fused():
     layer(images(torch.float32))
     assert seen == ["relu"]
     other = norm.register_forward_hook(lambda module, args, output: None)
-    assert not takes_over(norm)
+    assert not can_fuse(norm)
     other.remove()
     handle.remove()
-    assert takes_over(norm)
+    assert can_fuse(norm)
+
+
+# --- the function ----------------------------------------------------------------------------------------------------
+
+RESIDUALS = {
+    "of the same kind": torch.randn(2, 4, 6, 6),
+    "a row": torch.randn(6),
+    "one number per channel": torch.randn(1, 4, 1, 1),
+    "wider": torch.randn(2, 4, 6, 6, dtype=torch.float64),
+    "integers": torch.arange(6),
+}
+
+
+@pytest.mark.parametrize("inplace", [False, True], ids=["sum", "in place"])
+@pytest.mark.parametrize("name", RESIDUALS)
+def test_norm_act_adds_as_torch_broadcasts_and_promotes(name, inplace):
+    norm, x, residual = BatchChannelNorm(4, 2).eval(), torch.randn(2, 4, 6, 6), RESIDUALS[name]
+    expected = norm(x)
+    if inplace:
+        expected += residual
+    else:
+        expected = expected + residual
+    actual = norm_act(norm, x, nn.ReLU(), residual=residual, inplace=inplace)
+    assert actual.dtype == expected.dtype
+    assert torch.equal(actual, expected.relu())
+
+
+@pytest.mark.parametrize("act", [nn.ReLU(), nn.LeakyReLU(0.3), nn.SiLU(), nn.GELU(), F.relu, F.silu, torch.tanh, None])
+def test_norm_act_computes_what_the_layers_compute(act):
+    x = torch.randn(2, 4, 6, 6)
+    for norm in (BatchChannelNorm(4, 2), nn.BatchNorm2d(4), nn.Identity()):
+        norm.eval()
+        for residual in (None, x):
+            y = norm(x) if residual is None else norm(x) + residual
+            assert torch.equal(norm_act(norm, x, act, residual=residual), y if act is None else act(y))

@@ -59,7 +59,10 @@ def both(x, window):
     )
 
 
-CASES = [(window, torch.float32) for window in WINDOWS] + [(WINDOWS[0], dtype) for dtype in DTYPES[::2] + DTYPES[3:]]
+CASES = [
+    *(pytest.param(window, torch.float32, marks=[pytest.mark.slow] * (i > 2)) for i, window in enumerate(WINDOWS)),
+    *((WINDOWS[0], dtype) for dtype in DTYPES[::2] + DTYPES[3:]),
+]
 
 
 @layouts
@@ -87,6 +90,7 @@ def test_infinities_and_what_is_no_number_go_torchs_way(device, poison, layout):
         assert_close_to_max(dx.cpu(), expected_dx, tol=tolerance("output", torch.float32))
 
 
+@pytest.mark.slow
 def test_the_largest_windows(device, poison):
     x = plane((1, 2, 9, 11), torch.float32, device, torch.channels_last)
     y, expected, dx, expected_dx = both(x, LARGEST)
@@ -94,6 +98,7 @@ def test_the_largest_windows(device, poison):
     assert_close_to_max(dx.cpu(), expected_dx, tol=tolerance("output", torch.float32))
 
 
+@pytest.mark.slow
 def test_any_layout_of_input_and_gradient_is_right(device):
     window = WINDOWS[0]
     turned = torch.randn(2, 5, 6, 3, device=device, dtype=torch.float64).permute(0, 3, 2, 1)
@@ -164,6 +169,7 @@ def test_batched_and_dual_gradients_go_by_operations_of_torch(device):
     assert_close_to_max(tangent, batched[0][1], tol=tolerance("output", torch.float64))
 
 
+@pytest.mark.slow
 @layouts
 def test_the_operators_pass_opcheck(device, layout):
     x = plane((1, 2, 4, 5), torch.float32, device, layout).requires_grad_()
@@ -174,6 +180,7 @@ def test_the_operators_pass_opcheck(device, layout):
     torch.library.opcheck(torch.ops.micronorm.max_pool2d_backward.default, args)
 
 
+@pytest.mark.slow
 @layouts
 def test_compiled_code_gets_the_same(device, layout):
     x = plane((1, 2, 4, 5), torch.float32, device, layout)

@@ -1,5 +1,4 @@
-"""Conversion of a model to BCN + WS: the plan with a reason for every layer, its application, the data flow it reads,
-fused forwards of known blocks, calibration, and checkpoints of other libraries.
+"""Convert a model to BCN + WS: the plan, its application, data flow, fused blocks, calibration, foreign checkpoints.
 
 The layers that conversion builds live in `micronorm.nn`; folding a converted model for inference in `micronorm.export`.
 """

@@ -102,7 +102,7 @@ def why_not_inside(made: nn.Module, norm: SourceNorm) -> tuple[str, ...]:
         return (f"{type(drop).__name__} stands between it and its activation",)
     if has_hooks(act):
         return (f"hooks look at the {type(act).__name__} inside its layer",)
-    return (f"no norm computes the {type(act).__name__} inside its layer",)
+    return (f"norms do not compute the {type(act).__name__} inside its layer",)
 
 
 def _carry_into_bcn(made: BatchChannelNorm, norm: SourceNorm) -> None:

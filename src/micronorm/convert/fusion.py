@@ -13,13 +13,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch.nn.functional as F
 from torch import nn
 
 from micronorm.convert.known_blocks import BLOCKS, Block, Forward, Fuses
 from micronorm.convert.surgery import has_own_forward
 from micronorm.nn.norm_act import fusible_activation, has_hooks
-from micronorm.ops.activation import ACTIVATIONS, Activation
+from micronorm.ops.activation import Activation
 
+_FUNCTIONS = {"relu": F.relu, "leaky_relu": F.leaky_relu, "silu": F.silu}
 _LAYER_NAMES = {"relu": "ReLU", "leaky_relu": "LeakyReLU", "silu": "SiLU"}
 
 
@@ -40,8 +42,8 @@ def register_block(
         forward: forward(self, …) with the arguments of the class's own method. It must compute the same, with calls of
             `norm_act(norm, x, act, residual=…)` in place of separate layers.
         fuses: for each norm, by its name in the module, what `norm_act` computes with it: the name of the activation
-            ("relu" for a function, or the attribute that holds the layer), "add", or "add" and the activation ("add
-            act2"). The plan reports it. A function of the module may return it where it depends on the module.
+            (the attribute that holds it, or "relu" for the function), "add", or "add" and the activation ("add act2").
+            The plan reports it. If it depends on the module, give a function of the module that returns it.
         method: the method to replace, if the norms are called in another one than `forward`.
 
     Example:
@@ -54,7 +56,7 @@ def register_block(
         ...     def forward(self, x):
         ...         return nn.functional.relu(self.norm(self.conv(x)) + x)
         >>> def fused(self, x):
-        ...     return norm_act(self.norm, self.conv(x), "relu", residual=x)
+        ...     return norm_act(self.norm, self.conv(x), nn.functional.relu, residual=x)
         >>> register_block(Residual, fused, fuses={"norm": "add relu"})
     """
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
@@ -115,7 +117,7 @@ class _Tail(NamedTuple):
     """What follows a norm: an addition, an activation, or both."""
 
     add: bool
-    act: nn.Module | str | None
+    act: Callable[..., Any] | None
 
 
 def find_fusions(model: nn.Module, norms: Collection[nn.Module]) -> Fusions:
@@ -177,11 +179,14 @@ def _tails(module: nn.Module, block: Block) -> dict[nn.Module, _Tail]:
     for name, following in fuses.items():
         words = following.split()
         add = words[0] == "add"
-        act = " ".join(words[1:] if add else words) or None
-        if act is not None and act not in modules and act not in ACTIVATIONS:
-            raise ValueError(f"{type(module).__name__}: {following!r} names neither a layer nor one of {ACTIVATIONS}")
+        act = " ".join(words[1:] if add else words)
+        found = modules.get(act) or getattr(module, act, None) or _FUNCTIONS.get(act) if act else None
+        if act and found is None:
+            raise ValueError(
+                f"{type(module).__name__}: {following!r} names no attribute of the block and none of {list(_FUNCTIONS)}"
+            )
         if name in modules:
-            tails[modules[name]] = _Tail(add, modules.get(act, act) if act is not None else None)
+            tails[modules[name]] = _Tail(add, found)
     return tails
 
 
@@ -195,8 +200,9 @@ def _why_unfused(norm: nn.Module, tail: _Tail | None, caller: str) -> str:
         return "it has an activation of its own"
     if tail.add or fusible_activation(tail.act) is not None:
         return ""
-    act = type(tail.act).__name__
-    hooked = isinstance(tail.act, nn.Module) and has_hooks(tail.act)
+    if not isinstance(tail.act, nn.Module):
+        return f"{getattr(tail.act, '__name__', tail.act)} follows it, which norms do not compute"
+    act, hooked = type(tail.act).__name__, has_hooks(tail.act)
     return f"the {act} after it has hooks" if hooked else f"{act} follows it, which norms do not compute"
 
 

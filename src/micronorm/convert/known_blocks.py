@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from micronorm.nn.norm_act import can_fuse, fusible_activation, has_hooks, norm_act
@@ -58,18 +59,16 @@ def _sequential_fuses(module: nn.Module) -> Fuses:
     return {name: following for name, following in pairwise(names) if module._modules[following] is not None}
 
 
-def _chain(*names: str, function: str | None = None) -> tuple[Callable[..., Any], Fuses]:
-    """Return the forward that calls these children in order, and what it fuses: the second with what follows it.
+def _chain(*names: str) -> tuple[Forward, Fuses]:
+    """Return the forward that calls these children in order, and what it fuses: the second with the third.
 
     Args:
-        names: a layer, its norm, the activation layer if the block has one, and the layers after it.
-        function: the activation function, for a block without an activation layer.
+        names: a layer, its norm, its activation, and the layers after it. "relu" is the function.
     """
-    first, norm, *rest = names
-    act = function or rest.pop(0)
+    first, norm, act, *rest = names
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        x = norm_act(getattr(self, norm), getattr(self, first)(x), function or getattr(self, act))
+        x = norm_act(getattr(self, norm), getattr(self, first)(x), F.relu if act == "relu" else getattr(self, act))
         for name in rest:
             x = getattr(self, name)(x)
         return x
@@ -206,6 +205,30 @@ def _senet_basic(self: Any, x: Tensor) -> Tensor:
     return self.relu(self.se_module(out) + shortcut)
 
 
+def _resnest_bottleneck(self: Any, x: Tensor) -> Tensor:
+    out = norm_act(self.bn1, self.conv1(x), self.act1)
+    out = out if self.avd_first is None else self.avd_first(out)
+    out = _norm_drop_act(self.bn2, self.conv2(out), self.drop_block, self.act2)
+    out = out if self.avd_last is None else self.avd_last(out)
+    out = self.conv3(out)
+    dropped = x if self.drop_path is None else self.drop_path(x)
+    shortcut = x if self.downsample is None else self.downsample(dropped)
+    return norm_act(self.bn3, out, self.act3, residual=shortcut, inplace=True)
+
+
+def _split_attention(self: Any, x: Tensor) -> Tensor:
+    x = _norm_drop_act(self.bn0, self.conv(x), self.drop, self.act0)
+    n, channels, height, width = x.shape
+    split = (n, self.radix, channels // self.radix)
+    if self.radix > 1:
+        x = x.reshape(*split, height, width)
+    pooled = (x.sum(dim=1) if self.radix > 1 else x).mean((2, 3), keepdim=True)
+    attention = self.fc2(norm_act(self.bn1, self.fc1(pooled), self.act1))
+    attention = self.rsoftmax(attention).view(n, -1, 1, 1)
+    out = (x * attention.reshape(*split, 1, 1)).sum(dim=1) if self.radix > 1 else x * attention
+    return out.contiguous()
+
+
 # --- whole networks: the norm of their stem --------------------------------------------------------------------------
 
 
@@ -228,11 +251,21 @@ def _timm_resnet(self: Any, x: Tensor) -> Tensor:
 _BASIC = {"bn1": "relu", "bn2": "add relu"}
 _BOTTLENECK = {"bn1": "relu", "bn2": "relu", "bn3": "add relu"}
 _BOTH_RELU = {"bn1": "relu", "bn2": "relu"}
-_CONV_BN_RELU = _chain("conv", "bn", function="relu")
+_CONV_BN_RELU = _chain("conv", "bn", "relu")
+_CONV_ATTENTION = _chain("group_conv3x3", "norm", "act", "projection")
 
 
 def _dla_root_fuses(self: Any) -> Fuses:
     return {"bn": "add relu" if self.shortcut else "relu"}
+
+
+def _resnest_fuses(self: Any) -> Fuses:
+    second = {"bn2": "act2"} if _does_nothing(self.drop_block) else {}
+    return {"bn1": "act1"} | second | {"bn3": "add act3"}
+
+
+def _split_attention_fuses(self: Any) -> Fuses:
+    return ({"bn0": "act0"} if _does_nothing(self.drop) else {}) | {"bn1": "act1"}
 
 
 BLOCKS: dict[type | str, Block] = {
@@ -250,10 +283,14 @@ BLOCKS: dict[type | str, Block] = {
     "timm.models.dla.DlaBottleneck": Block(_dla_bottleneck, _BOTTLENECK, source="3de1558339f9"),
     "timm.models.dla.DlaBottle2neck": Block(_dla_res2net, _res2net_fuses, source="333c8b92de28"),
     "timm.models.dla.DlaRoot": Block(_dla_root, _dla_root_fuses, source="27328a2d595d"),
+    "timm.models.resnest.ResNestBottleneck": Block(_resnest_bottleneck, _resnest_fuses, source="9ac1e57434a7"),
+    "timm.layers.split_attn.SplitAttn": Block(_split_attention, _split_attention_fuses, source="f9b0624e38be"),
     "timm.models.senet.Bottleneck": Block(_senet_bottleneck, _BOTH_RELU, source="5ed40b5c4041"),
     "timm.models.senet.SEResNetBlock": Block(_senet_basic, _BOTH_RELU, source="cf2b21e664c8"),
     "timm.models.hgnet.ConvBNAct": Block(*_chain("conv", "bn", "act", "lab"), source="d4c548fc3679"),
     "timm.models.nextvit.ConvNormAct": Block(*_chain("conv", "norm", "act"), source="17a099fd02cd"),
-    "timm.models.nextvit.ConvAttention": Block(*_chain("group_conv3x3", "norm", "act", "projection"), source="384b35c7fbb7"),
+    "timm.models.nextvit.ConvAttention": Block(
+        *_chain("group_conv3x3", "norm", "act", "projection"), source="384b35c7fbb7"
+    ),
 }
 """The known blocks, by class or, for libraries that may not be installed, by the class's full name."""

@@ -58,7 +58,7 @@ def _is_supported(x: Tensor, window: Window) -> bool:
 def _window(pool: Any) -> Window | None:
     """Return the windows of an nn.MaxPool2d, or None if the kernels do not support them."""
     kernel, padding, dilation = (_pair(size) for size in (pool.kernel_size, pool.padding, pool.dilation))
-    stride = kernel if pool.stride in ([], ()) else _pair(pool.stride)
+    stride = kernel if isinstance(pool.stride, list | tuple) and not pool.stride else _pair(pool.stride)
     if kernel is None or stride is None or padding is None or dilation != (1, 1) or pool.return_indices:
         return None
     # torch raises an error for other sizes and paddings.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -21,11 +22,13 @@ Act = type[nn.Module] | Callable[..., nn.Module]
 FUSIBLE: tuple[type[nn.Module], ...] = (BatchChannelNorm, GroupNorm, InstanceNorm)
 """Norms whose forward takes `residual=` and `activation=`. Subclasses do not count: they may have another forward."""
 
+_FUNCTIONS: dict[Any, str] = {F.relu: "relu", torch.relu: "relu", F.leaky_relu: "leaky_relu", F.silu: "silu"}
+
 
 def norm_act(
     norm: nn.Module,
     x: Tensor,
-    act: Callable[[Tensor], Tensor] | str | None = None,
+    act: Callable[[Tensor], Tensor] | None = None,
     *,
     residual: Tensor | None = None,
     inplace: bool = False,
@@ -38,7 +41,7 @@ def norm_act(
     Args:
         norm: the normalization layer.
         x: its input, N×C×….
-        act: the activation layer or function, or a name that stands for a function: "relu", "leaky_relu", "silu".
+        act: the activation: a layer, or a function such as `torch.nn.functional.relu`.
         residual: the tensor that is added to norm(x) before the activation.
         inplace: add with `+=`, so that the sum has the dtype of norm(x).
 
@@ -50,7 +53,7 @@ def norm_act(
     activation = fusible_activation(act)
     if activation is None or (residual is not None and not activation.knows_its_sign):
         y = norm_act(norm, x, residual=residual, inplace=inplace)
-        return act(y) if callable(act) else Activation(act)(y)
+        return y if act is None else act(y)
     # torch.fx traces with symbolic inputs, which are not tensors; it must see each layer.
     if isinstance(x, Tensor) and can_fuse(norm) and (residual is None or _is_like(residual, x)):
         if residual is None and activation.kind is None:
@@ -61,7 +64,7 @@ def norm_act(
         y += residual
     elif residual is not None:
         y = y + residual
-    return act(y) if callable(act) else activation(y)
+    return y if act is None else act(y)
 
 
 def _is_like(residual: Any, x: Tensor) -> bool:
@@ -95,20 +98,23 @@ def can_fuse(norm: nn.Module) -> bool:
     return not has_hooks(norm) and not _has_any_global_hook()
 
 
-def fusible_activation(act: Callable[[Tensor], Tensor] | str | None) -> Activation | None:
+def fusible_activation(act: Callable[[Tensor], Tensor] | None) -> Activation | None:
     """Return the activation that a norm can compute in place of `act`, or None if it cannot.
 
     Example:
-        >>> fusible_activation(nn.SiLU())
-        Activation(kind='silu', slope=0.01)
+        >>> fusible_activation(nn.SiLU()), fusible_activation(torch.tanh)
+        (Activation(kind='silu', slope=0.01), None)
     """
-    if act is None or isinstance(act, str):
-        return Activation(act)
-    if not isinstance(act, nn.Module) or has_hooks(act) or "forward" in act.__dict__:
+    if act is None:
+        return Activation()
+    if not isinstance(act, nn.Module):
+        kind = _FUNCTIONS.get(act)
+    elif has_hooks(act) or "forward" in act.__dict__:
         return None
-    if type(act) is nn.LeakyReLU:
+    elif type(act) is nn.LeakyReLU:
         return Activation("leaky_relu", act.negative_slope)
-    kind = {nn.ReLU: "relu", nn.SiLU: "silu"}.get(type(act))
+    else:
+        kind = {nn.ReLU: "relu", nn.SiLU: "silu"}.get(type(act))
     return None if kind is None else Activation(kind)
 
 

@@ -1,4 +1,7 @@
-"""Max-pooling over the plane, whose backward needs one byte per output and nothing of the input."""
+"""Max-pooling over the plane by Triton kernels; the backward needs one byte per output and nothing of the input.
+
+`micronorm.convert.pooling` decides which layers use it.
+"""
 
 from micronorm.ops.pool.operators import MAX_WINDOW, Window, max_pool2d
 

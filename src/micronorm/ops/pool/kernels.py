@@ -1,7 +1,7 @@
-"""The Triton kernels of max-pooling, imported on first use only, since it imports triton.
+"""The Triton kernels of max-pooling. Import this module on first use only: it imports triton.
 
-A plane is H×W×C in memory: an image in channels_last, one channel of it (C = 1) otherwise. A program computes part of
-one row, so that it divides once; what is left to divide per element is by C, a constant.
+A plane is H×W×C in memory: an image in channels_last, otherwise one channel of it (C = 1). A program computes part of
+one row, so that it divides by sizes once; per element it divides by C, a constant.
 """
 
 # Triton's language has Python's grammar, not its types.
@@ -12,14 +12,14 @@ import triton
 import triton.language as tl
 
 WIDE = {torch.float32: tl.float32, torch.float64: tl.float64}
-"""What is computed in, as Triton calls it."""
+"""Triton's name of each dtype to compute in."""
 
 
 @triton.jit
 def max_pool_forward(
-    x,
-    y,
-    places,
+    x,  # planes × height × width × C
+    y,  # planes × out_height × out_width × C
+    places,  # as y
     height,
     width,
     out_height,
@@ -35,7 +35,7 @@ def max_pool_forward(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The largest of each window, and where in the window it stands: KW·row + column, the first of equals."""
+    """Store the largest element of each window, and its place in the window: KW·row + column, the first of equals."""
     line = (tl.program_id(0) // blocks).to(tl.int64)
     oh = (line % out_height).to(tl.int32)
     e = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -60,9 +60,9 @@ def max_pool_forward(
 
 @triton.jit
 def max_pool_backward(
-    grad,
-    places,
-    dx,
+    grad,  # planes × out_height × out_width × C
+    places,  # as grad
+    dx,  # planes × height × width × C
     height,
     width,
     out_height,
@@ -78,7 +78,7 @@ def max_pool_backward(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Every element of x gathers the gradients of the windows it was the largest of, in one order.
+    """For every element of x, sum the gradients of the windows of which it was the largest, in one order.
 
     A program computes cells of SH×SW elements, from row a·SH − PH and column b·SW − PW on. Windows a − u, b − v reach
     them, and which of the windows' places an element has does not depend on a and b.
