@@ -125,7 +125,19 @@ def test_a_damaged_run_is_told_of_and_left_out(tmp_path):
 def test_without_a_table_the_tables_are_listed():
     result = run()
     assert result.exit_code == 0
-    for name in ("abl", "imagenet_ws", "cwn", "ind_abl", "resnext", "imagenet", "cifar1", "cifar2", "quick", "digits"):
+    for name in (
+        "abl",
+        "imagenet_ws",
+        "cwn",
+        "ind_abl",
+        "resnext",
+        "imagenet",
+        "cifar1",
+        "cifar2",
+        "quick",
+        "micro_batch",
+        "digits",
+    ):
         assert f" {name} " in result.output
     listed = rows()
     assert listed[0]["table"] == "abl"

@@ -74,6 +74,7 @@ PAPER: dict[str, dict[str, tuple[float, ...]]] = {
         "micro-bcn-ws": (5.43,),
     },
     "quick": {},
+    "micro_batch": {},
     "digits": {},
 }
 OURS = {
@@ -86,6 +87,10 @@ OURS = {
     },
     "cifar2": {"micro-bcn-ws-step"},
     "quick": {f"{network}-{method}" for network in ("rn20", "rn56") for method in ("bn", "gn", "gn-ws", "bcn-ws")},
+    "micro_batch": {
+        *(f"{method}-{2**k}" for method in ("bn", "brn") for k in range(8)),
+        *("gn", "gn-ws", "bcn-ws"),
+    },
     "digits": {"bn-64", "bn", "gn", "gn-ws", "bcn-ws"},
 }
 ALL = [recipe for table in recipes.tables().values() for recipe in table.rows]
