@@ -55,7 +55,7 @@ def few(monkeypatch):
 @pytest.fixture
 def tiny_grid(monkeypatch):
     monkeypatch.setattr(dist, "SIGMA_MEAN", (0.0, 1.0))
-    monkeypatch.setattr(dist, "SIGMA_STD", (0.0, 0.6))
+    monkeypatch.setattr(dist, "SIGMA_STD", (0.6,))
     monkeypatch.setattr(dist, "SEEDS", 2)
 
 
@@ -70,12 +70,12 @@ def test_every_cell_and_seed_has_an_accuracy_and_an_interrupted_grid_continues(t
     whole = measured("fig:dist", tmp_path / "whole", epochs=1)
     cells = whole["numbers"]["cells"]
     assert {(c["sigma_mean"], c["sigma_std"], c["seed"]) for c in cells} == {
-        (m, s, seed) for m in (0.0, 1.0) for s in (0.0, 0.6) for seed in (0, 1)
+        (m, 0.6, seed) for m in (0.0, 1.0) for seed in (0, 1)
     }
     assert all(0 <= cell["accuracy"] <= 100 for cell in cells)
     assert whole["settings"]["training"]["epochs"] == 1
     with pytest.raises(KeyboardInterrupt):
-        measured("fig:dist", tmp_path, epochs=1, listener=Impatient(13))  # two steps each: in the seventh network
+        measured("fig:dist", tmp_path, epochs=1, listener=Impatient(5))  # two steps each: in the third network
     rest = Impatient(10**6)
     assert measured("fig:dist", tmp_path, epochs=1, listener=rest)["numbers"] == whole["numbers"]
     assert 10**6 - rest.left == 4  # two networks were missing
@@ -94,7 +94,7 @@ def test_a_network_that_diverges_has_accuracy_0(tmp_path, monkeypatch):
     monkeypatch.setattr(dist, "build", broken)
     monkeypatch.setattr(dist, "SEEDS", 1)
     cells = measured("fig:dist", tmp_path, epochs=1)["numbers"]["cells"]
-    assert [cell["accuracy"] == 0 for cell in cells] == [False, False, False, True]
+    assert [cell["accuracy"] == 0 for cell in cells] == [False, True]
 
 
 @pytest.mark.parametrize("module, name", [(stat_diff, "fig:stat_diff"), (mean_div, "fig:mean_div")])
