@@ -44,10 +44,8 @@ ALLOWED: Mapping[str, frozenset[str] | None] = {
     "engine": frozenset({"ops", "nn", "convert", "commit", "records"}),
     "data": frozenset({"ops"}),  # keyed random numbers, for augmentation
     "tasks": frozenset({"ops", "data"}),
-    # the networks (nn, convert), what a figure measures (diagnostics, bench), how pictures are drawn (report)
-    "recipes": frozenset(
-        {"ops", "nn", "convert", "data", "tasks", "engine", "records", "diagnostics", "bench", "report"}
-    ),
+    # the networks (nn, convert), what a figure measures (diagnostics), how pictures are drawn (report)
+    "recipes": frozenset({"ops", "nn", "convert", "data", "tasks", "engine", "records", "diagnostics", "report"}),
 }
 
 # Rooms that import the standard library and nothing else: they can be read on a machine without torch.
