@@ -17,7 +17,7 @@ from torch import nn
 
 import micronorm as mn
 from micronorm.convert import pool_by_kernel
-from micronorm.nn.sharing import SharedWeights
+from micronorm.nn.per_step.shared_weights import SharedWeights
 from micronorm.recipes.networks import build_network
 
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from micronorm import records
+from micronorm.commit.snapshot import RandomState
 from micronorm.data.memory import MemorySamples
 from micronorm.engine import journal, loop
 from micronorm.engine.checkpoint import CheckpointError, checkpoints, newest
 from micronorm.engine.optimization import SGD, AdamW
 from micronorm.engine.parallel import OneRank
-from micronorm.engine.savepoint import RandomState
 from micronorm.engine.state import load_rest_of_state, rest_of_state
 from tests.engine.tasks import Toy, make_step
 from tests.engine.tiny import STEPS, Heard, Noise, contents, run, tiny_model

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from micronorm.engine.step import Step
+from micronorm.ops.private_api import foreach_add_, foreach_copy_, foreach_mul_
 
 
 class MovingAverage:
@@ -35,7 +36,9 @@ class MovingAverage:
         """Move the average towards the present values; after each step, outside a captured graph."""
         averages, values = self._local()
         floating = [k for k, value in enumerate(values) if value.is_floating_point()]
-        torch._foreach_lerp_([averages[k] for k in floating], [values[k] for k in floating], 1 - self.decay)
+        moved = [averages[k] for k in floating]
+        foreach_mul_(moved, self.decay)
+        foreach_add_(moved, [values[k] for k in floating], alpha=1 - self.decay)
         for average, value in zip(averages, values, strict=True):
             if not value.is_floating_point():
                 average.copy_(value)
@@ -50,12 +53,12 @@ class MovingAverage:
         averages, values = self._local()
         kept = [value.clone() for value in values]
         with torch.no_grad():
-            torch._foreach_copy_(values, averages)
+            foreach_copy_(values, averages)
         try:
             yield
         finally:
             with torch.no_grad():
-                torch._foreach_copy_(values, kept)
+                foreach_copy_(values, kept)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the averages by name, whole, on the CPU. Collective if the model is sharded."""

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import torch
 
+from micronorm.commit.snapshot import RandomState
 from micronorm.engine.microbatch import is_out_of_memory, release_memory
 from micronorm.engine.parallel import NO_REQUESTS, AttemptStatus, ShardedRanks
-from micronorm.engine.savepoint import RandomState
 from micronorm.engine.step import HALF, Step, StepFailed
 from micronorm.engine.task import Score, check_score
 

@@ -4,13 +4,13 @@ Warm-up and capture take real steps and undo them: parameters, optimizer state, 
 restored to the bit.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from micronorm.engine.parallel import NO_REQUESTS, Requests
-from micronorm.engine.savepoint import optimizer_tensors
 from micronorm.engine.step import Step, StepInputs, StepResult
 
 WARM_UP = 3  # steps until the allocator, cuDNN's choice of algorithms and the optimizer's lazy state have settled
@@ -93,14 +93,20 @@ class _Snapshot:
     def __init__(self, step: Step) -> None:
         self.step = step
         step.savepoint.take()
-        self.tensors: list[Tensor] = [*step.model.parameters(), *optimizer_tensors(step.optimizer)]
+        self.tensors: list[Tensor] = [*step.model.parameters(), *_optimizer_tensors(step.optimizer)]
         self.copies = [tensor.detach().clone() for tensor in self.tensors]
 
     @torch.no_grad()
     def restore(self) -> None:
         known = {id(tensor): copy for tensor, copy in zip(self.tensors, self.copies, strict=True)}
-        now: list[Any] = [*self.step.model.parameters(), *optimizer_tensors(self.step.optimizer)]
+        now: list[Any] = [*self.step.model.parameters(), *_optimizer_tensors(self.step.optimizer)]
         for tensor in now:
             # State that the optimizer created meanwhile starts at zero, as momenta, moments and step counters do.
             tensor.copy_(known[id(tensor)]) if id(tensor) in known else tensor.zero_()
         self.step.savepoint.restore()
+
+
+def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Yield the tensors of an optimizer's state, such as its momentum."""
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from micronorm.commit.snapshot import RandomState
 from micronorm.engine.checkpoint import digest
 from micronorm.engine.dropout import describe_randomness, key_dropout
 from micronorm.engine.ema import MovingAverage
@@ -27,14 +28,13 @@ from micronorm.engine.meter import Meter
 from micronorm.engine.microbatch import MicroBatch
 from micronorm.engine.optimization import build_optimizer
 from micronorm.engine.parallel import Requests, ShardedRanks, open_ranks
-from micronorm.engine.savepoint import RandomState
 from micronorm.engine.settings import Execution, Outcome, Settings, describe
 from micronorm.engine.signals import Signals
 from micronorm.engine.state import rest_of_state, whole_state
 from micronorm.engine.step import ShardOutOfMemory, Step, StepInputs
 from micronorm.engine.task import Share, Task, check_task
 from micronorm.engine.trial import check_loss_is_a_sum, choose_micro_batch
-from micronorm.nn.rematerialize.handle import Recomputation, recompute
+from micronorm.nn.per_step.recompute import Recomputation, recompute
 from micronorm.ops.keyed import permutation, sample_keys
 
 

@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from micronorm.commit.snapshot import Snapshot
 from micronorm.commit.transaction import Transaction
 from micronorm.engine.listener import Observation
 from micronorm.engine.microbatch import MicroBatch, is_out_of_memory, release_memory
 from micronorm.engine.parallel import NO_REQUESTS, AttemptStatus, OneRank, Requests, ShardedRanks
-from micronorm.engine.savepoint import Savepoint
 from micronorm.engine.task import Batch, Task, check_batch, check_loss
-from micronorm.nn.keyed_dropout import dropout_keys
-from micronorm.nn.sharing import SharedWeights
+from micronorm.nn.per_step.keyed_dropout import dropout_keys
+from micronorm.nn.per_step.shared_weights import SharedWeights
+from micronorm.ops.private_api import foreach_copy_, foreach_div_
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -93,7 +94,7 @@ class Step:
         # A step may take as many forwards as it has samples, and float16 may skip steps until its scale is halved
         # down to nothing. Only more forwards than that are a fault.
         self.transaction = Transaction(model, optimizer, max_forwards=32 * step_batch + 1024)
-        self.savepoint = Savepoint(model, self.transaction, self.device)
+        self.savepoint = Snapshot(model)  # allocates now: a step that ran out of memory could not
         # A shard is gathered for its forward only: no whole weight exists between micro-batches.
         self.weights = None if isinstance(parallel, ShardedRanks) else SharedWeights(model)
         # Losses are sums over samples, so the usual scale is divided by the count.
@@ -220,7 +221,7 @@ class Step:
         with self.parallel.accumulating(last=last), self.transaction.paused(), unseen, self.computing(inputs.keys[:1]):
             (self.task.loss(self.model, part).sum * 0).backward()
         with torch.no_grad():
-            torch._foreach_copy_(list(self.model.buffers()), buffers)
+            foreach_copy_(list(self.model.buffers()), buffers)
 
     def apply(self, sums: Tensor) -> None:
         """Divide the gradients once and step; the optimizer commits the statistics. `sums` are totals over ranks."""
@@ -229,7 +230,7 @@ class Step:
             self.scaler.unscale_(self.optimizer)
         if gradients:
             count = sums[self.names.index("count")] / self.parallel.world  # reduced gradients are means over ranks
-            torch._foreach_div_(gradients, torch.where(count > 0, count, 1.0).to(gradients[0].dtype))
+            foreach_div_(gradients, torch.where(count > 0, count, 1.0).to(gradients[0].dtype))
         self.scaler.step(self.optimizer)
         self.scaler.update()
 

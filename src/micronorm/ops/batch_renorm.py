@@ -28,7 +28,7 @@ def batch_renorm(
     y = weight·((x − μ_B)/σ_B·r + d) + bias, with σ = sqrt(var + eps) throughout. r = clip(σ_B/σ, 1/r_max, r_max) and
     d = clip((μ_B − μ)/σ, −d_max, d_max) carry no gradient; μ and σ are the running values before the micro-batch. Then
     μ += α(μ_B − μ) and σ += α(σ_B − σ): as in the paper it is σ that moves, by the biased σ_B. `running.var` holds
-    σ² − eps, so that inference is plain batch normalization. An empty batch moves nothing.
+    σ² − eps, so that inference is plain batch normalization. An empty batch changes nothing.
 
     Args:
         x: N×C×….

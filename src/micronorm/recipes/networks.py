@@ -86,6 +86,20 @@ class SmallImageResNet(nn.Module):
         return self.classifier(y.mean((2, 3)))
 
 
+def _fused_block(self: BasicBlock, x: Tensor) -> Tensor:
+    y = norm_act(self.norm1, self.conv1(x), F.relu)
+    return norm_act(self.norm2, self.conv2(y), F.relu, residual=self.shortcut(x))
+
+
+def _fused_network(self: SmallImageResNet, x: Tensor) -> Tensor:
+    y = self.stages(norm_act(self.norm, self.conv(x), F.relu))
+    return self.classifier(y.mean((2, 3)))
+
+
+register_block(BasicBlock, _fused_block, fuses={"norm1": "relu", "norm2": "add relu"})
+register_block(SmallImageResNet, _fused_network, fuses={"norm": "relu"})
+
+
 class SmallSegmenter(nn.Module):
     """A small fully convolutional network, with a classifier after each block.
 
@@ -114,20 +128,6 @@ class SmallSegmenter(nn.Module):
         for y, classifier in zip(features[-2::-1], list(self.classifiers)[-2::-1], strict=True):
             logits = F.interpolate(logits, y.shape[2:], mode="bilinear") + classifier(y)
         return logits
-
-
-def _fused_block(self: BasicBlock, x: Tensor) -> Tensor:
-    y = norm_act(self.norm1, self.conv1(x), F.relu)
-    return norm_act(self.norm2, self.conv2(y), F.relu, residual=self.shortcut(x))
-
-
-def _fused_network(self: SmallImageResNet, x: Tensor) -> Tensor:
-    y = self.stages(norm_act(self.norm, self.conv(x), F.relu))
-    return self.classifier(y.mean((2, 3)))
-
-
-register_block(BasicBlock, _fused_block, fuses={"norm1": "relu", "norm2": "add relu"})
-register_block(SmallImageResNet, _fused_network, fuses={"norm": "relu"})
 
 
 def _cifar(depth: int, *, classes: int) -> nn.Module:

@@ -10,7 +10,7 @@ from torch import nn
 
 from micronorm.diagnostics.lipschitz import gradient_shares
 from micronorm.nn import WS
-from micronorm.nn.sharing import SharedWeights
+from micronorm.nn.per_step.shared_weights import SharedWeights
 from micronorm.ops.keyed import permutation
 from micronorm.recipes.figures.figure import Figure, Measurement, add_caption, add_title
 from micronorm.recipes.figures.methods import (

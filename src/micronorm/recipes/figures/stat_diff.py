@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from micronorm.diagnostics.statdiff import stat_diff
+from micronorm.diagnostics.channels import stat_diff
 from micronorm.nn import LN, WS
 from micronorm.recipes.figures.figure import Figure, Measurement, add_caption, add_title
 from micronorm.recipes.figures.methods import (
