@@ -86,9 +86,7 @@ def test_a_fault_in_a_list_with_thousands_of_rows_per_image_is_found():
 
 
 @pytest.mark.parametrize("weight", [mn.WS(), mn.WN(), mn.CWN()])
-@pytest.mark.parametrize(
-    "norm", [mn.BCN(), mn.GN(), mn.LN(), mn.SN(), mn.BRN(), mn.FRN(), mn.EvoNormS0()]
-)
+@pytest.mark.parametrize("norm", [mn.BCN(), mn.GN(), mn.LN(), mn.SN(), mn.BRN(), mn.FRN(), mn.EvoNormS0()])
 def test_no_two_parameters_of_our_layers_share_a_gradient(norm, weight):
     model = SmallResNet(norm, weight)
     summed(model, images())[0].backward()

@@ -122,9 +122,9 @@ class Snapshot:
 def preserved(model: nn.Module, *, parameters: bool = True) -> Iterator[Snapshot]:
     """Restore parameters, buffers, windows and random states when the block ends, also after an exception.
 
-    Without `parameters`, the block must not change the parameters. A forward that ran before the block can still run its
-    backward after it, because parameters and buffers keep their version counters. A graph made inside the block must
-    not be used after it.
+    Without `parameters`, the block must not change the parameters. A forward that ran before the block can still run
+    its backward after it, because parameters and buffers keep their version counters. A graph made inside the block
+    must not be used after it.
 
     Example:
         >>> norm = nn.BatchNorm1d(3)

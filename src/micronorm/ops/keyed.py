@@ -1,8 +1,9 @@
 """Random numbers that are functions of a key, not of how many were drawn before.
 
-Random choices for a sample (its place in the epoch, its crop, its dropout mask) depend only on the run's seed, the epoch
-and the sample's index. No cut into micro-batches, ranks or workers can then change them. The generator is SplitMix64, a
-fixed bijection of 64-bit words, in torch's wrapping int64 arithmetic: it gives the same bits on every device.
+Random choices for a sample (its place in the epoch, its crop, its dropout mask) depend only on the run's seed, the
+epoch and the sample's index. No cut into micro-batches, ranks or workers can then change them. The generator is
+SplitMix64, a fixed bijection of 64-bit words, in torch's wrapping int64 arithmetic: it gives the same bits on every
+device.
 """
 
 import torch
