@@ -18,11 +18,9 @@ and Triton 3.6.
 | `fast_apply` | `apply` of the base class of `torch.autograd.Function` | the public `apply` |
 | `DropoutNd`, `BatchNormBase`, `InstanceNormBase` | `_DropoutNd`, … in `torch.nn.modules` | ImportError |
 | `has_any_global_hook` | `torch.nn.modules.module._has_any_global_hook` | ImportError that names it |
-| `SyncBatchNorm` | `torch.nn.modules._functions` | ImportError |
 | `TorchDispatchMode` | `torch.utils._python_dispatch` | ImportError |
 | `tree_leaves`, `tree_map` | `torch.utils._pytree` | ImportError |
 | `foreach_add_`, `foreach_copy_`, `foreach_div_`, `foreach_mul_`, `foreach_norm` | `torch._foreach_*` | ImportError |
-| `batch_norm_impl_index` | `torch._batch_norm_impl_index` | ImportError that names it |
 | `current_stream` | `torch._C._cuda_getCurrentRawStream` | `torch.cuda.current_stream` |
 | `current_device` | `torch._C._cuda_getDevice` | `torch.cuda.current_device` |
 | `launch_hook_check`, `compiled_launcher` | Triton's launch hooks and compiled kernels | Triton's public launch |
@@ -36,7 +34,6 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
-from torch.nn.modules._functions import SyncBatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -45,9 +42,7 @@ __all__ = [
     "BatchNormBase",
     "DropoutNd",
     "InstanceNormBase",
-    "SyncBatchNorm",
     "TorchDispatchMode",
-    "batch_norm_impl_index",
     "compiled_launcher",
     "current_device",
     "current_stream",
@@ -138,14 +133,13 @@ BatchNormBase = _required(torch.nn.modules.batchnorm, "_BatchNorm")
 InstanceNormBase = _required(torch.nn.modules.instancenorm, "_InstanceNorm")
 has_any_global_hook = _required(torch.nn.modules.module, "_has_any_global_hook")
 
-# --- operations on lists of tensors, and which batch normalization torch would take -----------------------------------
+# --- operations on lists of tensors -----------------------------------------------------------------------------------
 
 foreach_add_ = _required(torch, "_foreach_add_")
 foreach_copy_ = _required(torch, "_foreach_copy_")
 foreach_div_ = _required(torch, "_foreach_div_")
 foreach_mul_ = _required(torch, "_foreach_mul_")
 foreach_norm = _required(torch, "_foreach_norm")
-batch_norm_impl_index = _required(torch, "_batch_norm_impl_index")
 
 
 # --- launching kernels ------------------------------------------------------------------------------------------------
