@@ -31,11 +31,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tables import write_csv
 from torch import Tensor, nn
 
 import micronorm as mn
-from micronorm.bench.timing import QUIET, Neighbours
+from micronorm.bench.results import write_csv
+from micronorm.bench.timing import QUIET, BackgroundLoad
 from micronorm.engine.environment import environment
 from micronorm.engine.settings import DTYPES
 from micronorm.recipes.networks import build_network
@@ -119,7 +119,7 @@ def measure(args: argparse.Namespace, method: str, folder: str) -> list[dict[str
     }
     take_turns(loops, every=WARM_UP, turn=1)
     on_gpu = args.device == "cuda"
-    neighbours = Neighbours()
+    neighbours = BackgroundLoad()
     blocks: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
     singles: dict[str, list[float]] = {name: [] for name in loops}
     for index in range(args.blocks):
