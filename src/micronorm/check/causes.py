@@ -15,6 +15,7 @@ from micronorm.nn.batch import GhostBatchNorm
 from micronorm.nn.batch_renorm import BatchRenorm
 from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.nn.switchable import SwitchableNorm
+from micronorm.ops.private_api import BatchNormBase
 
 _SAME = 1e-8  # experiments compare values that differ by far more than this, or only by rounding
 Side = Literal["inputs", "output"]
@@ -138,7 +139,7 @@ def uses_batch_statistics(module: nn.Module | None) -> bool:
     """Return whether this is a normalization that uses batch statistics in training mode."""
     if isinstance(module, BatchChannelNorm):
         return module.statistics != "step"
-    return isinstance(module, (nn.modules.batchnorm._BatchNorm, GhostBatchNorm, SwitchableNorm, BatchRenorm))
+    return isinstance(module, (BatchNormBase, GhostBatchNorm, SwitchableNorm, BatchRenorm))
 
 
 @dataclass
