@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from micronorm.cli.train import Variation, run_recipe
 from micronorm.engine.environment import environment
 from micronorm.engine.settings import Execution
 from micronorm.nn import BN
 from micronorm.recipes import Recipe, find
+from micronorm.recipes.run import Variation, run_recipe
 
 RESULTS = Path(__file__).parents[1] / "results" / "micro_batch_digits.csv"
 COMMAND = "python benchmarks/micro_batch_digits.py"

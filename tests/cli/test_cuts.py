@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from micronorm.cli.cuts import Stopped, largest_difference, run, split_difference
-from micronorm.cli.train import Variation
-from micronorm.engine.listener import Silent
+from micronorm.engine.listener import Listener
 from micronorm.engine.settings import Execution
 from micronorm.recipes import find, find_table
 from micronorm.recipes.digits import STEP_BATCH
+from micronorm.recipes.run import Variation
 from tests.cli.few import keep_few_digits
 from tests.tolerances import tolerance
 
@@ -52,7 +52,7 @@ def test_a_tensor_of_zeros_or_nans_never_gives_a_small_difference():
 
 
 def test_a_signal_ends_the_run_after_its_step():
-    class Press(Silent):
+    class Press(Listener):
         steps = 0
 
         def on_step(self, row):

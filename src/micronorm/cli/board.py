@@ -10,13 +10,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from typing_extensions import override
 
-from micronorm.engine.listener import Silent
+from micronorm.engine.listener import Listener
 
 _BAR_WIDTH, _NARROW_BAR_WIDTH, _WIDTH_FOR_BAR = 14, 6, 100
 _REFRESH_PER_SECOND = 4
 
 
-class Row(Silent):
+class Row(Listener):
     """The row of one run; pass it to the run as its listener."""
 
     def __init__(self, name: str) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from micronorm.cli.train import Variation, run_recipe
 from micronorm.engine.listener import Listener
 from micronorm.engine.settings import Execution
 from micronorm.recipes import Recipe
+from micronorm.recipes.run import Variation, run_recipe
 
 
 class Stopped(Exception):

@@ -23,10 +23,10 @@ from micronorm.cli.findings import (
     name_of,
 )
 from micronorm.cli.targets import MISUSE
-from micronorm.cli.train import Variation
 from micronorm.engine.settings import Execution
 from micronorm.recipes import find_table
 from micronorm.recipes.digits import EPOCHS, STEP_BATCH
+from micronorm.recipes.run import Variation
 
 COMMAND = "micronorm demo"
 PAGE = "report.html"

@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
+from micronorm.engine.listener import Listener
+
 QUIET_SECONDS = 30.0
 """The shortest time between two plain lines within an epoch."""
 
@@ -17,7 +19,7 @@ _BAR_WIDTH, _WIDTH_FOR_BAR = 16, 110  # a narrower terminal has no room for the 
 _LABELS = {"top1": "error %"}  # labels of a task's figures
 
 
-class TrainingProgress:
+class TrainingProgress(Listener):
     """Show epoch, step, loss, test error, time left, images per second, memory and learning rate of a run.
 
     The methods take the rows of the run's record. A figure that a row lacks is left out.
