@@ -18,7 +18,7 @@ from torch import nn
 
 import micronorm as mn
 from micronorm.engine.environment import environment
-from micronorm.nn.sharing import SharedWeights
+from micronorm.nn.per_step.shared_weights import SharedWeights
 
 CLASSES = {"resnet50": 1000, "resnet18": 1000}
 

@@ -12,7 +12,7 @@ from micronorm.nn.bcn import BCN
 from micronorm.nn.evonorm import EvoNormS0
 from micronorm.nn.frn import FRN
 from micronorm.nn.group import GN, IN, LN
-from micronorm.nn.rematerialize.handle import recompute
+from micronorm.nn.per_step.recompute import recompute
 from micronorm.nn.switchable import SN
 from micronorm.nn.weight import CWN, WN, WS
 

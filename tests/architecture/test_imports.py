@@ -1,23 +1,20 @@
 """The table of allowed imports between the rooms of src/micronorm, and what importing the package costs.
 
-A room is a top-level module or package of micronorm. An arrow missing from the table is missing on purpose: add one
-only with its reason in the commit. Data flows recipe → engine → records → report and never back.
+A room is a top-level module or package of micronorm. An edge that the table lacks is not allowed: add one only with its
+reason in the commit. Data flows recipe → engine → records → report and never back.
 """
 
-import ast
 import io
 import json
 import os
 import subprocess
 import sys
 import tokenize
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 
 import pytest
 
-SRC = Path(__file__).parents[2] / "src"
-PACKAGE = SRC / "micronorm"
+from tests.architecture.sources import SRC, imported_modules, read_sources, room_of
 
 ANYTHING = None  # this room may import every other
 
@@ -34,7 +31,8 @@ ALLOWED: Mapping[str, frozenset[str] | None] = {
     # convert for the data flow of a model and for replacing its modules
     "export": frozenset({"ops", "nn", "convert"}),
     "check": frozenset({"ops", "nn", "commit", "convert"}),
-    "diagnostics": frozenset({"ops", "nn", "convert"}),
+    # commit for running a model elsewhere in weight space and putting it back
+    "diagnostics": frozenset({"ops", "nn", "commit", "convert"}),
     "records": frozenset(),
     "report": frozenset({"records"}),
     # what it times (nn), what it compares with (ops), and what an optimizer's step would do between two rounds (commit)
@@ -50,32 +48,14 @@ ALLOWED: Mapping[str, frozenset[str] | None] = {
 # Rooms that import the standard library and nothing else: they can be read on a machine without torch.
 STANDARD_LIBRARY_ONLY = frozenset({"records"})
 
-# The engine trains networks; that some of them hold Batch-Channel Normalization is none of its business.
+# Edges against the direction of imports. The first room calls what the second has registered with this function.
+CALLBACKS: Mapping[tuple[str, str], str] = {
+    # The first layer installs the optimizer hooks: before that, optimizers have none.
+    ("nn", "commit"): "call_at_first_window",
+}
+
+# The engine trains any network. It must not depend on Batch-Channel Normalization.
 UNSPEAKABLE: Mapping[str, tuple[str, ...]] = {"engine": ("batchchannelnorm", "bcn")}
-
-
-def room_of(path: str) -> str:
-    """The room of a file given relative to the package: 'ops/bcn/reference.py' and 'ops.py' are both in 'ops'."""
-    return path.split("/")[0].removesuffix(".py")
-
-
-def imported_modules(path: str, source: str, rooms: frozenset[str]) -> Iterator[tuple[int, str]]:
-    """Yield (line, absolute dotted name) for each import, wherever it stands: in functions, under TYPE_CHECKING."""
-    package = ["micronorm", *path.split("/")[:-1]]
-    for node in ast.walk(ast.parse(source, path)):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) + 1 - node.level] if node.level else []
-            base = ".".join([*above, *([node.module] if node.module else [])])
-            for alias in node.names:
-                # `from micronorm import nn` imports a room; `from micronorm import BCN` the package's own file.
-                is_room = base == "micronorm" and alias.name in rooms
-                yield node.lineno, f"{base}.{alias.name}" if is_room else base
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
-            for argument in node.args:
-                if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
-                    yield node.lineno, argument.value
 
 
 def violations(sources: Mapping[str, str]) -> list[str]:
@@ -101,9 +81,16 @@ def violations(sources: Mapping[str, str]) -> list[str]:
 
 
 def test_rooms_import_only_what_the_table_allows():
-    sources = {path.relative_to(PACKAGE).as_posix(): path.read_text("utf-8") for path in PACKAGE.rglob("*.py")}
+    sources = read_sources()
     assert "__init__.py" in sources
     assert violations(sources) == []
+
+
+def test_only_the_listed_rooms_register_callbacks():
+    sources = read_sources()
+    for (caller, registrar), function in CALLBACKS.items():
+        users = {room_of(path) for path, source in sources.items() if f"{function}(" in source}
+        assert users == {caller, registrar}
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from tests.check.parts import (
     RunningMax,
     ScaledGradient,
     StepCounter,
+    SummedViews,
     attention_over,
     batch_hard,
     contrastive,
@@ -133,6 +134,9 @@ FAULTS: dict[str, Planted] = {
         lambda: Apply(lambda x: ScaledGradient.apply(x, True)),
         lambda: Apply(lambda x: ScaledGradient.apply(x, False)),
         where="norm",
+    ),
+    "two parameters with one gradient": in_model(
+        "shared_gradient", lambda: SummedViews(before=False), lambda: SummedViews(before=True)
     ),
     "a forward for even numbers only": in_model(
         "fails_when_cut", lambda: Apply(lambda x: torch.cat(x.chunk(2)) if len(x) % 2 == 0 else refuse(x)), nn.Identity

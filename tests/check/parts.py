@@ -289,3 +289,29 @@ class CenteredLoss(nn.Module):
 
 def refuse(x: Tensor) -> Tensor:
     raise RuntimeError(f"an even number of samples is needed, got {len(x)}")
+
+
+class SummedViews(nn.Module):
+    """Adds views of two parameters, whose gradients torch then stores in one tensor; or takes a view of their sum."""
+
+    def __init__(self, *, before):
+        super().__init__()
+        self.before = before
+        self.a, self.b = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        total = (self.a + self.b).view(8, 1, 1) if self.before else self.a.view(8, 1, 1) + self.b.view(8, 1, 1)
+        return x * total
+
+
+class ProposalsPerImage(nn.Module):
+    """Returns a list with one tensor of many rows per image, as detectors do; or all rows in one tensor."""
+
+    def __init__(self, rows, *, joined=False):
+        super().__init__()
+        self.rows, self.joined = rows, joined
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        boxes = [torch.ones(n, 4).cumsum(0) * self.scale * i.mean() for n, i in zip(self.rows(x), x, strict=True)]
+        return torch.cat(boxes) if self.joined else boxes

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import micronorm as mn
 from tests.check.clean import CLEAN, Loop, Shared, Transformer
 from tests.check.faults import FAULTS
-from tests.check.parts import Net, Padding, contrastive, images, one_by_one, ragged, summed
+from tests.check.parts import Net, Padding, ProposalsPerImage, contrastive, images, one_by_one, ragged, summed
+from tests.networks import SmallResNet
 
 planted = pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
 
@@ -55,6 +56,42 @@ def test_a_resnet50_is_checked_in_half_a_minute_and_two_gigabytes():
     assert time.process_time() - start < 30  # of the CPU: a busy machine changes nothing
     # In float64 the parameters are 0.2 GB: a copy, its gradients, those of the whole step, activations of six samples.
     assert peak_memory_mb() - before < 2000
+
+
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("rows", [lambda x: [5000] * len(x), lambda x: [3000 + 2500 * (i.mean() > 0) for i in x]])
+def test_thousands_of_rows_per_image_are_compared_however_they_are_returned(rows, joined):
+    def loss(model, part):
+        boxes = model[1](model[0](part[0]))
+        return boxes.sum() if joined else torch.stack([b.sum() for b in boxes]).sum()
+
+    conv, boxes = nn.Conv2d(3, 8, 3), ProposalsPerImage(rows, joined=joined)
+    report = mn.check_cuts(nn.Sequential(conv, boxes), images(), loss)
+    assert report, str(report)
+    with_norm = nn.Sequential(nn.Sequential(conv, nn.BatchNorm2d(8)), boxes)
+    found = mn.check_cuts(with_norm, images(), loss).findings[0]
+    assert (found.where, found.cause) == ("0.1", "batch_statistics")
+
+
+def test_a_fault_in_a_list_with_thousands_of_rows_per_image_is_found():
+    class Mixing(ProposalsPerImage):
+        def forward(self, x):
+            return super().forward(x - x.mean(0))
+
+    def loss(model, part):
+        return torch.stack([b.square().sum() for b in model(part[0])]).sum()
+
+    found = mn.check_cuts(Mixing(lambda x: [5000] * len(x)), images(), loss).findings[0]
+    assert (found.where, found.cause) == ("model", "mixes_samples")
+
+
+@pytest.mark.parametrize("weight", [mn.WS(), mn.WN(), mn.CWN()])
+@pytest.mark.parametrize("norm", [mn.BCN(), mn.GN(), mn.LN(), mn.SN(), mn.BRN(), mn.FRN(), mn.EvoNormS0()])
+def test_no_two_parameters_of_our_layers_share_a_gradient(norm, weight):
+    model = SmallResNet(norm, weight)
+    summed(model, images())[0].backward()
+    addresses = [p.grad.data_ptr() for p in model.parameters() if p.grad is not None]
+    assert len(set(addresses)) == len(addresses) > 10
 
 
 def test_the_twins_of_this_file_can_fail():

@@ -35,7 +35,7 @@ BAD = {
     "a lazy layer": (lambda _: nn.LazyLinear(5), BATCH, summed, ValueError, "run one forward first"),
     "meta tensors": (lambda _: nn.Linear(3, 5, device="meta"), BATCH, summed, ValueError, "meta"),
     "a float": (Net, BATCH, lambda m, p: summed(m, p)[0].item(), TypeError, "got float"),
-    "a vector": (Net, BATCH, lambda m, p: m(p[0]).sum(1), ValueError, r"shape \(6,\); .sum\(\) it"),
+    "a vector": (Net, BATCH, lambda m, p: m(p[0]).sum(1), ValueError, r"shape \(6,\); use .sum\(\)"),
     "a triple": (Net, BATCH, lambda m, p: (*summed(m, p), 1), ValueError, "got 3 values"),
     "two terms": (Net, BATCH, lambda m, p: (m(p[0]).sum(), None), TypeError, "number as count"),
     "a detached loss": (Net, BATCH, lambda m, p: summed(m, p)[0].detach(), ValueError, "no gradient"),
@@ -74,7 +74,7 @@ def test_wrappers_are_refused_by_name():
 def test_a_model_that_cannot_be_copied_is_refused_with_the_usual_reason():
     model = Net(nn.Identity())
     model.kept = model.head(torch.randn(2, 8))
-    with pytest.raises(ValueError, match="detach it or drop it"):
+    with pytest.raises(ValueError, match="detach or delete it"):
         mn.check_cuts(model, images(), summed)
 
 

@@ -18,8 +18,8 @@ def broken() -> CutsReport:
 def test_a_report_reads_as_where_why_and_what_to_do(broken):
     text = str(broken)
     assert "THE STEP DEPENDS ON THE CUT" in text
-    assert "middle (BatchNorm2d) normalizes by statistics of whatever samples share its batch" in text
-    assert "fix: Put mn.BCN() or mn.GN() in its place" in text
+    assert "middle (BatchNorm2d) normalizes by statistics of the samples in its batch" in text
+    assert "fix: Replace it by mn.BCN() or mn.GN()" in text
 
 
 def test_a_report_lists_every_difference_with_the_worst_first(broken):

@@ -117,9 +117,9 @@ def test_a_terminal_gets_colours(monkeypatch):
         (["factories_of_check:pair"], "got 2 values"),
         (["factories_of_check:one_sample"], "at least 2 samples, got 1"),
         (["factories_of_check:evaluating"], "call model.train() first"),
-        (["factories_of_check:two_outputs", *SMALL], "gives a dict, not logits"),
+        (["factories_of_check:two_outputs", *SMALL], "returns a dict, not logits"),
         (["factories_of_check:clean", "--size", "9"], "fails on an image of 1×1×9×9"),
-        (["factories_of_check:clean", *SMALL, "--classes", "4"], "more than the model's 3 outputs"),
+        (["factories_of_check:clean", *SMALL, "--classes", "4"], "above the model's 3 outputs"),
         (["no_such_module_here:f"], "no module 'no_such_module_here'"),
     ],
 )

@@ -124,7 +124,7 @@ def test_a_checkpoint_of_a_converted_model_is_loaded_into_a_converted_model():
     arguments = (*DIGITS, "--checkpoint", "converted.pt")
     unfit = invoke("groups", *arguments)
     assert unfit.exit_code == 2
-    assert "with --norm, --groups and --weight" in unfit.stderr
+    assert "use --norm, --groups and --weight" in unfit.stderr
     result = invoke("groups", *arguments, "--norm", "bcn", "--weight", "ws", "--json")
     assert result.exit_code in (0, 1), result.output
     assert json.loads(result.output)["layers"]["1"]["norm"] == "BatchChannelNorm"
@@ -170,15 +170,15 @@ def test_a_recipe_is_a_target_with_its_own_data():
         (["nothing"], "has no 'nothing'"),
         (["failing"], "factories_of_diagnose:failing fails (KeyError: 'my own error')"),
         ([":f"], "is not a target: write package.module:factory, torchvision:NAME, timm:NAME or recipe:"),
-        (["groups", "--checkpoint", "."], ". is a folder, in which there is no model.safetensors"),
+        (["groups", "--checkpoint", "."], ". is a folder without model.safetensors"),
         (["no_such_module_here:f"], "no module 'no_such_module_here'"),
-        (["pair"], "must give a model or a tuple that begins with one, got int"),
+        (["pair"], "must return a model or a tuple that starts with one, got int"),
         (["recipe:digit/bn"], "no table 'digit'"),
-        (["without_norms"], "nothing to look at"),
+        (["without_norms"], "has no group, layer, instance, batch or batch-channel normalization"),
         (["groups", "--data", "nowhere"], "no data 'nowhere'"),
         (["groups", "--data", "."], "no pictures (.jpg, .jpeg, .png) in ."),
         (["groups", "--data", "factories_of_diagnose.py"], "holds no tensors by its name"),
-        (["groups", "--checkpoint", "nowhere.pt"], "no file nowhere.pt"),
+        (["groups", "--checkpoint", "nowhere.pt"], "nowhere.pt does not exist"),
         (["groups", "--checkpoint", "factories_of_diagnose.py"], "cannot be read as tensors alone"),
         (["groups", "--size", "2"], "the model fails on images of 128×1×2×2"),
         (["groups", "--norm", "bcm"], "no spec 'bcm'; near it: bcn"),
@@ -215,9 +215,9 @@ def test_a_folder_of_a_run_is_answered_with_the_checkpoint_in_it():
 
 def test_groups_that_are_not_those_asked_for_are_told():
     result = invoke("network", *DIGITS, "--norm", "gn", "--groups", "7")
-    assert "note: --groups 7 does not divide the channels everywhere; groups taken: " in result.output
+    assert "note: --groups 7 does not divide the channels of all layers; groups used: " in result.output
     assert "--groups" not in invoke("network", *DIGITS, "--norm", "gn", "--groups", "4").output
-    assert "note: --groups is about the layers that --norm makes" in invoke("network", *DIGITS, "--groups", "4").output
+    assert "note: --groups has no effect without --norm" in invoke("network", *DIGITS, "--groups", "4").output
 
 
 def test_images_in_bytes_are_said_to_be_taken_as_pixels():
@@ -261,4 +261,4 @@ def test_a_network_that_was_never_trained_is_said_to_be_one():
     notes = json.loads(
         invoke("torchvision:resnet18", "--data", "random", "--images", "2", "--size", "32", "--json").stdout
     )
-    assert any("never trained, and batch normalization went by its batches" in note for note in notes["notes"])
+    assert any("never trained, and batch normalization used its batches" in note for note in notes["notes"])

@@ -27,9 +27,19 @@ def trained(monkeypatch):
     """`micronorm train` replaced by what it leaves behind; returns the list of its calls."""
     calls = []
 
-    def run_recipe(recipe, *, out, variation, data, resume, listener, command):
+    def run_recipe(recipe, *, out, variation, execution, data, resume, listener, command):
         calls.append(
-            (recipe.name, {"out": str(out), "data": data, "resume": resume, "command": command, **vars(variation)})
+            (
+                recipe.name,
+                {
+                    "out": str(out),
+                    "data": data,
+                    "resume": resume,
+                    "command": command,
+                    "execution": execution,
+                    **vars(variation),
+                },
+            )
         )
         if recipe.row == "bn":
             raise FileNotFoundError("no CIFAR-10 in data")
@@ -115,7 +125,19 @@ def test_a_damaged_run_is_told_of_and_left_out(tmp_path):
 def test_without_a_table_the_tables_are_listed():
     result = run()
     assert result.exit_code == 0
-    for name in ("abl", "imagenet_ws", "cwn", "ind_abl", "resnext", "imagenet", "cifar1", "cifar2", "quick", "digits"):
+    for name in (
+        "abl",
+        "imagenet_ws",
+        "cwn",
+        "ind_abl",
+        "resnext",
+        "imagenet",
+        "cifar1",
+        "cifar2",
+        "quick",
+        "micro_batch",
+        "digits",
+    ):
         assert f" {name} " in result.output
     listed = rows()
     assert listed[0]["table"] == "abl"
@@ -187,6 +209,25 @@ def test_other_epochs_are_run_and_kept_but_never_ours(trained):
     (row,) = rows("digits", "--rows", "gn")
     assert row["ours"] is None
     assert f"epochs 2 where the recipe has {EPOCHS}" in row["reason"]
+
+
+def test_the_execution_of_a_row_is_the_one_asked_for_and_recorded(trained):
+    run("digits", "--rows", "gn", "--dtype", "bfloat16", "--channels-last", "--evaluate-every", "20", "--minutes", "5")
+    (_, options) = trained[0]
+    assert options["dtype"] == "bfloat16"
+    execution = options["execution"]
+    assert (execution.channels_last, execution.cuda_graph, execution.evaluate_epochs) == (True, False, 20)
+    assert 4.9 < execution.minutes <= 5
+    assert options["command"].endswith("--dtype bfloat16 --channels-last --evaluate-every 20")
+
+
+def test_a_queue_ends_when_its_minutes_are_over_and_says_how_to_continue(trained, monkeypatch):
+    now = iter([0.0, 1.0, 400.0])  # when the queue starts, before the first row, before the second
+    monkeypatch.setattr(reproduce, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    result = run("digits", "--rows", "gn,bcn-ws", "--minutes", "5")
+    assert [name for name, _ in trained] == ["digits/gn"]
+    assert result.exit_code == reproduce.INCOMPLETE
+    assert "The minutes are over before digits/bcn-ws; the same command continues with it." in result.output
 
 
 def test_a_finished_run_is_never_written_over(trained):

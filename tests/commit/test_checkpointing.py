@@ -86,11 +86,9 @@ def assert_compiled_training_agrees(model, net, plain_net):
     assert_same_state(net.state_dict(), plain_net.state_dict(), tol=tolerance("one_step", torch.float64))
 
 
-@pytest.mark.parametrize(
-    "statistics, reentrant",
-    [("step", True), ("step", False), ("batch", False), ("sequential", True)]
-    + [pytest.param(*rest, marks=pytest.mark.slow) for rest in (("batch", True), ("sequential", False))],
-)
+@pytest.mark.slow  # compiles
+@pytest.mark.parametrize("statistics", ["step", "batch", "sequential"])
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
 def test_checkpointing_a_compiled_block_changes_nothing(statistics, reentrant):
     net = tiny(statistics)
     twin = copy.deepcopy(net)
@@ -98,9 +96,8 @@ def test_checkpointing_a_compiled_block_changes_nothing(statistics, reentrant):
     assert_compiled_training_agrees(Recomputed(compiled, reentrant), net, twin)
 
 
-@pytest.mark.parametrize(
-    "statistics", ["step", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("batch", "sequential"))]
-)
+@pytest.mark.slow  # compiles
+@pytest.mark.parametrize("statistics", ["step", "batch", "sequential"])
 def test_checkpointing_inside_a_compiled_region_changes_nothing(statistics):
     net = tiny(statistics)
     twin = copy.deepcopy(net)

@@ -110,6 +110,7 @@ def test_an_optimizer_that_steps_another_commits_once():
     assert norm.blend == 0.25
 
 
+@pytest.mark.slow  # compiles
 def test_a_compiled_optimizer_step_commits(model):
     twin = copy.deepcopy(model)
     expected = plain(model, sgd)
@@ -139,6 +140,7 @@ def test_accelerate_commits_once_per_accumulated_step(model):
     assert_same_state(model.state_dict(), expected.state_dict(), tol=tolerance("one_step", torch.float32))
 
 
+@pytest.mark.slow  # imports Lightning
 def test_lightning_commits_once_per_accumulated_step(model, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning's own, about its loaders and its dependencies
@@ -176,6 +178,7 @@ def test_lightning_commits_once_per_accumulated_step(model, tmp_path):
 
 
 @pytest.mark.skipif(torch.__version__ < "2.7", reason="FSDP2 of torch 2.6 needs a GPU's streams")
+@pytest.mark.slow  # starts processes
 def test_fsdp2_commits_over_its_shards():
     model = SmallResNet(weight=mn.WS()).double()
     expected = copy.deepcopy(model)

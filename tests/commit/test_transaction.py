@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import micronorm as mn
+from micronorm.commit.snapshot import Snapshot
 from micronorm.commit.transaction import Transaction, merge_states
 from micronorm.engine.checkpoint import digest
 
@@ -16,9 +17,7 @@ def layers(statistics="step"):
 
 
 def begun(model):
-    transaction = Transaction(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    transaction.begin()
-    return transaction
+    return Transaction(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def images(seed=0):
@@ -28,21 +27,21 @@ def images(seed=0):
 def test_a_window_that_was_not_empty_is_put_back_as_often_as_asked():
     model = layers()
     model(images(1))  # of a step that was skipped
-    transaction = begun(model)
+    transaction, snapshot = begun(model), Snapshot(model)
     before = digest(transaction.state_dict())
     for seed in (2, 3):
         model(images(seed))
         assert digest(transaction.state_dict()) != before
-        transaction.roll_back()
+        snapshot.restore()
         assert digest(transaction.state_dict()) == before
     assert [window.forwards for window in transaction.windows] == [1, 1]
 
 
 def test_a_rolled_back_forward_does_not_count_in_the_commit():
     model, clean = layers(), layers()
-    transaction, expected = begun(model), begun(clean)
+    transaction, expected, snapshot = begun(model), begun(clean), Snapshot(model)
     model(images(1))
-    transaction.roll_back()
+    snapshot.restore()
     for net, made in ((model, transaction), (clean, expected)):
         net(images(2))
         assert made.handle is not None
@@ -53,23 +52,24 @@ def test_a_rolled_back_forward_does_not_count_in_the_commit():
 
 def test_losses_that_were_counted_are_taken_back():
     transaction = begun(model := layers())
+    snapshot = Snapshot(model)
     model(images() * float("inf"))
     assert transaction.windows[0].lost.tolist() == [1, 0]
-    transaction.roll_back()
+    snapshot.restore()
     assert transaction.windows[0].lost.tolist() == [0, 0]
 
 
 def test_passes_that_checkpointing_may_repeat_are_put_back():
     model = layers("sequential")
     model(images(1))
-    transaction = begun(model)
-    kept = [list(window.passes) for window in transaction.windows]
+    transaction, snapshot = begun(model), Snapshot(model)
+    kept = [list(window.scanned) for window in transaction.windows]
     model(images(2))
-    assert len(transaction.windows[0].passes) == 2
-    transaction.roll_back()
+    assert len(transaction.windows[0].scanned) == 2
+    snapshot.restore()
     for window, passes in zip(transaction.windows, kept, strict=True):
-        assert [id(one) for one in window.passes] == [id(one) for one in passes]
-    assert [len(window.passes) for window in transaction.windows] == [1, 1]
+        assert [id(one) for one in window.scanned] == [id(one) for one in passes]
+    assert [len(window.scanned) for window in transaction.windows] == [1, 1]
 
 
 def test_forwards_in_a_pause_leave_no_trace():
@@ -86,7 +86,6 @@ def test_a_model_without_such_layers_has_a_transaction_too():
     with transaction.paused():
         model(torch.ones(1, 2))
     transaction.refresh()
-    transaction.roll_back()
     assert transaction.handle is None
     assert transaction.state_dict() == {"sums": [], "lost": [], "forwards": []}
 

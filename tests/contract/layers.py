@@ -15,6 +15,7 @@ from micronorm.nn import SPECS, NormSpec
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "BN": [{}, {"micro_batch": 2}],
     "SN": [{}, {"micro_batch": 2}],
+    "BRN": [{}, {"micro_batch": 2}],
     "FRN": [{}, {"tlu": False}, {"learnable_eps": True}],
     "GN": [{"groups": 4}],
     "EvoNormS0": [{"groups": 4}],

@@ -10,6 +10,8 @@ import micronorm as mn
 from tests.contract.layers import CHANNELS, NORMS, WEIGHTS, run
 from tests.tolerances import assert_close_to_max, tolerance
 
+pytestmark = pytest.mark.slow  # to compile takes seconds per layer
+
 # one standardized layer per kind of forward is enough: the reparameterization is the same code
 COMPILED = NORMS + [c for c in WEIGHTS if c.name.endswith(("Conv2d", "ConvTranspose1d", "Linear"))]
 BCN = [c for c in NORMS if c.name.startswith("BCN")]
@@ -24,7 +26,6 @@ def test_compiled_training_gives_the_same_without_graph_breaks(case):
     assert_same(case, "aot_eager")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", [c for c in BCN if "micro_batch" not in c.name], ids=str)
 def test_compiled_training_by_inductor_gives_the_same(case):
     assert_same(case, "inductor")

@@ -1,4 +1,4 @@
-"""The figures of a look, against the definitions of what they are."""
+"""The figures of an observed step, against their definitions."""
 
 import copy
 
@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import micronorm as mn
-from micronorm.diagnostics.capture import effective_gradients
-from micronorm.diagnostics.lipschitz import weight_shares
-from tests.diagnostics.looked import NORMS, assert_same_figures, looked_at, network, take_step
+from micronorm.diagnostics.lipschitz import effective_gradients, weight_shares
+from tests.diagnostics.observed import NORMS, network, observed_layers, take_step
 from tests.networks import SmallResNet
 from tests.tolerances import assert_close_to_max, tolerance
 
@@ -56,7 +55,7 @@ def test_the_figures_of_estimates_that_move_are_those_of_what_the_forward_comput
     assert watch.latest is not None
     row = watch.latest["layers"][""]
 
-    per_sample = norm._window.passes[-1].estimates
+    per_sample = norm._window.scanned[-1].estimates
     channel = (x - per_sample.mean[..., None, None]) / (per_sample.var[..., None, None] + norm.eps).sqrt()
     mean, std = channel.mean((0, 2, 3)).view(2, 4), channel.std((0, 2, 3), correction=0).view(2, 4)
     normalized = F.group_norm(channel, 2)
@@ -110,25 +109,29 @@ def test_layers_are_divided_into_shares_together_as_they_would_be_alone(weight):
             first.absorb()
         return model
 
-    found, model = looked_at(build(), (4, 4)), build()
+    found, model = observed_layers(build(), (4, 4)), build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with effective_gradients(model) as captured:
         take_step(model, optimizer, (4, 4))
     for name, shares in weight_shares(model, captured).items():
-        assert found[name].keys() == shares.figures().keys()
-        ours, theirs = ({name: row} for row in (found[name], shares.figures()))
-        assert_same_figures(ours, theirs, tol=tolerance("gradient", torch.float64))
+        totals = shares.totals()
+        assert found[name].keys() == {"kind", "weight", *totals, "norm", "grad"}
+        ours, theirs = (
+            torch.tensor([row[key] for key in totals], dtype=torch.float64) for row in (found[name], totals)
+        )
+        assert_close_to_max(ours, theirs, tol=tolerance("gradient", torch.float64), scale=1.0)
+        assert found[name]["grad"] == pytest.approx(float(model.get_submodule(name).weight.grad.norm()))
 
 
 def test_a_plain_weight_is_seen_by_its_parameters_gradient():
-    layers = looked_at(network("GN", lambda layer: layer))
+    layers = observed_layers(network("GN", lambda layer: layer))
     rows = [row for row in layers.values() if row["kind"] == "weight"]
     assert [row["weight"] for row in rows] == ["none"] * 7
     assert all(row["along"] + row["mean"] + row["rest"] == pytest.approx(1) for row in rows)
     assert all(row["grad"] > 0 for row in rows)
 
 
-def test_norms_of_torch_timm_and_micronorm_are_looked_at():
+def test_norms_of_torch_timm_and_micronorm_are_observed():
     layers = pytest.importorskip("timm.layers")
     norms: list[nn.Module] = [
         nn.BatchNorm2d(8),

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import micronorm as mn
-from micronorm.nn.sharing import SharedWeights
-from tests.diagnostics.looked import EIGHT, assert_same_figures, looked_at, network, take_step
+from micronorm.nn.per_step.shared_weights import SharedWeights
+from tests.diagnostics.observed import EIGHT, assert_same_figures, network, observed_layers, take_step
 from tests.networks import samples
 from tests.tolerances import tolerance
 
 
-def test_evaluation_in_between_is_not_looked_at():
-    expected = looked_at(network())
+def test_evaluation_in_between_is_not_observed_layers():
+    expected = observed_layers(network())
     model = network()
     images, _ = samples(count=3, seed=5)
 
@@ -26,23 +26,23 @@ def test_evaluation_in_between_is_not_looked_at():
         model.eval()(images)
         return model.train()(x)
 
-    assert_same_figures(looked_at(model, forward=forward), expected, tol=0.0)
+    assert_same_figures(observed_layers(model, forward=forward), expected, tol=0.0)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_forward_that_checkpointing_repeats_counts_once(reentrant):
-    expected = looked_at(network(), (4, 4))
+    expected = observed_layers(network(), (4, 4))
     model = network()
 
     def forward(x: Tensor) -> Tensor:
         return checkpoint(model, x.requires_grad_(), use_reentrant=reentrant)  # type: ignore[return-value]
 
-    found = looked_at(model, (4, 4), forward=forward)
+    found = observed_layers(model, (4, 4), forward=forward)
     assert_same_figures(found, expected, tol=tolerance("one_step", torch.float64))
 
 
 def test_what_was_discarded_or_paused_is_not_in_the_look():
-    expected = looked_at(network())
+    expected = observed_layers(network())
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     images, _ = samples(count=3, seed=5)
@@ -93,15 +93,15 @@ def test_steps_without_an_optimizer_of_torch_are_counted_by_hand():
 def test_counting_twice_or_outside_of_the_block_is_an_error():
     model = network()
     watch = mn.observe(model)
-    with pytest.raises(RuntimeError, match="belongs into the `with` block"):
+    with pytest.raises(RuntimeError, match="inside the `with` block"):
         watch.step()
     with watch:
         take_step(model, torch.optim.SGD(model.parameters(), lr=0.1), (EIGHT,))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         take_step(model, optimizer, (EIGHT,))
-        with pytest.raises(RuntimeError, match=r"leave watch\.step\(\) out"):
+        with pytest.raises(RuntimeError, match=r"do not call step\(\)"):
             watch.step()
-        with pytest.raises(RuntimeError, match="at work already"):
+        with pytest.raises(RuntimeError, match="already in use"):
             watch.__enter__()
 
 
@@ -222,7 +222,7 @@ def test_gradients_asked_for_within_a_step_count_unless_their_forwards_are_hidde
 
 @pytest.mark.parametrize("before", [0, 3])
 def test_forwards_within_the_step_are_in_the_look_with_those_before_it(before):
-    expected = {name: row for name, row in looked_at(network("GN"), (2,) * 4).items() if row["kind"] == "norm"}
+    expected = {name: row for name, row in observed_layers(network("GN"), (2,) * 4).items() if row["kind"] == "norm"}
     model = network("GN")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = samples(count=EIGHT)[0].split(2)

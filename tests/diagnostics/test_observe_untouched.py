@@ -12,7 +12,7 @@ from torch.optim import optimizer as optim
 
 import micronorm as mn
 from micronorm.convert.surgery import restore_forwards
-from tests.diagnostics.looked import EIGHT, assert_same_figures, fused_network, looked_at, network, take_step
+from tests.diagnostics.observed import EIGHT, assert_same_figures, fused_network, network, observed_layers, take_step
 from tests.networks import samples
 from tests.tolerances import tolerance
 
@@ -68,7 +68,7 @@ def test_a_run_with_an_observer_is_the_run_without_it_to_the_bit(build, half, ev
 
 
 @pytest.mark.parametrize("norm", ["BCN", "GN"])
-def test_norms_stay_fused_while_they_are_looked_at_and_are_seen_alone(norm):
+def test_norms_stay_fused_while_they_are_observed_layers_and_are_seen_alone(norm):
     fused, calls = fused_network(norm), []
     plain = fused_network(norm)
     assert restore_forwards(plain) == 3  # the classes' own, which add and activate themselves
@@ -80,19 +80,19 @@ def test_norms_stay_fused_while_they_are_looked_at_and_are_seen_alone(norm):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(fused.norm), "forward", spy)
-        found = looked_at(fused)
+        found = observed_layers(fused)
     assert calls.count(["activation", "negative_slope", "residual"]) == 6
-    assert_same_figures(found, looked_at(plain), tol=tolerance("one_step", torch.float64))
+    assert_same_figures(found, observed_layers(plain), tol=tolerance("one_step", torch.float64))
 
 
 def test_nothing_is_left_behind():
     model = network()
     before = traces(model)
-    looked_at(model)
+    observed_layers(model)
     assert traces(model) == before
 
 
-def test_nothing_is_left_behind_by_an_error_within_a_step_that_is_looked_at():
+def test_nothing_is_left_behind_by_an_error_within_a_step_that_is_observed_layers():
     model = network()
     before = traces(model)
 
@@ -102,11 +102,11 @@ def test_nothing_is_left_behind_by_an_error_within_a_step_that_is_looked_at():
         raise KeyError("on purpose")
 
     with pytest.raises(KeyError, match="on purpose"):
-        looked_at(model, forward=fail)
+        observed_layers(model, forward=fail)
     assert traces(model) == before
 
 
-def test_hooks_are_there_in_the_steps_that_are_looked_at_and_in_no_others():
+def test_hooks_are_there_in_the_steps_that_are_observed_layers_and_in_no_others():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     hooked = []
@@ -123,7 +123,7 @@ def test_hooks_are_there_in_the_steps_that_are_looked_at_and_in_no_others():
     assert watch.steps == 5
 
 
-def test_a_copy_of_the_model_is_not_looked_at_and_computes_as_it_did():
+def test_a_copy_of_the_model_is_not_observed_layers_and_computes_as_it_did():
     model = network()
     images, _ = samples(count=EIGHT)
     with mn.observe(model) as watch:
@@ -135,7 +135,7 @@ def test_a_copy_of_the_model_is_not_looked_at_and_computes_as_it_did():
             assert not other(images).any()
         take_step(model, torch.optim.SGD(model.parameters(), lr=0.1), (EIGHT,))
     assert watch.latest is not None
-    assert_same_figures(watch.latest["layers"], looked_at(network()), tol=0.0)
+    assert_same_figures(watch.latest["layers"], observed_layers(network()), tol=0.0)
 
 
 @pytest.mark.gpu

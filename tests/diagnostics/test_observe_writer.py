@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import micronorm as mn
-from tests.diagnostics.looked import EIGHT, network, take_step
+from tests.diagnostics.observed import EIGHT, network, take_step
 
 
 class Pen:

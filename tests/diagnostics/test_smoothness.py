@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import micronorm as mn
-from micronorm.diagnostics.hessian import estimate_hessians
-from micronorm.diagnostics.smoothness import Smoothness, smoothness
-from tests.diagnostics.test_rewind import assert_untouched, everything
+from micronorm.diagnostics.curvature import Smoothness, estimate_hessians, smoothness
+from tests.commit.test_snapshot import assert_untouched, everything
 from tests.diagnostics.trained import images, loss_of, network
 
 
@@ -29,7 +28,7 @@ def test_a_quadratic_loss_has_the_known_curvature_along_its_gradient():
     assert found.beta == pytest.approx(float((diagonal * g).norm() / g.norm()), rel=1e-12)
     assert found.gradient == pytest.approx(float(g.norm()), rel=1e-12)
     assert found.loss_range == (min(found.losses), max(found.losses))
-    assert found.figures()["distance_largest"] == found.distances[2]
+    assert found.distance_range[1] == found.distances[2]
 
 
 @pytest.mark.parametrize("statistics", ["step", "batch", "sequential"])
@@ -71,14 +70,6 @@ def test_the_evaluations_are_those_of_a_model_that_took_the_step():
     assert found.distances[0] == pytest.approx(distance, rel=1e-10)
 
 
-def test_only_the_parameters_asked_for_move():
-    model = network()
-    head = smoothness(model, loss_of(model), [0.1], parameters=[model.head.weight])
-    whole = smoothness(model, loss_of(model), [0.1])
-    assert 0 < head.gradient < whole.gradient
-    assert head.losses != whole.losses
-
-
 def test_a_loss_that_is_not_a_number_shows_in_every_range():
     found = Smoothness((0.1, 0.2), 1.0, 2.0, (1.0, math.nan), (0.5, math.nan))
     assert all(math.isnan(v) for v in (*found.loss_range, *found.distance_range, found.beta))
@@ -108,7 +99,7 @@ def test_a_step_or_loss_that_makes_no_sense_is_refused(loss, steps, error, messa
 
 def test_a_frozen_model_has_no_step():
     model = nn.Linear(2, 1).requires_grad_(False)
-    with pytest.raises(ValueError, match="no parameter requires a gradient"):
+    with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
         smoothness(model, lambda: model.weight.sum(), [0.1])
 
 

@@ -58,7 +58,7 @@ def test_the_layers_of_a_network_are_named_and_lazy_ones_left_out():
     [
         (torch.ones(3), 1, ValueError, "O×I×…"),
         (torch.ones(3, 2), 2, ValueError, "divide the 3 output channels"),
-        (torch.ones(3, 0), 1, ValueError, "without elements"),
+        (torch.ones(3, 0), 1, ValueError, "must have elements"),
         (torch.ones(3, 2), True, TypeError, "an int"),
     ],
 )

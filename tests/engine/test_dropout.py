@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import micronorm as mn
 from micronorm.engine.dropout import key_dropout
-from micronorm.nn.keyed_dropout import KeyedDropout, KeyedDropPath, dropout_keys
+from micronorm.nn.per_step.keyed_dropout import KeyedDropout, KeyedDropPath, dropout_keys
 from micronorm.ops.keyed import sample_keys
 from tests.networks import SAMPLES, SmallResNet, assert_same_state, pieces, samples
 from tests.tolerances import tolerance

@@ -11,7 +11,7 @@ from micronorm.engine import journal
 from micronorm.engine.parallel import NO_WISHES
 from micronorm.engine.settings import Execution
 from micronorm.engine.step import Portion
-from tests.diagnostics.looked import assert_same_figures
+from tests.diagnostics.observed import assert_same_figures
 from tests.engine.tasks import Failures, Toy, make_step, portion
 from tests.engine.test_resume import kill_at, without_times
 from tests.engine.tiny import STEPS, run

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from micronorm import records
+from micronorm.commit.snapshot import RandomState
 from micronorm.data.memory import MemorySamples
 from micronorm.engine import journal, lock, loop
 from micronorm.engine.checkpoint import CheckpointError, checkpoints, newest
 from micronorm.engine.lock import Lock
 from micronorm.engine.optimization import SGD, AdamW
 from micronorm.engine.parallel import Alone
-from micronorm.engine.savepoint import RandomState
 from micronorm.engine.state import load_rest_of_state, rest_of_state
 from tests.engine.tasks import Toy, make_step
 from tests.engine.tiny import STEPS, Heard, Noise, contents, run, tiny_model
@@ -117,6 +117,13 @@ def test_adamw_goes_on_too(tmp_path):
     expected = run(None, **options).digest
     kill_at(5, tmp_path, **options)
     assert run(tmp_path, resume=True, **options).digest == expected
+
+
+def test_a_run_out_of_minutes_is_saved_and_resumes_to_the_same_digest(tmp_path, reference):
+    outcome = run(tmp_path, minutes=1e-6)
+    assert (outcome.finished, outcome.signal, outcome.steps) == (False, None, 1)
+    assert run(tmp_path, resume=True).finished
+    assert_as_if_nothing_had_happened(tmp_path, reference)
 
 
 def test_the_micro_batch_may_change_when_a_run_is_resumed(tmp_path):

@@ -13,7 +13,7 @@ from torch import nn
 import micronorm as mn
 from micronorm.engine.microbatch import MicroBatch
 from micronorm.engine.step import Portion
-from micronorm.nn.sharing import SharedWeights
+from micronorm.nn.per_step.shared_weights import SharedWeights
 from tests.devices import require_kernels
 from tests.engine.tasks import Dropping, Sum, Toy, make_step, portion
 from tests.networks import SmallResNet, assert_same_state

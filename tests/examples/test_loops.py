@@ -25,7 +25,10 @@ ONE_BY_ONE = {"accumulate": 8, "micro_batch": 1}
 IN_PAIRS = {"accumulate": 4, "micro_batch": 2}
 AT_ONCE = {"accumulate": 1, "micro_batch": 8}
 
-loops = pytest.mark.parametrize("name", LOOPS)
+# The libraries take long to import.
+loops = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if library else ()) for name, library in LOOPS.items()]
+)
 pytestmark = [
     # Lightning's advice where there are more than two cores, or a GPU
     pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
@@ -61,6 +64,7 @@ def test_several_steps_do_not_depend_on_their_cut(name, cut):
     assert_same_state(run(name, cut, steps=5), run(name, AT_ONCE, steps=5), tol=tolerance("fifty_steps", torch.float64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lightning_loop", "accelerate_loop"])
 def test_a_library_divides_the_loss_as_the_plain_loop_does(name):
     tol = tolerance("fifty_steps", torch.float64)
@@ -74,6 +78,7 @@ def test_without_the_one_line_the_cut_shows(name, monkeypatch):
     assert (one_by_one["0.weight"] - at_once["0.weight"]).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_divided_by_the_count_of_the_step_shows(monkeypatch):
     """The Trainer does not divide what compute_loss_func returns; clipped gradients would hide it."""
 

@@ -103,18 +103,6 @@ def test_a_mismatch_leaves_no_file(tmp_path, monkeypatch, before):
     assert before is None or path.read_bytes() == before
 
 
-def test_group_norms_taken_apart_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(ONNX, "_export", decomposing(ONNX._export))
-    with pytest.raises(RuntimeError, match="0 GroupNormalization nodes for 1 group normalizations"):
-        mn.export.onnx(small(), tmp_path / "net.onnx", torch.randn(1, 3, 8, 8))
-    assert files(tmp_path) == []
-
-
-def decomposing(export):
-    """An exporter that writes opset 18 whatever is asked for."""
-    return lambda *args, **options: export(*args, **options | {"opset": 18})
-
-
 def test_a_model_that_cannot_be_exported_says_why_and_what_to_try(tmp_path):
     class Branching(nn.Sequential):
         def forward(self, input: Tensor) -> Tensor:

@@ -42,8 +42,15 @@ def test_a_step_does_not_depend_on_how_its_samples_were_cut(norm, weight, dtype,
     assert_same_state(train(model, cut, lr=lr, dtype=dtype), whole, tol=tolerance("one_step", dtype))
 
 
-@norms
-@weights
+def slow_but(*kept: str):
+    """Every norm with plain and standardized weights; all but the named pairs are for the slow lane."""
+    pairs = {f"{n}, {w}": (NORMS[n], WEIGHTS[w]) for n in NORMS for w in WEIGHTS}
+    marks = {name: () if name in kept else pytest.mark.slow for name in pairs}
+    cases = [pytest.param(*pair, id=name, marks=marks[name]) for name, pair in pairs.items()]
+    return pytest.mark.parametrize("norm, weight", cases)
+
+
+@slow_but("GN, WS", "BCN, plain", "BCN, WS")
 def test_fifty_steps_do_not_depend_on_their_cuts(norm, weight):
     model = SmallResNet(norm, weight)
     generator = torch.Generator().manual_seed(1)
@@ -61,8 +68,7 @@ def drift(a, b):
     return max(((a[k].double() - b[k].double()).abs().max() / b[k].double().abs().max()).item() for k in b)
 
 
-@pytest.mark.parametrize("norm", [NORMS["GN"], NORMS["BCN"]], ids=["GN", "BCN"])
-@weights
+@slow_but("BCN, WS")
 def test_float32_runs_drift_no_faster_than_a_control_perturbed_by_one_ulp(norm, weight):
     # A smooth activation: with ReLU one sign that flips moves the whole run, in the control or out of it, and the
     # comparison is a lottery.

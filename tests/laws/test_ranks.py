@@ -42,6 +42,7 @@ def test_a_step_does_not_depend_on_the_number_of_ranks_or_their_shares(world):
             assert_same_state(result, state, tol=tol)
 
 
+@pytest.mark.slow
 def test_sequential_estimates_are_averaged_over_ranks_at_the_step():
     layer = mn.nn.BatchChannelNorm(4, 2, statistics="sequential", rate=0.3).double()
     results = launch(sequential_average, 2, layer)
@@ -52,6 +53,7 @@ def test_sequential_estimates_are_averaged_over_ranks_at_the_step():
             assert_close_to_max(result[f"merged_{name}"], average, tol=1e-15)
 
 
+@pytest.mark.slow
 def test_merging_follows_counts_groups_skips_and_refuses_different_lists():
     # Rank r sees the constant r + 1; with rate 1 the estimate becomes what the merged window saw.
     results = launch(merge_cases, 3)

@@ -6,10 +6,10 @@ import importlib.util
 import pytest
 import torch
 
-from micronorm.nn import BatchChannelNorm, backends, bcn
+from micronorm.nn import BatchChannelNorm, bcn
 from micronorm.nn.backends import explain_backend, kernel_problem, resolve_backend
 from micronorm.nn.group import GroupNorm, InstanceNorm
-from micronorm.ops.bcn.triton import launch, run
+from micronorm.ops import runtime
 from tests.devices import require_kernels
 from tests.tolerances import assert_close_to_max, tolerance
 
@@ -21,11 +21,7 @@ X = torch.zeros(2, 4, 3, 3)
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch):
     """Questions are asked anew, and their answers forgotten with the test."""
-    monkeypatch.setattr(backends, "_problems", {})
-
-
-def compiled_kernels(monkeypatch):
-    monkeypatch.setattr(run, "INTERPRETED", False)
+    monkeypatch.setattr(runtime, "_problems", {})
 
 
 def test_a_cpu_computes_in_operations_and_a_form_that_was_asked_for_is_taken():
@@ -43,16 +39,16 @@ def test_a_mistyped_backend_is_refused_where_it_is_used_too(layer):
 
 def test_the_kernels_run_on_a_cpu_by_the_interpreter_only(monkeypatch):
     require_kernels("cpu")
-    assert launch.INTERPRETED
+    assert runtime.interpreted()
     assert kernel_problem("cpu") is None
     assert resolve_backend("triton", X) == "triton"
     assert explain_backend("cpu").reason.endswith("the interpreter of kernels is for tests")
-    backends._problems.clear()
-    compiled_kernels(monkeypatch)
+    runtime._problems.clear()
+    monkeypatch.setattr(runtime, "interpreted", lambda: False)
     assert kernel_problem("cpu") == "kernels need a CUDA device"
     assert explain_backend("cpu").reason.endswith("; kernels need a CUDA device")
     layer = BatchChannelNorm(4, 2, backend="triton")
-    with pytest.raises(ValueError, match=r'backend="triton" cannot compute this: kernels need a CUDA device; "auto"'):
+    with pytest.raises(ValueError, match=r'cannot compute this: kernels need a CUDA device; use backend="auto"'):
         layer(X)
     assert BatchChannelNorm(4, 2)(X).shape == X.shape
 
@@ -97,7 +93,7 @@ def test_amd_devices_are_not_tried(monkeypatch):
 def test_a_sample_beyond_32_bits_is_refused_with_its_size():
     require_kernels("cpu")
     large = torch.empty(1).expand(1, 2, 2**30)
-    with pytest.raises(ValueError, match="a sample of 2147483648 elements is more than kernels count"):
+    with pytest.raises(ValueError, match="a sample of 2147483648 elements is too large for kernels"):
         resolve_backend("triton", large)
     assert resolve_backend("triton", torch.empty(1).expand(4, 2, 2**29)) == "triton"
 
@@ -127,7 +123,7 @@ def test_a_gpu_computes_by_the_kernels():
 def test_more_samples_and_channels_than_32_bits_count_are_refused_with_their_number():
     require_kernels("cpu")
     many = torch.empty(1).expand(2**20, 2**8)
-    with pytest.raises(ValueError, match="1048576 samples of 256 channels have more means than kernels count"):
+    with pytest.raises(ValueError, match="1048576 samples of 256 channels have too many statistics"):
         resolve_backend("triton", many)
     assert resolve_backend("triton", many[: 2**10]) == "triton"
 

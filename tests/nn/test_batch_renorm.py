@@ -99,14 +99,35 @@ def test_a_repeated_forward_corrects_as_the_first_did(use_reentrant):
             assert torch.equal(value, checkpointed.state_dict()[name])
 
 
+@pytest.mark.parametrize("micro_batch", [1, 2, 3, 7, 9])
+def test_micro_batches_of_a_batch_equal_the_loop_over_them(micro_batch):
+    schedule = RenormSchedule(warmup=2, r_until=20, d_until=20, r_max=2.0, d_max=2.0)
+    batched = BatchRenorm(3, micro_batch=micro_batch, momentum=0.3, schedule=schedule, dtype=F64)
+    loop = BatchRenorm(3, momentum=0.3, schedule=schedule, dtype=F64)
+    for _ in range(4):
+        x = torch.randn(7, 3, 2, 3, dtype=F64) * 1.5 + 0.5
+        ours, theirs, g = x.clone().requires_grad_(), x.clone().requires_grad_(), torch.randn_like(x)
+        expected = torch.cat([loop(part) for part in theirs.split(micro_batch)])
+        y = batched(ours)
+        assert_close_to_max(y, expected, tol=TOL)
+        y.backward(g)
+        expected.backward(g)
+        assert_close_to_max(ours.grad, theirs.grad, tol=TOL)
+        for name, value in loop.state_dict().items():
+            assert_close_to_max(batched.state_dict()[name], value, tol=TOL)
+    assert loop.num_batches_tracked == 4 * -(-7 // micro_batch)
+
+
 def test_what_it_remembers_for_checkpointing_is_not_saved():
     assert list(BatchRenorm(3).state_dict()) == list(nn.BatchNorm2d(3).state_dict())
 
 
 def test_the_spec_hands_its_arguments_on():
-    assert repr(BRN(eps=1e-3, momentum=0.2, schedule=AT_ONCE)(8)) == repr(
-        BatchRenorm(8, eps=1e-3, momentum=0.2, schedule=AT_ONCE)
+    assert repr(BRN(eps=1e-3, momentum=0.2, schedule=AT_ONCE, micro_batch=2)(8)) == repr(
+        BatchRenorm(8, eps=1e-3, momentum=0.2, schedule=AT_ONCE, micro_batch=2)
     )
+    with pytest.raises(ValueError, match="must be at least 1, got 0"):
+        BRN(micro_batch=0)
     with pytest.raises(ValueError, match=r"got None; try 0\.01"):
         BRN(momentum=None)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"got None; try 0\.01"):

@@ -288,7 +288,7 @@ def test_a_model_that_has_gathered_can_be_copied_with_its_handle(device):
     model(x)
     copied = copy.deepcopy((model, handle))[0]
     model(x)
-    assert [net[0]._window.ticket[0].item() for net in (model, copied)] == [2, 0]
+    assert [net[0]._window.counter[0].item() for net in (model, copied)] == [2, 0]
 
 
 def test_parameters_on_another_device_than_the_input_are_refused(device):

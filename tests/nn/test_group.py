@@ -4,7 +4,7 @@ from torch import nn
 
 from micronorm.nn.group import GN, IN, LN, GroupNorm, InstanceNorm
 from micronorm.nn.norm_act import NormAct
-from micronorm.ops.activation import Activation
+from micronorm.ops.activation import check_activation
 from tests.tolerances import assert_close_to_max, tolerance
 
 F64 = torch.float64
@@ -69,7 +69,7 @@ def test_our_group_norm_has_torchs_arguments_keys_text_and_bits(options):
 @pytest.mark.parametrize("kind", [None, "relu", "leaky_relu", "silu"])
 @pytest.mark.parametrize("with_residual", [False, True])
 def test_what_follows_has_the_bits_of_the_operations_in_a_row(kind, with_residual):
-    norm, act = GroupNorm(2, 6), Activation(kind, 0.2)
+    norm, act = GroupNorm(2, 6), check_activation(kind, 0.2)
     x, r = torch.randn(2, 2, 6, 5, 3)
     y = norm(x, residual=r if with_residual else None, activation=kind, negative_slope=0.2)
     assert torch.equal(y, act(norm(x) + r if with_residual else norm(x)))

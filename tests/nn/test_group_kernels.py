@@ -9,7 +9,7 @@ from torch import nn
 import micronorm as mn
 from micronorm.nn import BatchChannelNorm
 from micronorm.nn.group import GroupNorm, InstanceNorm
-from micronorm.ops.activation import Activation
+from micronorm.ops.activation import check_activation
 from micronorm.ops.bcn import group_norm_fused
 from tests.devices import KERNEL_DEVICES, require_kernels
 from tests.tolerances import assert_close_to_max, tolerance
@@ -62,7 +62,7 @@ def exact(norm, x, residual=None, activation=None, slope=0.01):
     if norm.weight is not None:
         weight, bias = (p.double().view(-1, *[1] * (x.ndim - 2)) for p in (norm.weight, norm.bias))
         y = y * weight + bias
-    return Activation(activation, slope)(y if residual is None else y + residual.double())
+    return check_activation(activation, slope)(y if residual is None else y + residual.double())
 
 
 @pytest.mark.parametrize("shape, groups", SIZES, ids=str)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import micronorm as mn
-from micronorm.nn.sharing import SharedWeights
+from micronorm.nn.per_step.shared_weights import SharedWeights
 from micronorm.ops.weight import launch
 from tests.devices import KERNEL_DEVICES, require_kernels
 from tests.nn.test_sharing import assert_shared_is_the_same, gradients

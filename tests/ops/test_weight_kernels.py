@@ -5,7 +5,8 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 from micronorm.functional import weight_standardize, weight_standardize_many
-from micronorm.ops.weight import choose_backend, launch, standardize, tables
+from micronorm.ops import runtime
+from micronorm.ops.weight import choose_backend, launch, tables
 from tests.devices import KERNEL_DEVICES, require_kernels
 from tests.poison import Poisoned
 from tests.tolerances import assert_close_to_max, tolerance
@@ -249,7 +250,7 @@ def test_the_choice_is_the_reference_on_a_cpu_and_says_why_not():
     assert choose_backend(w) == choose_backend(w, "reference") == "reference"
     with pytest.raises(ValueError, match=r"backend must be one of auto, reference, triton, got 'cuda'"):
         choose_backend(w, "cuda")
-    with pytest.raises(ValueError, match="needs a weight on a CUDA device, got one on meta"):
+    with pytest.raises(ValueError, match="kernels need a CUDA device, not meta"):
         choose_backend(w.to("meta"), "triton")
     with pytest.raises(TypeError, match=r"at least 16 bits, got torch\.int64"):
         weight_standardize(w, dtype=torch.int64)
@@ -261,7 +262,7 @@ def test_a_transform_of_torch_func_is_refused_by_its_name_and_taken_by_the_autom
     def total(w, backend):
         return weight_standardize(w, backend=backend).pow(3).sum()
 
-    with pytest.raises(ValueError, match=r'backend="triton" knows no transforms of torch\.func'):
+    with pytest.raises(ValueError, match=r"cannot compute this weight: kernels do not support torch\.func transforms"):
         torch.func.grad(total)(w, "triton")
     (expected,) = torch.autograd.grad(total(w.requires_grad_(), "triton"), w)
     found = torch.func.grad(total)(w.detach(), "auto")
@@ -282,20 +283,22 @@ def test_the_choice_is_the_kernel_on_cuda_where_rows_are_dense():
 
 
 def test_a_missing_triton_is_named(monkeypatch):
-    monkeypatch.setattr(standardize, "TRITON", False)
-    with pytest.raises(ValueError, match=r"needs the package triton.*pip install triton.*backend=\"auto\""):
+    monkeypatch.setattr(runtime, "_problems", {("cpu", None): "triton is not installed"})
+    with pytest.raises(ValueError, match=r"triton is not installed; use backend=\"auto\""):
         weight_standardize(weight((4, 6)), **OPTIONS)
     assert weight_standardize(weight((4, 6))).shape == (4, 6)
 
 
 def test_the_automatic_choice_does_not_ask_triton_on_a_cpu(monkeypatch):
-    monkeypatch.setattr(standardize, "_interpreted", lambda: pytest.fail("imports triton"))
+    monkeypatch.setattr(runtime, "_problems", {})
+    monkeypatch.setattr(runtime, "interpreted", lambda: pytest.fail("imports triton"))
     assert weight_standardize(weight((4, 6))).shape == (4, 6)
 
 
-def test_a_cpu_without_the_interpreter_is_told_how_to_have_it(monkeypatch):
-    monkeypatch.setattr(standardize, "_interpreted", lambda: False)
-    with pytest.raises(ValueError, match="TRITON_INTERPRET=1 in the environment before triton is imported"):
+def test_a_cpu_without_the_interpreter_is_refused(monkeypatch):
+    monkeypatch.setattr(runtime, "_problems", {})
+    monkeypatch.setattr(runtime, "interpreted", lambda: False)
+    with pytest.raises(ValueError, match="kernels need a CUDA device"):
         weight_standardize(weight((4, 6)), **OPTIONS)
 
 

@@ -74,14 +74,23 @@ PAPER: dict[str, dict[str, tuple[float, ...]]] = {
         "micro-bcn-ws": (5.43,),
     },
     "quick": {},
+    "micro_batch": {},
     "digits": {},
 }
 OURS = {
     "imagenet_ws": {"rn101-sn"},  # a cell that the paper leaves empty
     "imagenet": {"rn50-bcn-ws-step", "rn101-bcn-ws-step"},
-    "cifar1": {"c10-micro-bcn-ws-step", "c100-micro-bcn-ws-step"},
+    "cifar1": {
+        f"{data}-micro-{row}"
+        for data in ("c10", "c100")
+        for row in ("bcn-ws-step", "gn-ws-plain-start", "bcn-ws-step-plain-start")
+    },
     "cifar2": {"micro-bcn-ws-step"},
     "quick": {f"{network}-{method}" for network in ("rn20", "rn56") for method in ("bn", "gn", "gn-ws", "bcn-ws")},
+    "micro_batch": {
+        *(f"{method}-{2**k}" for method in ("bn", "brn") for k in range(8)),
+        *("gn", "gn-ws", "bcn-ws"),
+    },
     "digits": {"bn-64", "bn", "gn", "gn-ws", "bcn-ws"},
 }
 ALL = [recipe for table in recipes.tables().values() for recipe in table.rows]

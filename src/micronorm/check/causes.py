@@ -1,4 +1,4 @@
-"""Why a call gives a sample another output in another cut, told by experiments on that call."""
+"""Find out why a call returns another output for a sample in another cut, by experiments on that call."""
 
 import math
 from collections.abc import Callable
@@ -6,29 +6,28 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from micronorm.check.blame import Comparison, Fault, Point
-from micronorm.check.digest import Leaf, aligned, relative
+from micronorm.check.compare import Comparison, Fault, Leaf, Point, aligned, relative
 from micronorm.check.inputs import named_members
 from micronorm.check.report import Cause, Finding, finding
-from micronorm.check.step import Experiment, Run
+from micronorm.check.runs import Experiment, Run
 from micronorm.nn.batch import GhostBatchNorm
 from micronorm.nn.batch_renorm import BatchRenorm
 from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.nn.switchable import SwitchableNorm
 
-_SAME = 1e-8  # experiments compare values that differ by far more than this or by rounding
+_SAME = 1e-8  # experiments compare values that differ by far more than this, or only by rounding
 
 
 def uses_batch_statistics(module: nn.Module | None) -> bool:
-    """Whether this is a normalization known to use statistics of the batch while it trains."""
+    """Return whether this is a normalization that uses batch statistics in training mode."""
     if isinstance(module, BatchChannelNorm):
         return module.statistics != "step"
     return isinstance(module, (nn.modules.batchnorm._BatchNorm, GhostBatchNorm, SwitchableNorm, BatchRenorm))
 
 
 @dataclass
-class Diagnosis:
-    """The experiments; each is a forward or two of a copy, and runs only where a fault was found."""
+class CauseFinder:
+    """Experiments that find the cause of a fault. Each one costs a forward or two of a copy of the model."""
 
     experiment: Experiment
     whole: Run
@@ -41,7 +40,7 @@ class Diagnosis:
         self.samples = len(self.whole.cut[0])
 
     def explain(self, fault: Fault, other: Run) -> Finding:
-        """The cause of a fault that the run `other` shows against the whole one."""
+        """Return the finding for a fault in which the run `other` differs from the whole run."""
         evidence: dict[str, object] = {"seen": _describe(fault)}
         if fault.match.status != "shape":
             evidence["relative error"] = fault.match.error
@@ -49,8 +48,8 @@ class Diagnosis:
         return finding(fault.call.name, fault.call.type, cause, **evidence, **more)
 
     def explain_error(self, run: Run) -> Finding:
-        """A part that raised where the whole did not; the fault may lie before the call that raised."""
-        fresh = self.experiment.run(run.cut, backward=False, fresh=True)  # every part up to where it raises
+        """Return the finding for a part that raised an exception; an earlier call may be at fault."""
+        fresh = self.experiment.run(run.cut, backward=False, fresh=True)  # each part runs until it raises
         fault = Comparison(self.whole, fresh, tol=self.tol).first_faulty_call()
         if fault is not None:
             return self.explain(fault, fresh)
@@ -79,17 +78,14 @@ class Diagnosis:
         return self._mixture(fault.point, fault, other)
 
     def _agrees_when_fresh(self, fault: Fault, other: Run) -> bool:
-        """Whether parts that never meet what another part left behind make up the whole: then history is to blame."""
+        """Return whether the parts reproduce the whole if each has a fresh copy: then kept state is the cause."""
         fresh = self.experiment.run(other.cut, backward=False, fresh=True)
         if fresh.error is not None:
             return False
         comparison = Comparison(self.whole, fresh, tol=self.tol, noise=self.noise)
         if fault.point is None:
             return comparison.first_fault() is None
-        match = comparison.at(fault.point)
-        return match is not None and match.status == "agree"
-
-    # --- shapes --------------------------------------------------------------------------------------------------
+        return comparison.agrees_at(fault.point)
 
     def _shapes(self, fault: Fault) -> tuple[Cause, dict[str, object]]:
         whole, parts = fault.match.whole, fault.match.parts
@@ -97,15 +93,13 @@ class Diagnosis:
         ranks = {len(s) for s in (whole, *parts)}
         if len(ranks) == 1 and whole:
             largest = tuple(max(s[a] for s in parts) for a in range(len(whole)))
-            # The batch axis is longer in the whole; an axis that was padded is as long as in the largest part.
+            # The batch axis is longer in the whole. A padded axis is as long as in the largest part.
             if sum(w != m for w, m in zip(whole, largest, strict=True)) <= 1:
                 return "padding", evidence
         return "mixes_samples", evidence
 
-    # --- one value for the part ----------------------------------------------------------------------------------
-
     def _reduction(self, point: Point | None) -> tuple[Cause, dict[str, object]]:
-        """A number per part that does not add up: an average, or a term between samples?"""
+        """Explain a number per part that does not add up: an average, or a term between samples."""
         everyone = list(range(self.samples))
 
         def value(indices: list[int]) -> float:
@@ -132,8 +126,6 @@ class Diagnosis:
             return "batch_size", {**evidence, "as a power of the number of samples": power - 1}
         return "cross_sample_loss", evidence
 
-    # --- values per sample ---------------------------------------------------------------------------------------
-
     def _mixture(self, point: Point, fault: Fault, other: Run) -> tuple[Cause, dict[str, object]]:
         whole = point.read(self.whole)
         parts = [point.read(other, k) for k in range(len(other.cut))]
@@ -152,7 +144,7 @@ class Diagnosis:
         return "mixes_samples", evidence
 
     def _with_other_companions(self, point: Point, whole: Leaf) -> float | None:
-        """How much the first half of the samples changes when copies of itself replace the others."""
+        """Return how much the first half of the samples changes when copies of it replace the second half."""
         n, half = self.samples, self.samples // 2
         run = self.experiment.run([[i % half for i in range(n)]], backward=False)
         leaf = point.read(run) if run.error is None else None
@@ -167,24 +159,23 @@ class Diagnosis:
     def _agrees_in_eval(self, point: Point, name: str, other: Run) -> bool:
         module = self.modules.get(name)
         if module is None or not any(b.is_floating_point() for b in module.buffers(recurse=False)):
-            return False  # nothing that could stand in for the batch's statistics
+            return False  # the module has no buffers that could replace batch statistics
         if name.startswith("loss."):
             return False
         everyone = list(range(self.samples))
         run, cut = (self.experiment.run(c, backward=False, evaluating=name) for c in ([everyone], other.cut))
         if run.error is not None or cut.error is not None:
             return False
-        match = Comparison(run, cut, tol=self.tol).at(point)
-        return match is not None and match.status == "agree"
+        return Comparison(run, cut, tol=self.tol).agrees_at(point)
 
 
 def _describe(fault: Fault) -> str:
     if fault.point is None:
-        return "its inputs agree and its parts do not add up to the whole"
+        return "its inputs agree, but its parts do not add up to the whole"
     term = "".join(f"[{step!r}]" for step in fault.point.path)
     if fault.point.side == "output":
-        return f"its inputs agree and its output{term} does not"
-    return f"its inputs agree and what it passes to {fault.point.name} does not"
+        return f"its inputs agree, but its output{term} does not"
+    return f"its inputs agree, but what it passes to {fault.point.name} does not"
 
 
 def _close(a: float, b: float) -> bool:
@@ -192,7 +183,7 @@ def _close(a: float, b: float) -> bool:
 
 
 def _power_of_size(whole: Leaf, parts: list[Leaf], sizes: list[int]) -> float | None:
-    """p if each part is the whole's share times (part's samples / whole's samples)^p, exactly; else None."""
+    """Return p if each part equals the whole times (samples of the part / samples of the whole)^p; otherwise None."""
     for axis in (0, 1):
         pair = aligned(whole, parts, sizes, f"axis {axis}")
         rows = [p.first if axis == 0 else p.second for p in parts]
@@ -211,10 +202,10 @@ def _power_of_size(whole: Leaf, parts: list[Leaf], sizes: list[int]) -> float | 
 
 
 def _is_weighted_mean(value: Callable[[list[int]], float], whole: float, singles: list[float]) -> bool:
-    """Whether the whole is a mean of the single samples' values, with weights as pairs of samples show them.
+    """Return whether the whole is a weighted mean of the single samples' values.
 
-    A mean over pixels weighs samples by their pixels; a term between samples gives a pair no mean of its two values, or
-    weights that do not give the whole.
+    Pairs of samples give the weights: a mean over pixels weighs a sample by its pixels. With a term between samples,
+    the value of a pair is no mean of its two values, or the weights do not reproduce the whole.
     """
     high = max(range(len(singles)), key=lambda i: singles[i])
     low = min(range(len(singles)), key=lambda i: singles[i])
@@ -234,7 +225,7 @@ def _is_weighted_mean(value: Callable[[list[int]], float], whole: float, singles
         if j not in weights:
             anchor = high if singles[high] - singles[j] >= singles[j] - singles[low] else low
             weights[j] = weight(j, anchor, weights[anchor])
-    if not all(w > 0 for w in weights.values()):  # false for what is not a number, too
+    if not all(w > 0 for w in weights.values()):  # NaN is not above 0 either
         return False
     mean = sum(w * singles[j] for j, w in weights.items()) / sum(weights.values())
-    return abs(mean - whole) <= 1e-6 * max(map(abs, singles))  # weights are ratios of small differences
+    return abs(mean - whole) <= 1e-6 * max(map(abs, singles))  # the weights are ratios of small differences

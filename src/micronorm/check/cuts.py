@@ -1,4 +1,4 @@
-"""`check_cuts`: one step whole, halved and one by one, what came out differently, and where that begins."""
+"""`check_cuts`: run one step whole, in halves and one sample at a time, and find where the results start to differ."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -7,45 +7,45 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from micronorm.check.blame import Comparison, Fault
-from micronorm.check.causes import Diagnosis, uses_batch_statistics
+from micronorm.check.causes import CauseFinder, uses_batch_statistics
+from micronorm.check.compare import Comparison, Fault
 from micronorm.check.inputs import check_batch, check_model
 from micronorm.check.report import CutsReport, Difference, Finding, finding
-from micronorm.check.step import Experiment, Run
-from micronorm.check.trace import Call, first_not_finite
+from micronorm.check.runs import Call, Experiment, Run
 
-# One step, relative to each tensor's maximum: the project's law (float64 and float32). A model that computes in half
-# precision inside can be held to its rounding only.
+# For one step, relative to each tensor's maximum, if the model computes in float64 or float32. Narrower types are
+# compared at a multiple of their rounding.
 _TOLERANCE = {torch.finfo(torch.float64).eps: 1e-12, torch.finfo(torch.float32).eps: 1e-5}
 _HALF_EPS = 4.0
-# Activations feed what they disturb: a fault shows in them at full size, rounding stays below this times the tolerance.
+# A fault changes activations by its full size. Rounding stays below this factor times the tolerance.
 _ACTIVATIONS = 100.0
-# Deep networks magnify rounding, and a gradient that cancels to zero *is* rounding. What a perturbation of every
-# parameter by one unit in the last place moves by d may move by this many d here.
+# Deep networks amplify rounding, and a gradient that cancels to zero consists of rounding. A tensor may differ by this
+# factor times its change when every parameter moves by one unit in the last place ...
 _ROUNDING = 64.0
-# But not by more than this, of the tensor's maximum, or of the largest gradient: a model that a last digit turns upside
-# down would hide everything.
+# ... but by no more than this, relative to its maximum or to the largest gradient. Otherwise a chaotic model would
+# pass with any fault.
 _MOST_ROUNDING = 1e-6
 
 
 def check_cuts(model: nn.Module, batch: tuple, loss: Callable[[nn.Module, tuple], Any]) -> CutsReport:
-    """Whether an optimizer step of this model depends on how its samples were cut up; if so, where and why.
+    """Check whether an optimizer step depends on how its samples are cut into micro-batches; if so, find the cause.
 
-    One step is run whole, in two halves and one sample at a time, in float64, on private copies: the model, its
-    gradients, buffers, flags and hooks and the random states stay as they are. Gradients, estimates (after a commit)
-    and buffers are compared, relative to each tensor's maximum, at 1e-12; where they differ, the calls of all modules
-    are compared sample by sample, and experiments on the first that differs tell the cause. A model that passes also
-    gives the same from another random seed.
+    The check runs one step whole, in two halves and one sample at a time, in float64, on copies of the model. It does
+    not change the model, its gradients, buffers, flags and hooks, or the random states. It compares gradients, running
+    estimates (after a commit) and buffers, with a tolerance of 1e-12 relative to each tensor's maximum. If they differ,
+    it compares the calls of all modules sample by sample and runs experiments on the first call that differs. A model
+    passes only if another random seed gives the same step.
 
     Args:
-        model: in training mode and on any device that has float64.
-        batch: a tuple of tensors or lists, each indexed by sample; two samples at least, better six of unequal size.
-        loss: called as loss(model, part) with a part of the batch in its structure; returns (sum, count), or one
-            tensor taken as a sum over the part. A loss that is a module is copied with the model; what a closure holds
-            is not.
+        model: a model in training mode, on a device that supports float64.
+        batch: a tuple of tensors or lists, each indexed by sample. It needs at least two samples; six of different
+            sizes are better.
+        loss: a function loss(model, part), where `part` is a part of the batch. It returns (sum, count), or one tensor
+            that is the sum over the part. A loss that is a module is copied with the model; variables of a closure are
+            not.
 
     Returns:
-        The report: true where the law holds, printable, with `findings` in execution order.
+        A printable report, which is true if the step does not depend on the cut. `findings` are in execution order.
 
     Example:
         >>> import torch.nn.functional as F
@@ -77,11 +77,12 @@ def _cuts(samples: int) -> dict[str, list[list[int]]]:
 
 
 class _Check:
-    """The state of one check: the runs so far, and what was found in them."""
+    """The runs of one check and their findings."""
 
     def __init__(self, experiment: Experiment, samples: int) -> None:
         self.experiment, self.samples, self.cuts = experiment, samples, _cuts(samples)
         self.control: Run | None = None
+        self.aliased: dict[str, str] = {}
         self.differences: list[Difference] = []
         self.findings: list[Finding] = []
         self.compared, self.worst = 0, 0.0
@@ -100,9 +101,7 @@ class _Check:
             self.findings.append(found)
         notes = []
         if self.tol > 1e-12:
-            notes.append(
-                f"parts of the model compute in a narrower type than float64, so the tolerance is {self.tol:.0e}"
-            )
+            notes.append(f"parts of the model compute in a narrower type than float64; the tolerance is {self.tol:.0e}")
         return CutsReport(
             samples=self.samples,
             cuts={name: [len(part) for part in cut] for name, cut in self.cuts.items()},
@@ -121,17 +120,15 @@ class _Check:
             raise whole.error
         if not whole.gradients:
             raise ValueError(
-                "the loss must reach parameters of the model it is given, none got a gradient; use the function's "
-                "first argument, not a model from outside"
+                "no parameter of the model got a gradient; the loss must use the model in its first argument, not a "
+                "model from outside"
             )
         return whole
-
-    # --- runs that should be the same ----------------------------------------------------------------------------
 
     def _not_finite(self, run: Run, cut: str) -> Finding | None:
         for trace, value, part in zip(run.traces, run.sums, run.cut, strict=False):
             if not math.isfinite(value):
-                call = first_not_finite(trace) or trace.root
+                call = trace.first_not_finite() or trace.root
                 return finding(call.name, call.type, "non_finite", loss=value, cut=cut, samples=list(part))
         for name, gradient in run.gradients.items():
             if not gradient.isfinite().all():
@@ -140,7 +137,7 @@ class _Check:
         return None
 
     def _look_for_randomness(self) -> None:
-        """The whole step from another seed; and, where it differs, once more from the same one."""
+        """Repeat the whole step from another seed and, if it differs, from the same seed."""
         fault = self._repeat(seed=1)
         if fault is None:
             return
@@ -170,14 +167,13 @@ class _Check:
             if differences or run.error is not None:
                 runs.append(run)
             self.differences += differences
+            self.aliased |= run.aliased
             run.gradients, run.buffers = {}, {}
         for run in runs:
             if self._explain(run):
                 return
         if self.differences and not self.findings:
             self.findings.append(self._without_a_call())
-
-    # --- numbers -------------------------------------------------------------------------------------------------
 
     def _differences(self, cut: str, run: Run) -> list[Difference]:
         found = []
@@ -194,7 +190,8 @@ class _Check:
                 relative = error / size if size else math.inf
                 found.append(Difference(cut, kind, name, relative, allowed / size if size else 0.0))
             elif size:
-                cancelled = kind == "gradient" and error > self.tol * size  # itself a rounding error of larger ones
+                # A gradient that differs by more than its tolerance here is itself rounding of larger terms.
+                cancelled = kind == "gradient" and error > self.tol * size
                 self.worst = max(self.worst, error / (max(size, largest) if cancelled else size))
         return found
 
@@ -219,38 +216,36 @@ class _Check:
             kind = "estimate" if name in whole.estimates else "buffer"
             yield kind, name, a, run.buffers.get(name, a.new_zeros(0)), quiet.buffers.get(name) if quiet else None
 
-    # --- places --------------------------------------------------------------------------------------------------
-
     def _explain(self, run: Run) -> bool:
-        """Add the finding that this run shows, in execution order; whether there was one."""
-        diagnosis = Diagnosis(self.experiment, self.whole, _ACTIVATIONS * self.tol, self.control)
+        """Add the finding of this run in execution order. Return whether there is one."""
+        causes = CauseFinder(self.experiment, self.whole, _ACTIVATIONS * self.tol, self.control)
         if run.error is not None:
-            self.findings.append(diagnosis.explain_error(run))
+            self.findings.append(causes.explain_error(run))
             return True
         found = self._not_finite(run, "+".join(map(str, run.sizes)))
         if found is not None:
             self.findings.append(found)
             return True
-        fault = Comparison(self.whole, run, tol=diagnosis.tol, noise=self.control).first_fault()
+        fault = Comparison(self.whole, run, tol=causes.tol, noise=self.control).first_fault()
         if fault is None:
             return False
         if any(f.where == fault.call.name for f in self.findings):
-            return True  # it draws random numbers: what else it does is not to be seen
-        found = diagnosis.explain(fault, run)
+            return True  # the call draws random numbers, which hide its other faults
+        found = causes.explain(fault, run)
         known, place = self.findings, self._place(found.where)
         if found.cause == "randomness" and known and known[0].cause == "randomness":
-            # Two of the same kind: the first in execution order stands for both.
+            # Report only the first of several calls that draw random numbers.
             self.findings = [found] if place < self._place(known[0].where) else known
         else:
             self.findings = sorted([*known, found], key=lambda f: self._place(f.where))
         return True
 
     def _place(self, where: str) -> int:
-        """When a module is first left, in the whole run: the loss ends last, and a module never called after it."""
+        """Return when a module first returns in the whole run; modules that are never called come last."""
         return self.order.get(where, len(self.order))
 
     def _without_a_call(self) -> Finding:
-        """Every call and the loss agree, sample by sample: a count, a buffer or the backward is left."""
+        """Return the finding if all calls and the loss agree: a count, a buffer or the backward pass differs."""
         by_kind = {
             d.kind: d for d in sorted(self.differences, key=lambda d: (-self._place(self._owner(d.name)[0]), d.error))
         }
@@ -266,12 +261,15 @@ class _Check:
                 known = uses_batch_statistics(self._module(where))
                 cause = "batch_statistics" if known else "buffer"
                 return finding(where, type_name, cause, buffer=d.name, cut=d.cut, **{"relative error": d.error})
-        # The last module in execution order is the first the backward meets.
+        # The backward pass reaches the last module in execution order first.
         gradients = [d for d in self.differences if d.kind == "gradient"]
         if gradients:
             d = max(gradients, key=lambda d: self._place(self._owner(d.name)[0]))
             where, type_name = self._owner(d.name)
-            return finding(where, type_name, "gradient", parameter=d.name, cut=d.cut, **{"relative error": d.error})
+            evidence: dict[str, Any] = {"parameter": d.name, "cut": d.cut, "relative error": d.error}
+            if d.name in self.aliased:
+                return finding(where, type_name, "shared_gradient", **evidence, **{"shared with": self.aliased[d.name]})
+            return finding(where, type_name, "gradient", **evidence)
         return finding("loss", "loss function", "unknown", **{"relative error": self.differences[0].error})
 
     def _module(self, where: str) -> nn.Module | None:
@@ -279,7 +277,7 @@ class _Check:
         return model if where == "model" else dict(model.named_modules()).get(where)
 
     def _owner(self, name: str) -> tuple[str, str]:
-        """The module that holds a parameter or buffer, and its class."""
+        """Return the name and class of the module that holds a parameter or buffer."""
         where = name.rpartition(".")[0] or "model"
         return where, type(self._module(where)).__name__
 
@@ -299,7 +297,7 @@ def _in_order(call: Call) -> Iterator[Call]:
 
 
 def _deviation(expected: Tensor, actual: Tensor) -> tuple[float, float]:
-    """The largest deviation and the largest entry; infinite where shapes or finiteness differ."""
+    """Return the largest deviation and the largest entry. The deviation is infinite if shapes or finiteness differ."""
     if expected.shape != actual.shape:
         return math.inf, 1.0
     if expected.numel() == 0:

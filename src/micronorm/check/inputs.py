@@ -1,4 +1,4 @@
-"""What users hand to `check_cuts`: checked, taken to float64, and cut along samples."""
+"""Validate the arguments of `check_cuts`, convert them to float64, and cut the batch into samples."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from micronorm.convert.surgery import refuse_wrappers
 
 _WRAPPERS = {
-    "DistributedDataParallel": "pass model.module: the ranks' law is the same law, and one process can check it",
+    "DistributedDataParallel": "pass model.module: one process can check what holds for all ranks",
     "DataParallel": "pass model.module",
-    "FullyShardedDataParallel": "pass the model as it was before it was sharded",
-    "OptimizedModule": "pass model._orig_mod, as it was before torch.compile: a compiled graph hides its modules",
+    "FullyShardedDataParallel": "pass the model before it is sharded",
+    "OptimizedModule": "pass model._orig_mod, the model before torch.compile: a compiled graph hides its modules",
     "ScriptModule": "pass the Python module it was scripted from",
 }
 
 
 def check_model(model: Any) -> None:
-    """Refuse what is not a plain module in training mode."""
+    """Raise unless the model is a plain module in training mode with parameters to train."""
     refuse_wrappers(model, _WRAPPERS)
     for name, p in model.named_parameters():
         if isinstance(p, nn.parameter.UninitializedParameter):
@@ -28,16 +28,16 @@ def check_model(model: Any) -> None:
             raise TypeError(f"parameters must be plain tensors, {name} is a DTensor; pass the model before sharding it")
         if p.device.type in ("meta", "mps"):
             raise ValueError(
-                f"the check runs in float64, which {p.device.type} tensors cannot ({name}); use model.cpu()"
+                f"the check runs in float64, which {p.device.type} tensors do not support ({name}); use model.cpu()"
             )
     if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError("a step needs a parameter that requires grad, the model has none; unfreeze what you train")
+        raise ValueError("the model has no parameter that requires grad; unfreeze the layers you train")
     if not model.training:
-        raise ValueError("the check is of a training step, the model is in eval mode; call model.train() first")
+        raise ValueError("the check runs a training step, but the model is in eval mode; call model.train() first")
 
 
 def check_batch(batch: Any) -> int:
-    """The number of samples; refuses a batch that is not a tuple of tensors and lists of that one length."""
+    """Return the number of samples. Raise unless the batch is a tuple of tensors and lists of one length."""
     if not isinstance(batch, tuple):
         raise TypeError(
             f"batch must be a tuple of tensors or lists indexed by sample, got {type(batch).__name__}; "
@@ -54,20 +54,20 @@ def check_batch(batch: Any) -> int:
             )
         if isinstance(item, Tensor) and item.ndim == 0:
             raise ValueError(
-                f"batch[{i}] must be indexed by sample, it is a tensor without axes; constants belong into the loss"
+                f"batch[{i}] must be indexed by sample, but it is a tensor without axes; put constants into the loss"
             )
         lengths.append(len(item))
     if len(set(lengths)) > 1:
-        raise ValueError(f"all of batch must have one length, the number of samples, got lengths {lengths}")
+        raise ValueError(f"all of batch must have the same length, the number of samples, got lengths {lengths}")
     if lengths[0] < 2:
         raise ValueError(
-            f"a cut needs at least 2 samples, got {lengths[0]}; try six, so that halves differ from single samples"
+            f"a cut needs at least 2 samples, got {lengths[0]}; use six, so that halves differ from single samples"
         )
     return lengths[0]
 
 
 def to_float64(value: Any) -> Any:
-    """A private copy with every floating-point tensor in float64; containers of the plain kinds are walked."""
+    """Return a copy with every floating-point tensor in float64, also inside lists, tuples and dictionaries."""
     if isinstance(value, Tensor):
         value = value.detach()
         return value.to(torch.float64, copy=True) if value.is_floating_point() else value.clone()
@@ -81,7 +81,7 @@ def to_float64(value: Any) -> Any:
 
 
 def select(batch: tuple, indices: Sequence[int]) -> tuple:
-    """The samples of these indices, as copies: a loss that writes into its part must not change the next run's."""
+    """Return copies of these samples, because a loss may write into its part."""
     return tuple(
         item[torch.as_tensor(indices, device=item.device)]
         if isinstance(item, Tensor)
@@ -91,7 +91,7 @@ def select(batch: tuple, indices: Sequence[int]) -> tuple:
 
 
 def read_loss(result: Any) -> tuple[Tensor, float | None]:
-    """The sum and its count; None where the loss gave one tensor."""
+    """Return the sum and its count. The count is None if the loss returned one tensor."""
     total, count = result, None
     if isinstance(result, (tuple, list)):
         if len(result) != 2:
@@ -102,33 +102,35 @@ def read_loss(result: Any) -> tuple[Tensor, float | None]:
         if isinstance(count, bool) or not isinstance(count, (int, float)):
             raise TypeError(
                 f"loss must return (sum, count) with a number as count, got {type(count).__name__}; "
-                "add terms up into one sum"
+                "add several terms into one sum"
             )
     if not isinstance(total, Tensor):
         raise TypeError(
             f"loss must return (sum, count) or one tensor, got {type(total).__name__}; return the loss itself"
         )
     if total.numel() != 1:
-        raise ValueError(f"loss must return a sum over the part, one number, got shape {tuple(total.shape)}; .sum() it")
+        raise ValueError(
+            f"loss must return one number, a sum over the part, got shape {tuple(total.shape)}; use .sum()"
+        )
     if not total.requires_grad:
-        raise ValueError("the loss must depend on the model's parameters, it has no gradient; is it detached?")
+        raise ValueError("the loss must depend on the model's parameters, but it has no gradient; is it detached?")
     return total.reshape(()), None if count is None else float(count)
 
 
 def owner_of(loss: Callable) -> nn.Module | None:
-    """The module that the loss is, or is a method of."""
+    """Return the module that the loss is, or whose method it is; otherwise None."""
     owner = loss if isinstance(loss, nn.Module) else getattr(loss, "__self__", None)
     return owner if isinstance(owner, nn.Module) else None
 
 
 def copy_together(model: nn.Module, loss: Callable) -> tuple[nn.Module, Callable]:
-    """Private float64 copies; a loss that is a module, or a module's method, is copied too, shared parts shared."""
+    """Return float64 copies of the model and of a loss that is a module or its method. Shared parts stay shared."""
     try:
         twin, loss_twin = copy.deepcopy((model, loss if owner_of(loss) is not None else None))
     except (RuntimeError, TypeError) as error:
         raise ValueError(
-            f"the check runs on a deep copy, and {type(model).__name__} cannot be copied: {error}. A tensor kept from "
-            "an earlier forward is the usual reason; detach it or drop it."
+            f"the check needs a deep copy, and {type(model).__name__} cannot be copied: {error}. The usual reason is a "
+            "tensor kept from an earlier forward; detach or delete it"
         ) from error
     loss_twin = loss if loss_twin is None else loss_twin
     for old, new in zip(model.parameters(), twin.parameters(), strict=True):
@@ -140,7 +142,7 @@ def copy_together(model: nn.Module, loss: Callable) -> tuple[nn.Module, Callable
 
 
 def _copy_gradient_hooks(old: Tensor, new: Tensor) -> None:
-    """deepcopy leaves the hooks of a tensor behind, and one that clips a gradient makes the step depend on its cut."""
+    """Copy the hooks of a parameter, which deepcopy does not: a hook that clips makes a step depend on its cut."""
     for hook in (old._backward_hooks or {}).values():
         new.register_hook(hook)
     for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
@@ -148,12 +150,12 @@ def _copy_gradient_hooks(old: Tensor, new: Tensor) -> None:
 
 
 def named_members(model: nn.Module, loss: Callable) -> dict[nn.Module, str]:
-    """Every module once, by the name reports use: "model" is the model, "loss.…" a part of a loss that is a module."""
+    """Return every module with its name in reports: "model" for the model, "loss.…" for parts of the loss."""
     names: dict[nn.Module, str] = {}
     for name, module in model.named_modules():
         names.setdefault(module, name or "model")
     owner = owner_of(loss)
     for name, module in owner.named_modules() if owner is not None else ():
-        if module is not owner:  # the owner's own call is the loss itself
+        if module is not owner:  # a call of the owner is the loss itself
             names.setdefault(module, f"loss.{name}")
     return names

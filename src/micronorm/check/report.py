@@ -1,4 +1,4 @@
-"""What `check_cuts` found: differences, the first place they come from, the cause, and the way out."""
+"""The result of `check_cuts`: what differs, where that starts, the cause, and the fix."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
@@ -16,61 +16,65 @@ Cause = Literal[
     "buffer",
     "fails_when_cut",
     "gradient",
+    "shared_gradient",
     "non_finite",
     "unknown",
 ]
 
 FIXES: dict[Cause, str] = {
-    "batch_statistics": "Put mn.BCN() or mn.GN() in its place, or freeze it with .eval() and requires_grad_(False).",
-    "averaged_loss": "Return the sum and its count, (F.cross_entropy(..., reduction='sum'), count): the division "
-    "belongs to the step, once, by the count of all its samples.",
-    "loss_count": "Return as count what the sum was taken over (samples, or pixels that are not ignored), so that the "
-    "counts of parts add up to the count of the whole.",
-    "cross_sample_loss": "A term between samples needs its samples together: compute it per group that is never cut "
-    "(both views of one image), against a memory bank that moves once per step, or on features gathered for the whole "
-    "step.",
-    "padding": "Pad every sample to a size of its own (a fixed one, or its next multiple of 32) or run ragged samples "
-    "one by one; if padding must stay, mask it out of normalization, attention and loss.",
+    "batch_statistics": "Replace it by mn.BCN() or mn.GN(), or freeze it with .eval() and requires_grad_(False).",
+    "averaged_loss": "Return the sum and its count, (F.cross_entropy(..., reduction='sum'), count). The step divides "
+    "once, by the count of all its samples.",
+    "loss_count": "Return the number of terms in the sum (samples, or pixels that are not ignored). The counts of the "
+    "parts must add up to the count of the whole.",
+    "cross_sample_loss": "A term between samples needs its samples in one part. Compute it within groups that are not "
+    "cut (both views of one image), against a memory bank that changes once per step, or on features gathered for the "
+    "whole step.",
+    "padding": "Pad each sample independently of the others (to a fixed size, or to its next multiple of 32), or run "
+    "samples one by one. If padding must stay, mask it in normalization, attention and loss.",
     "randomness": "Draw from a generator keyed by (seed, epoch, sample index), or set the probability to zero.",
-    "mixes_samples": "Make a sample's output a function of the sample alone: reduce over its own axes, never over the "
-    "batch axis.",
-    "state": "Let it read what stood at the last optimizer step: gather updates during the step and apply them in a "
-    "hook after it, not in the forward.",
+    "mixes_samples": "Compute each output from one sample alone: reduce over its own axes, not the batch axis.",
+    "state": "Do not change the state in the forward. Collect updates during the step and apply them once, in a hook "
+    "after the optimizer step.",
     "batch_size": "Do not use the number of samples inside the network; divide once, at the step, by the count of all "
     "its samples.",
-    "buffer": "Gather sums in the forward and move the buffer once per optimizer step (as mn.BCN does), or keep it out "
-    "of the model.",
-    "fails_when_cut": "Make the forward work for any number of samples, one included.",
-    "gradient": "Look for what acts on gradients per backward pass: a tensor or backward hook, a clipping inside the "
-    "accumulation loop, a custom autograd.Function that reduces over samples.",
-    "non_finite": "Find what overflows or divides by zero; a mean over nothing (no positive, every pixel ignored) is "
-    "the usual one: return sum and count instead.",
-    "unknown": "No recorded module shows it. Cut the model down, or give the operation a module of its own, and check "
+    "buffer": "Collect sums in the forward and update the buffer once per optimizer step (as mn.BCN does), or keep it "
+    "out of the model.",
+    "fails_when_cut": "Make the forward work for any number of samples, including one.",
+    "gradient": "Look for code that changes gradients in each backward pass: a hook, clipping inside the accumulation "
+    "loop, or a custom autograd.Function that reduces over samples.",
+    "shared_gradient": "torch gives both parameters one gradient tensor if they enter a sum through views, and the "
+    "second backward pass then adds both gradients into it. Write (a + b).view(...) instead of a.view(...) + "
+    "b.view(...), or use a.view(...).clone().",
+    "non_finite": "Find the overflow or the division by zero. A common case is a mean over nothing (no positive "
+    "sample, all pixels ignored): return sum and count instead.",
+    "unknown": "No module shows the difference. Reduce the model, or put the operation into its own module, and check "
     "again.",
 }
 assert set(FIXES) == set(get_args(Cause))
 
 TITLES: dict[Cause, str] = {
-    "batch_statistics": "normalizes by statistics of whatever samples share its batch",
-    "averaged_loss": "averages over its part, so cutting a step changes the weight of its samples",
+    "batch_statistics": "normalizes by statistics of the samples in its batch",
+    "averaged_loss": "averages over its part, so the weight of a sample depends on the cut",
     "loss_count": "returns counts that do not add up",
-    "cross_sample_loss": "compares samples with each other, so it is not a sum over samples",
-    "padding": "pads to the largest sample of the part, so a sample's shape depends on its companions",
-    "randomness": "draws random numbers that are not keyed by sample",
+    "cross_sample_loss": "compares samples with each other, so it is no sum over samples",
+    "padding": "pads to the largest sample of the part, so a sample's shape depends on the others",
+    "randomness": "draws random numbers that do not depend on the sample alone",
     "mixes_samples": "mixes samples",
-    "state": "keeps state from one forward to the next, so later parts meet another function",
-    "batch_size": "depends on how many samples there are",
-    "buffer": "moves a buffer in every forward",
+    "state": "keeps state between forwards, so later parts compute another function",
+    "batch_size": "depends on the number of samples",
+    "buffer": "changes a buffer in every forward",
     "fails_when_cut": "raises when the samples are cut",
-    "gradient": "outputs agree and gradients do not",
-    "non_finite": "gives values that are not finite",
-    "unknown": "differs, and no module was found to blame",
+    "gradient": "has outputs that agree and gradients that do not",
+    "shared_gradient": "has a gradient that shares memory with the gradient of another parameter",
+    "non_finite": "returns values that are not finite",
+    "unknown": "differs for an unknown reason",
 }
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor that came out differently: its largest deviation, relative to its largest entry."""
+    """One tensor that differs. `error` is its largest deviation, relative to its largest entry."""
 
     cut: str
     kind: Literal["gradient", "estimate", "buffer", "loss", "count"]
@@ -81,10 +85,10 @@ class Difference:
 
 @dataclass(frozen=True)
 class Finding:
-    """Where the law breaks first, why, and what to do about it.
+    """The first place where the step depends on its cut, the cause, and the fix.
 
-    `where` is a module's name in the model ("model" for the model itself) or "loss"; `type` the module's class, or
-    "loss function". `evidence` holds the numbers the cause was told by.
+    `where` is the name of a module ("model" for the model itself) or "loss". `type` is the module's class, or "loss
+    function". `evidence` holds the numbers that show the cause.
     """
 
     where: str
@@ -102,10 +106,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class CutsReport:
-    """The outcome of `check_cuts`; true where the law holds.
+    """The result of `check_cuts`. It is true if the step does not depend on the cut.
 
-    `findings` come in execution order, the first to mend first: what lies behind a fault is only seen once it is gone.
-    `differences` lists every gradient, estimate, buffer and loss that came out differently, the worst first.
+    `findings` are in execution order. Fix the first one first: it may hide or cause the later ones. `differences` lists
+    every gradient, estimate, buffer and loss that differs, the largest first.
     """
 
     samples: int
@@ -119,7 +123,7 @@ class CutsReport:
 
     @property
     def ok(self) -> bool:
-        """Whether the step does not depend on how its samples were cut up."""
+        """Return whether the step is independent of the cut."""
         return not self.findings and not self.differences
 
     def __bool__(self) -> bool:
@@ -142,12 +146,12 @@ class CutsReport:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as numbers, strings, lists and dictionaries, for json.dumps."""
+        """Return the report in the types of JSON."""
         return {"ok": self.ok, **_jsonable(asdict(self))}
 
 
 def finding(where: str, type: str, cause: Cause, **evidence: Any) -> Finding:
-    """A finding with the fix of its cause."""
+    """Return a finding with the fix for its cause."""
     return Finding(where, type, cause, evidence, FIXES[cause])
 
 

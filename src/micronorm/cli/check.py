@@ -1,4 +1,4 @@
-"""`micronorm check`: does a step of this model depend on how its samples were cut up?"""
+"""`micronorm check`: test whether an optimizer step depends on how its samples are cut into micro-batches."""
 
 import copy
 import json
@@ -24,24 +24,24 @@ def check(
     target: Annotated[
         str,
         typer.Argument(
-            help="package.module:factory, torchvision:NAME or timm:NAME. A factory returns (model, batch, loss), or a "
-            "model, which is then given random images and a summed cross-entropy."
+            help="package.module:factory, torchvision:NAME or timm:NAME. A factory returns (model, batch, loss) or a "
+            "model. A model alone is checked with random images and a summed cross-entropy."
         ),
     ],
-    batch: Annotated[int, typer.Option(min=2, help="How many random images.")] = 6,
-    size: Annotated[int, typer.Option(min=1, help="Their height and width.")] = 64,
+    batch: Annotated[int, typer.Option(min=2, help="The number of random images.")] = 6,
+    size: Annotated[int, typer.Option(min=1, help="The height and width of the images.")] = 64,
     classes: Annotated[
-        int | None, typer.Option(min=1, help="How many labels; as many as the model has outputs.")
+        int | None, typer.Option(min=1, help="The number of labels; by default the number of outputs.")
     ] = None,
     norm: Norm = "none",
     groups: Groups = None,
     weight: Weight = "none",
     no_dropout: Annotated[
-        bool, typer.Option("--no-dropout", help="Switch dropout and drop-path off first: they would hide the rest.")
+        bool, typer.Option("--no-dropout", help="Switch off dropout and drop-path, which hide other faults.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Run one step whole, halved and one image at a time, and name the first module that makes them differ, and why.
+    """Run one step whole, in halves and one image at a time. Name the first module that makes them differ, and why.
 
     With --norm or --weight the model is converted first.
 
@@ -69,7 +69,7 @@ def check(
 def _subject(made: nn.Module | tuple, *, batch: int, size: int, classes: int | None) -> tuple[nn.Module, tuple, Any]:
     if isinstance(made, tuple):
         if len(made) != 3:
-            raise TargetError(f"a factory returns a model or (model, batch, loss), got {len(made)} values")
+            raise TargetError(f"a factory must return a model or (model, batch, loss), got {len(made)} values")
         return made
     model = made.train()
     channels = next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), 3)
@@ -77,15 +77,15 @@ def _subject(made: nn.Module | tuple, *, batch: int, size: int, classes: int | N
     images = torch.randn(batch, channels, size, size, generator=generator)
     outputs = _logits(_try(model, images[:1])).shape
     if len(outputs) < 2:
-        raise TargetError(f"the model gives shape {tuple(outputs)}, not logits; give a factory of (model, batch, loss)")
+        raise TargetError(f"the model returns {tuple(outputs)}, not logits; use a factory of (model, batch, loss)")
     if classes is not None and classes > outputs[1]:
-        raise TargetError(f"--classes {classes} is more than the model's {outputs[1]} outputs")
+        raise TargetError(f"--classes {classes} is above the model's {outputs[1]} outputs")
     labels = torch.randint(classes or outputs[1], (batch, *outputs[2:]), generator=generator)
     return model, (images, labels), _summed_cross_entropy
 
 
 def _switch_dropout_off(model: nn.Module) -> None:
-    """torch's dropouts, torchvision's StochasticDepth and timm's DropPath, by the attribute that holds their rate."""
+    """Set the rate of torch's dropouts, torchvision's StochasticDepth and timm's DropPath to zero."""
     for module in model.modules():
         for name in ("p", "drop_prob"):
             rate = getattr(module, name, None)
@@ -95,27 +95,27 @@ def _switch_dropout_off(model: nn.Module) -> None:
 
 
 def _try(model: nn.Module, image: Tensor) -> Any:
-    """One forward of a copy in eval mode, to see what comes out."""
+    """Return the output of a copy in eval mode."""
     with torch.no_grad():
         try:
             return copy.deepcopy(model).eval()(image)
         except Exception as error:
             shape = "×".join(map(str, image.shape))
             raise TargetError(
-                f"the model fails on an image of {shape} ({type(error).__name__}: {error}); try --size, or give a "
+                f"the model fails on an image of {shape} ({type(error).__name__}: {error}); try --size, or use a "
                 "factory of (model, batch, loss)"
             ) from error
 
 
 def _logits(output: Any) -> Tensor:
-    """The classifier's output: torchvision's segmenters give a dictionary, networks with auxiliary heads a tuple."""
+    """Return the logits: torchvision's segmenters return a dictionary, networks with auxiliary heads a tuple."""
     if isinstance(output, dict) and "out" in output:
         output = output["out"]
     elif isinstance(output, tuple) and output:
         output = output[0]
     if not isinstance(output, Tensor):
         raise TargetError(
-            f"the model gives a {type(output).__name__}, not logits; give a factory of (model, batch, loss)"
+            f"the model returns a {type(output).__name__}, not logits; use a factory of (model, batch, loss)"
         )
     return output
 
@@ -131,5 +131,5 @@ def _print(console: Console, report: CutsReport) -> None:
         text.highlight_words([f.where for f in report.findings] + ["fix:", "evidence:"], "bold")
         text.highlight_words(["THE STEP DEPENDS ON THE CUT."], "bold red")
         text.highlight_words(["the step does not depend on the cut."], "green")
-    # A terminal breaks lines between words; a file gets whole lines, for whoever searches in it.
+    # Wrap lines in a terminal only: whole lines in a file are easier to search.
     console.print(text, soft_wrap=not console.is_terminal)

@@ -1,4 +1,4 @@
-"""`micronorm diagnose`: is this network near elimination singularities, where, and what to do about it?"""
+"""`micronorm diagnose`: find the layers of a network that are near an elimination singularity."""
 
 import json
 from collections.abc import Mapping
@@ -17,18 +17,18 @@ from micronorm.cli.targets import MISUSE, TargetError, resolve
 from micronorm.convert import convert
 from micronorm.convert.foreign import read_state
 from micronorm.data.pixels import Standardization
-from micronorm.diagnostics.verdict import Verdict
-from micronorm.diagnostics.verdict import diagnose as examine
+from micronorm.diagnostics.diagnosis import Diagnosis
+from micronorm.diagnostics.diagnosis import diagnose as examine
 
 FOUND = 1
-"""The exit code where a layer is accused."""
+"""The exit code if a layer has a problem."""
 
 _BATCH = 32
-_PREFIXES = ("module.", "_orig_mod.")  # of DataParallel and DistributedDataParallel, and of torch.compile
+_PREFIXES = ("module.", "_orig_mod.")  # added by DataParallel and DistributedDataParallel, and by torch.compile
 
 
 class _Subject(NamedTuple):
-    """A model, the images that came with it, and what its recipe is trained on."""
+    """A model, the images that its factory returned, and the data set of its recipe."""
 
     model: nn.Module
     images: Tensor | None = None
@@ -40,40 +40,40 @@ def diagnose(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="timm:NAME, torchvision:NAME, recipe:TABLE/ROW, or package.module:factory, which returns a model, or "
-            "(model, batch, …) whose batch begins with images.",
+            help="timm:NAME, torchvision:NAME, recipe:TABLE/ROW or package.module:factory. A factory returns a model, "
+            "or (model, batch, …) with images first in the batch.",
         ),
     ],
     checkpoint: Annotated[
-        Path | None, typer.Option(help="Its state dict: .safetensors, or torch.save's, read as tensors alone.")
+        Path | None, typer.Option(help="The state dict: .safetensors, or a file of torch.save, read as tensors only.")
     ] = None,
     data: Annotated[
         str | None,
         typer.Option(help="digits, random, a folder of pictures, or a file with a tensor N×C×H×W. Use real images."),
     ] = None,
-    images: Annotated[int, typer.Option(min=1, help="How many of them; 32 at least for a verdict on channels.")] = 128,
-    size: Annotated[int | None, typer.Option(min=1, help="Their height and width.")] = None,
+    images: Annotated[int, typer.Option(min=1, help="The number of images; at least 32 to judge channels.")] = 128,
+    size: Annotated[int | None, typer.Option(min=1, help="The height and width of the images.")] = None,
     norm: Norm = "none",
     groups: Groups = None,
     weight: Weight = "none",
     by: Annotated[
         Literal["auto", "estimates", "batch"],
         typer.Option(
-            help="Batch normalization by its running statistics or by each batch of 32; auto takes the latter for a "
-            "network without --checkpoint whose statistics are fresh."
+            help="Use batch normalization by running statistics or by each batch of 32. auto uses batches for a "
+            "network without --checkpoint that was never trained."
         ),
     ] = "auto",
-    layers: Annotated[int, typer.Option(min=0, help="How many of the worst layers to list.")] = 10,
-    device: Annotated[str, typer.Option(help="Where to run.")] = "cpu",
+    layers: Annotated[int, typer.Option(min=0, help="The number of worst layers to list.")] = 10,
+    device: Annotated[str, typer.Option(help="The device to run on.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Run a network over images and say which of its layers are near elimination singularities, and what to do.
+    """Run a network over images, and report layers near an elimination singularity with a remedy.
 
-    Looked at are channels that ReLU keeps dead or nearly so, statistics that differ too much between channels that are
-    normalized together (StatDiff), and estimates that do not fit the images. With --norm or --weight the model is
-    converted before the checkpoint is loaded.
+    It finds channels that a ReLU keeps inactive, channels that are normalized together although their statistics differ
+    too much (StatDiff), and estimates that do not fit the images. With --norm or --weight the model is converted before
+    the checkpoint is loaded.
 
-    Exit code 0: no layer is accused. 1: some are. 2: the model, the checkpoint, the data or an option is wrong.
+    Exit code 0: no layer has a problem. 1: some have. 2: the model, the checkpoint, the data or an option is wrong.
     """
     try:
         subject = _resolve(target)
@@ -86,26 +86,26 @@ def diagnose(
         if checkpoint is not None:
             _load(model, checkpoint)
         source, batch = _images(subject, target, data, images, size, notes)
-        verdict = _examine(model, batch, device, by=by, fresh=fresh)
+        diagnosis = _examine(model, batch, device, by=by, fresh=fresh)
     except (TargetError, ValueError, TypeError) as error:
         message = " ".join(str(error).split())
         typer.echo(f"micronorm diagnose: {message[:500]}{'…' * (len(message) > 500)}", err=True)
         raise typer.Exit(MISUSE) from None
     facts = {"target": target, "checkpoint": str(checkpoint) if checkpoint else None, "data": source}
-    verdict.notes.extend(notes)
+    diagnosis.notes.extend(notes)
     if checkpoint is None and (fresh or target.split(":")[0] in ("torchvision", "timm", "recipe")):
-        by_batches = ", and batch normalization went by its batches" if fresh else ""
-        verdict.notes.append(
-            f"the weights were never trained{by_batches}: give --checkpoint to judge what training made"
+        by_batches = ", and batch normalization used its batches" if fresh else ""
+        diagnosis.notes.append(
+            f"the weights were never trained{by_batches}: use --checkpoint to judge a trained network"
         )
     if source == "random":
-        verdict.notes.append("random images tell little of the channels that real ones would use: give --data")
+        diagnosis.notes.append("random images tell little about the channels that real images use: use --data")
     if as_json:
-        typer.echo(json.dumps({**facts, "images": len(batch), **verdict.to_dict()}, indent=1, ensure_ascii=False))
+        typer.echo(json.dumps({**facts, "images": len(batch), **diagnosis.to_dict()}, indent=1, ensure_ascii=False))
     else:
         shape = "×".join(map(str, batch.shape))
-        _print(Console(highlight=False), f"{target} on {source}, {shape}", verdict, target, rows=layers)
-    raise typer.Exit(0 if verdict.ok else FOUND)
+        _print(Console(highlight=False), f"{target} on {source}, {shape}", diagnosis, target, rows=layers)
+    raise typer.Exit(0 if diagnosis.ok else FOUND)
 
 
 def _resolve(target: str) -> _Subject:
@@ -119,7 +119,7 @@ def _resolve(target: str) -> _Subject:
         return _Subject(made)
     model = made[0] if made else None
     if not isinstance(model, nn.Module):
-        raise TargetError(f"{target} must give a model or a tuple that begins with one, got {type(model).__name__}")
+        raise TargetError(f"{target} must return a model or a tuple that starts with one, got {type(model).__name__}")
     first: Any = made[1] if len(made) > 1 else None
     while isinstance(first, tuple | list) and first:
         first = first[0]
@@ -127,31 +127,28 @@ def _resolve(target: str) -> _Subject:
 
 
 def _other_groups(model: nn.Module, norm: str, groups: int | None) -> list[str]:
-    """A note where layers have not as many groups as were asked for."""
+    """Return a note if some layers have another number of groups than requested."""
     if groups is None:
         return []
     if norm.lower() == "none":
-        return ["--groups is about the layers that --norm makes, and --norm is not given: it was not used"]
+        return ["--groups has no effect without --norm"]
     found = [taken for m in model.modules() if isinstance(taken := getattr(m, "num_groups", None), int)]
     taken = {number: found.count(number) for number in sorted({*found} - {groups})}
     layers = ", ".join(f"{number} in {count} {'layer' if count == 1 else 'layers'}" for number, count in taken.items())
-    return [f"--groups {groups} does not divide the channels everywhere; groups taken: {layers}"] if layers else []
-
-
-# --- the checkpoint --------------------------------------------------------------------------------------------------
+    return [f"--groups {groups} does not divide the channels of all layers; groups used: {layers}"] if layers else []
 
 
 def _load(model: nn.Module, checkpoint: Path) -> None:
-    """Load a state dict whole: a key too many or too few is an error."""
+    """Load a state dict. Raise TargetError if a key is missing or unknown."""
     if checkpoint.is_dir():
         inside = checkpoint / "model.safetensors"
-        hint = f": did you mean {inside}?" if inside.is_file() else f", in which there is no {inside.name}"
+        hint = f": did you mean {inside}?" if inside.is_file() else f" without {inside.name}"
         raise TargetError(f"{checkpoint} is a folder{hint}")
     if not checkpoint.is_file():
-        raise TargetError(f"no file {checkpoint}")
+        raise TargetError(f"{checkpoint} does not exist")
     expected = model.state_dict()
     state = _strip(read_state(checkpoint), expected)
-    # Tied tensors are written once; files of torch before 0.4.1 do not count batches.
+    # Tied tensors are written once, and files of torch before 0.4.1 have no num_batches_tracked.
     given = {expected[key].data_ptr() for key in state.keys() & expected.keys() if expected[key].numel()}
     missing = [
         key
@@ -161,10 +158,10 @@ def _load(model: nn.Module, checkpoint: Path) -> None:
     foreign = [key for key in state if key not in expected]
     if missing or foreign:
         parts = [f"{what}: {', '.join(keys[:4])}{' …' * (len(keys) > 4)}" for what, keys in
-                 (("missing in it", missing), ("not in the model", foreign)) if keys]  # fmt: skip
+                 (("missing in the file", missing), ("not in the model", foreign)) if keys]  # fmt: skip
         raise TargetError(
-            f"{checkpoint} does not fit the model ({'; '.join(parts)}). If it was saved from a converted model, say so "
-            "with --norm, --groups and --weight"
+            f"{checkpoint} does not fit the model ({'; '.join(parts)}). If it was saved from a converted model, use "
+            "--norm, --groups and --weight"
         )
     try:
         model.load_state_dict(state, strict=False)
@@ -173,7 +170,7 @@ def _load(model: nn.Module, checkpoint: Path) -> None:
 
 
 def _strip(state: dict[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Without what wrappers put before every key."""
+    """Remove the prefixes that wrappers add to every key."""
     for prefix in _PREFIXES * 2:
         if all(key.startswith(prefix) for key in state) and not any(key.startswith(prefix) for key in expected):
             state = {key.removeprefix(prefix): value for key, value in state.items()}
@@ -181,23 +178,20 @@ def _strip(state: dict[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str
 
 
 def _is_fresh(model: nn.Module) -> bool:
-    """Whether there are running statistics and all stand where they began, at mean 0 and variance 1."""
+    """Return whether the model has running statistics and all have their initial values, mean 0 and variance 1."""
     pairs = [(getattr(m, "running_mean", None), getattr(m, "running_var", None)) for m in model.modules()]
     kept = [(mean, var) for mean, var in pairs if isinstance(mean, Tensor) and isinstance(var, Tensor)]
     return bool(kept) and all(bool((mean == 0).all() and (var == 1).all()) for mean, var in kept)
 
 
-# --- the images ------------------------------------------------------------------------------------------------------
-
-
 def _images(
     subject: _Subject, target: str, data: str | None, count: int, size: int | None, notes: list[str]
 ) -> tuple[str, Tensor]:
-    """Where the images come from, and these; what was assumed of them goes into `notes`."""
+    """Return the source of the images and the images. Add assumptions about them to `notes`."""
     if data is None and subject.images is not None:
         return "its own batch", subject.images[:count]
     source = data or subject.data or "random"
-    known: Any = getattr(subject.model, "pretrained_cfg", None)  # timm's: what the network is given
+    known: Any = getattr(subject.model, "pretrained_cfg", None)  # timm's input size and standardization
     config = known if isinstance(known, Mapping) else {}
     if size is None and source not in ("digits",) and not Path(source).is_file():
         size = config.get("input_size", (3, 224, 224))[-1] if target.startswith(("timm:", "torchvision:")) else 64
@@ -210,13 +204,13 @@ def _images(
     )
 
 
-def _examine(model: nn.Module, images: Tensor, device: str, *, by: str, fresh: bool) -> Verdict:
+def _examine(model: nn.Module, images: Tensor, device: str, *, by: str, fresh: bool) -> Diagnosis:
     try:
         place = torch.device(device)
         model.to(place)
     except (RuntimeError, AssertionError) as error:
         raise TargetError(f"--device {device}: {error}") from error
-    # Even pieces: a last batch of one sample would have no statistics of its own.
+    # Equal pieces: a last batch of one sample would have no batch statistics.
     pieces = images.to(place).tensor_split(-(-len(images) // _BATCH))
     statistics = ("batch" if fresh else "estimates") if by == "auto" else by
     try:
@@ -230,29 +224,26 @@ def _examine(model: nn.Module, images: Tensor, device: str, *, by: str, fresh: b
 
 
 class _ModelFault(Exception):
-    """What a model raised in its forward."""
+    """An exception from the model's forward."""
 
 
 def _call(model: nn.Module, images: Tensor) -> None:
     try:
         model(images)
-    except Exception as error:  # other people's models fail in their own ways
+    except Exception as error:  # any model may raise anything
         raise _ModelFault from error
 
 
-# --- the report ------------------------------------------------------------------------------------------------------
-
-
-def _print(console: Console, head: str, verdict: Verdict, target: str, *, rows: int) -> None:
-    lines = [head, str(verdict)]
+def _print(console: Console, head: str, diagnosis: Diagnosis, target: str, *, rows: int) -> None:
+    lines = [head, str(diagnosis)]
     if rows:
-        lines.insert(1, f"worst layers:\n{verdict.table(rows)}")
-    if any(finding.remedy.startswith("mn.convert") for finding in verdict.findings):
-        lines.append(f"what a conversion would do: micronorm plan {target}")
+        lines.insert(1, f"worst layers:\n{diagnosis.table(rows)}")
+    if any(finding.remedy.startswith("mn.convert") for finding in diagnosis.findings):
+        lines.append(f"preview the conversion: micronorm plan {target}")
     text = Text("\n".join(lines))
     if console.is_terminal:
-        text.highlight_words([finding.layer for finding in verdict.findings] + ["fix:", "effect:"], "bold")
+        text.highlight_words([finding.layer for finding in diagnosis.findings] + ["fix:", "effect:"], "bold")
         text.highlight_regex(r"\d+ LAYERS? (ARE|IS) IN TROUBLE", "bold red")
         text.highlight_regex("No layer is near an elimination singularity", "green")
-    # A terminal breaks lines between words; a file gets whole lines, for whoever searches in it.
+    # Wrap lines in a terminal only: whole lines in a file are easier to search.
     console.print(text, soft_wrap=not console.is_terminal)

@@ -3,8 +3,9 @@
 import json
 import math
 import shlex
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +18,8 @@ from micronorm import records
 from micronorm.cli.figures import list_figures, reproduce_figure
 from micronorm.cli.progress import TrainingProgress
 from micronorm.cli.targets import MISUSE, TargetError, unknown
-from micronorm.cli.train import Variation, run_recipe
+from micronorm.cli.train import Variation, execution_options, run_recipe
+from micronorm.engine.settings import DTYPES, Execution
 from micronorm.recipes import Recipe, Table, find_table, tables
 from micronorm.recipes.figures import Request
 from micronorm.recipes.results import Findings, Result, gather, packaged, read_runs
@@ -73,6 +75,14 @@ def reproduce(
         "runs"
     ),
     data: Annotated[Path | None, typer.Option(help="Where the data set lies.")] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(min=0.1, help="Stop after so many minutes and save; the same command resumes the queue."),
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}; the record keeps it.")] = None,
+    channels_last: Annotated[bool, typer.Option("--channels-last", help="Store images in NHWC.")] = False,
+    cuda_graph: Annotated[bool, typer.Option("--cuda-graph", help="Capture the whole step, one GPU only.")] = False,
+    evaluate_every: Annotated[int, typer.Option(min=1, help="Epochs between evaluations; the last is evaluated.")] = 1,
     dataset: Annotated[
         str | None, typer.Option(help="What a figure is measured on: digits, cifar10, …; the smallest by default.")
     ] = None,
@@ -83,12 +93,15 @@ def reproduce(
     """Show the rows of a table with the paper's figure and ours, and run those that have none of ours.
 
     A run counts when it finished with the recipe's settings and data. Of several seeds the mean is shown. A run that
-    was stopped goes on where it was.
+    was stopped resumes from its checkpoint.
+
+    Rows run one after the other, in the order of --rows. So `--rows a,b,c --minutes 25` is a queue: it runs until the
+    minutes are over, and the same command continues it later, also on another machine with the same RUNS folder.
 
     A figure (fig:…) is measured where its numbers are not there yet, into RUNS/figures, and drawn as SVG and PNG.
 
-    Exit code 0: every row asked for has a figure or was run. 1: one could not be run (rows that nobody can run count
-    only if --rows names them). 2: a name or an option is wrong. 130, 143: stopped by a
+    Exit code 0: every row asked for has a figure or was run. 1: one could not be run, or the minutes were over (rows
+    that cannot be run at all count only if --rows names them). 2: a name or an option is wrong. 130, 143: stopped by a
     signal.
     """
     try:
@@ -106,6 +119,8 @@ def reproduce(
         if (dataset, network, out) != (None, None, None):
             raise TargetError("--dataset, --network and --out are for figures; a table's rows have their own")
         chosen, asked = _choose(table, rows)
+        if dtype is not None and dtype not in DTYPES:
+            raise TargetError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     except (TargetError, ValueError) as fault:
         typer.echo(f"micronorm reproduce: {fault}", err=True)
         raise typer.Exit(MISUSE) from None
@@ -117,7 +132,11 @@ def reproduce(
     _print_rows(console, find_table(table), found)
     _print_remarks(console, found)
     missing = [row.recipe for row in found if _is_missing(row, epochs=epochs, seed=seed)]
-    failed = _run_all(console, missing, asked, runs=runs, data=data, epochs=epochs, seed=0 if seed is None else seed)
+    variation = Variation(epochs=epochs, seed=0 if seed is None else seed, dtype=dtype)
+    execution = Execution(
+        channels_last=channels_last, cuda_graph=cuda_graph, evaluate_epochs=evaluate_every, minutes=minutes
+    )
+    failed = _run_all(console, missing, asked, runs=runs, data=data, variation=variation, execution=execution)
     if len(failed) < len(missing):
         _print_rows(console, find_table(table), _look(chosen, runs, tell=False))
     if failed & asked:
@@ -263,37 +282,49 @@ def _run_all(
     *,
     runs: Path,
     data: Path | None,
-    epochs: int | None,
-    seed: int,
+    variation: Variation,
+    execution: Execution,
 ) -> set[str]:
-    """Run the recipes one after the other; returns the names of those that could not be run."""
-    places = {r.name: _place(runs, r, seed=seed, epochs=epochs) for r in missing if r.unavailable is None}
+    """Run the recipes one after the other, until the minutes are over.
+
+    Returns:
+        The names of the recipes that could not be run.
+    """
+    deadline = None if execution.minutes is None else time.monotonic() + 60 * execution.minutes
+    places = {r.name: _place(runs, r, variation) for r in missing if r.unavailable is None}
     for recipe in missing:
         if recipe.name in places:
-            _say(console, _announcement(recipe, places[recipe.name], epochs=epochs, seed=seed))
+            _say(console, _announcement(recipe, places[recipe.name], variation))
         elif recipe.name in asked:
             _say(console, f"{recipe.name} cannot be run: {recipe.unavailable}.")
     failed = {recipe.name for recipe in missing} - set(places)
     for recipe in missing:
         if recipe.name not in places:
             continue
-        why = _run_row(recipe, out=places[recipe.name], seed=seed, epochs=epochs, data=data)
+        if deadline is not None:
+            left = (deadline - time.monotonic()) / 60
+            if left <= 0:
+                _say(console, f"The minutes are over before {recipe.name}; the same command continues with it.")
+                raise typer.Exit(INCOMPLETE)
+            execution = replace(execution, minutes=left)
+        why = _run_row(recipe, out=places[recipe.name], data=data, variation=variation, execution=execution)
         if why is not None:
             failed.add(recipe.name)
             typer.echo(f"micronorm reproduce: {recipe.name} could not be run: {why}", err=True)
     return failed
 
 
-def _announcement(recipe: Recipe, out: Path, *, epochs: int | None, seed: int) -> str:
-    length = recipe.settings.epochs if epochs is None else epochs
-    text = f"To run: {recipe.name} ({recipe.title}), {length} epochs, seed {seed}, into {out}."
+def _announcement(recipe: Recipe, out: Path, variation: Variation) -> str:
+    length = variation.epochs or recipe.settings.epochs
+    text = f"To run: {recipe.name} ({recipe.title}), {length} epochs, seed {variation.seed}, into {out}."
     if length != recipe.settings.epochs:
         text += f" It has {recipe.settings.epochs} epochs: this run is kept, but never counts as ours."
     return text
 
 
-def _place(runs: Path, recipe: Recipe, *, seed: int, epochs: int | None) -> Path:
-    """Where the run goes: a folder of its own, or that of the same run left unfinished, to be resumed."""
+def _place(runs: Path, recipe: Recipe, variation: Variation) -> Path:
+    """Return the folder of the run: a new one, or that of the same run left unfinished, to be resumed."""
+    seed, epochs = variation.seed, variation.epochs
     short = epochs is not None and epochs != recipe.settings.epochs
     first = runs / recipe.table / recipe.row / (f"seed-{seed}-epochs-{epochs}" if short else f"seed-{seed}")
     place, number = first, 1
@@ -311,18 +342,26 @@ def _is_finished(place: Path) -> bool:
     return outcome is not None and outcome.get("finished") is True
 
 
-def _run_row(recipe: Recipe, *, out: Path, seed: int, epochs: int | None, data: Path | None) -> str | None:
-    """Train one row as `micronorm train` does; why it could not be, or None. A stopped run ends the command."""
-    command = ["micronorm", "train", recipe.name, "--seed", str(seed), "--out", str(out)]
+def _run_row(recipe: Recipe, *, out: Path, data: Path | None, variation: Variation, execution: Execution) -> str | None:
+    """Train one row as `micronorm train` does. A stopped run ends the command.
+
+    Returns:
+        Why the row could not be run, or None.
+    """
+    command = ["micronorm", "train", recipe.name, "--seed", str(variation.seed), "--out", str(out)]
+    command += [] if variation.dtype is None else ["--dtype", variation.dtype]
+    command += [] if variation.epochs is None else ["--epochs", str(variation.epochs)]
+    command += execution_options(execution)
     try:
         outcome = run_recipe(
             recipe,
             out=out,
-            variation=Variation(epochs=epochs, seed=seed),
+            variation=variation,
+            execution=execution,
             data=data,
             resume=(out / records.FACTS).exists(),
             listener=TrainingProgress(Console(highlight=False)),
-            command=shlex.join(command if epochs is None else [*command, "--epochs", str(epochs)]),
+            command=shlex.join(command),
         )
     except (OSError, ImportError, MemoryError, ValueError) as fault:  # no data, no torchvision, another writer
         return " ".join(str(fault).split())

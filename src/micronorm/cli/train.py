@@ -138,6 +138,9 @@ def train(
         str, typer.Option(help="Samples per forward and backward; auto begins with what fits into memory.")
     ] = "auto",
     steps: Annotated[int | None, typer.Option(min=1, help="Stop after so many steps; --resume goes on.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0.0, help="Save and stop after so many minutes; --resume goes on.")
+    ] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the training samples.")] = None,
     lr: Annotated[float | None, typer.Option(min=0.0, help="The learning rate that the schedule scales.")] = None,
     dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}; the half types use autocast.")] = None,
@@ -198,6 +201,7 @@ def train(
             recompute=recompute,
             parallel=parallel,  # type: ignore[arg-type]
             steps=steps,
+            minutes=minutes,
             save_steps=save_every,
             evaluate_epochs=evaluate_every,
             observe=observe,
@@ -226,7 +230,7 @@ def train(
     if outcome.first:
         again = ["train", found.name, "--out", str(folder), "--resume"]
         again += [] if data is None else ["--data", str(data)]  # the record does not say where the data lay
-        _print_outcome(console, outcome, folder, [*_launcher(), *again, *_how(execution, workers)])
+        _print_outcome(console, outcome, folder, [*_launcher(), *again, *execution_options(execution, workers)])
     if outcome.signal is not None:
         raise typer.Exit(128 + outcome.signal)
 
@@ -269,7 +273,7 @@ def _launcher() -> list[str]:
     return ["torchrun", "--nproc-per-node", str(ranks), "-m", "micronorm"] if ranks == here > 1 else ["micronorm"]
 
 
-def _how(execution: Execution, workers: int) -> list[str]:
+def execution_options(execution: Execution, workers: int = 0) -> list[str]:
     """The options of a run that its record does not bring back: those that only make it fast or fit."""
     usual, options = Execution(), [] if not workers else ["--workers", str(workers)]
     names = {"channels_last": "--channels-last", "compile": "--compile", "cuda_graph": "--cuda-graph"}

@@ -1,10 +1,11 @@
-"""`attach` and its handle: explicit control over the layers of one model."""
+"""`mn.attach` and its handle: explicit control over the BatchChannelNorm layers of one model."""
 
 import contextlib
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,44 +14,9 @@ from torch.optim import Optimizer
 from micronorm.commit.hook import group_rate, refresh_rate
 from micronorm.commit.merge import commit
 from micronorm.nn.bcn import BatchChannelNorm, check_rate, warn_of_zero_weights
+from micronorm.nn.gather import BATCH_MOMENTUM
 from micronorm.nn.inputs import check_count
-from micronorm.nn.window import BATCH_MOMENTUM, MAX_FORWARDS, Control, Window
-
-
-class _LearningRate:
-    """The current lr of the group holding a layer's weight. Every "sequential" forward asks, so it remembers where."""
-
-    def __init__(self, optimizers: Sequence[weakref.ref], window: Window) -> None:
-        self.optimizers = optimizers
-        self.window = weakref.ref(window)
-        self.found: tuple[Any, int, int] | None = None
-
-    def __call__(self) -> float | Tensor:
-        window = self.window()
-        assert window is not None
-        weight = window.layer.weight
-        if self.found is None or not self._holds(*self.found, weight):
-            self.found = self._find(weight)
-        if self.found is None:
-            raise RuntimeError(
-                f"no attached optimizer holds the weight of {window.describe()} any more; call mn.attach again"
-            )
-        optimizer, group, _ = self.found
-        return group_rate(window, optimizer.param_groups[group], optimizer)
-
-    @staticmethod
-    def _holds(optimizer: Any, group: int, place: int, weight: Tensor) -> bool:
-        """Whether the weight is still where it was; load_state_dict and users rearrange groups."""
-        groups = optimizer.param_groups
-        return group < len(groups) and place < len(groups[group]["params"]) and groups[group]["params"][place] is weight
-
-    def _find(self, weight: Tensor) -> tuple[Any, int, int] | None:
-        for optimizer in (ref() for ref in self.optimizers):
-            for i, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
-                for j, parameter in enumerate(group["params"]):
-                    if parameter is weight:
-                        return optimizer, i, j
-        return None
+from micronorm.nn.window import MAX_FORWARDS, Control, Window
 
 
 @dataclass(frozen=True)
@@ -60,12 +26,12 @@ class LayerReport:
     name: str
     statistics: str
     rate: float | None
-    """By how much the next commit moves the estimates. Where only an optimizer that is not attached knows, the last
-    commit's, and None before the first."""
+    """The rate of the next commit. If only an optimizer that is not attached has it: that of the last commit, or None
+    before the first."""
     forwards: int
     """Training forwards since the last commit."""
     elements: int
-    """Elements per channel they held: what the next commit averages over."""
+    """Elements per channel in these forwards, over which the next commit averages."""
     lost_forwards: int
     """Forwards left out so far because their statistics were not finite."""
     lost_windows: int
@@ -73,12 +39,12 @@ class LayerReport:
 
     @property
     def steps(self) -> float | None:
-        """1/rate: about how many optimizer steps the estimates look back."""
+        """Return 1/rate: about how many optimizer steps the estimates average over."""
         return None if self.rate is None else (1 / self.rate if self.rate else float("inf"))
 
 
 class Report(list[LayerReport]):
-    """The layers of a handle, a list of `LayerReport`; prints as a table."""
+    """A list of `LayerReport`, one per layer of a handle. It prints as a table."""
 
     def __str__(self) -> str:
         rows = [("layer", "statistics", "rate", "1/rate = steps looked back", "forwards", "elements", "lost")]
@@ -93,53 +59,44 @@ class Report(list[LayerReport]):
 
 
 class Handle:
-    """Explicit control over the BatchChannelNorm layers of one model; made by `attach`.
+    """Explicit control over the BatchChannelNorm layers of one model; returned by `mn.attach`.
 
-    It keeps the layers alive. What it set stays in force when the handle is dropped, until `detach`.
+    The handle keeps the layers alive. Its settings remain in force until `detach`, also if the handle is deleted.
     """
 
     def __init__(self, windows: Sequence[Window], controls: Sequence[Control]) -> None:
         self._windows = list(windows)
-        self._layers = [window.layer for window in windows]  # windows know their layers by weak reference
+        self._layers = [window.layer for window in windows]  # windows have only weak references to them
         self._controls = list(controls)
 
     def __repr__(self) -> str:
         shown = ", ".join(control.name for control in self._controls[:3]) + (", …" if len(self._controls) > 3 else "")
-        first = self._controls[0]
-        names = [type(o).__name__ for o in (ref() for c in self._controls for ref in c.optimizers[:1]) if o is not None]
-        parts = [
-            f"{len(self._layers)} BatchChannelNorm layers ({shown})" if len(self._layers) > 1 else f"layer {shown}",
-            "committed by " + (", ".join(dict.fromkeys(names)) or "any optimizer"),
-            "the layers' own rates" if first.rate is None else f"rate={first.rate!r}",
-            f"max_forwards={first.max_forwards}",
-        ]
-        if not any(c is first for c in self._windows[0].controls):
-            parts.append("detached")
-        return f"<Handle: {'; '.join(parts)}>"
+        attached = any(control is self._controls[0] for control in self._windows[0].controls)
+        return f"<Handle of BatchChannelNorm layers {shown}{'' if attached else '; detached'}>"
 
     def commit(self) -> None:
-        """Move the estimates by what was gathered, for loops that update parameters without a torch.optim optimizer.
+        """Move the estimates by the windows, for loops that update parameters without a torch.optim optimizer.
 
-        After an optimizer has committed the windows are empty, and this does nothing.
+        It does nothing after an optimizer has committed, because the windows are then empty.
         """
         self.refresh()
         commit(self._windows)
 
     def refresh(self) -> None:
-        """Write the current rates to the device; before the replay of a CUDA graph that holds a commit."""
+        """Write the current rates to the device. Call it before replaying a CUDA graph that contains a commit."""
         for window in self._windows:
-            # Only these commit by a rate: "batch" has its momentum, "sequential" asks in the forward.
+            # A commit in another mode uses no rate: "batch" has its momentum, "sequential" moves in the forward.
             if window.layer.statistics == "step" and window.layer.weight.requires_grad:
                 refresh_rate(window, window.rate if isinstance(window.rate, float) else self._learning_rate(window))
 
     def discard(self) -> None:
-        """Forget what was gathered since the last commit, as after an exception in mid-step."""
+        """Empty the windows, for example after an exception in the middle of a step."""
         for window in self._windows:
             window.clear()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Within this block training forwards leave no trace in windows or estimates."""
+        """Within this block, training forwards change neither windows nor estimates."""
         for window in self._windows:
             window.paused += 1
         try:
@@ -149,9 +106,9 @@ class Handle:
                 window.paused -= 1
 
     def report(self) -> Report:
-        """What each layer gathered and lost, and how fast its estimates move. Reads the device.
+        """Return what each layer gathered and lost, and how fast its estimates move. Reads the device.
 
-        Warns of layers that lost something since the last warning and of weights that are zero throughout.
+        Warn of layers that lost something since the last warning and of layers whose weight is all zero.
         """
         rows = Report()
         warn_of_zero_weights(_zero_weights(self._controls, self._layers))
@@ -164,9 +121,9 @@ class Handle:
             elif rate is None and window.control.learning_rate is not None:
                 rate = float(window.control.learning_rate())
             elif rate is None:
-                # A commit wrote its rate there. Zero, which it also starts at, is known only from the host's copy.
+                # The rate of the last commit. It starts at zero, so a zero counts only if a commit wrote it.
                 last = float(window.device_rate)
-                rate = last if last or window.host_rate is not None else None
+                rate = last if last or window.written_rate is not None else None
             lost_forwards, lost_windows = window.lost.tolist()
             rows.append(
                 LayerReport(
@@ -182,9 +139,9 @@ class Handle:
         return rows
 
     def detach(self) -> None:
-        """Give back control: rates, groups and guards are those of the last `attach` still in force, or the defaults.
+        """Undo this `attach`: settings become those of the last other `attach` in force, or the defaults.
 
-        The process-wide hook goes on.
+        Optimizers that hold the layers go on committing them.
         """
         for window, control in zip(self._windows, self._controls, strict=True):
             window.controls[:] = [c for c in window.controls if c is not control]
@@ -207,17 +164,24 @@ def attach(
     process_group: Any = ...,
     max_forwards: int = MAX_FORWARDS,
 ) -> Handle:
-    """Take explicit control of the BatchChannelNorm layers of a model.
+    """Control the BatchChannelNorm layers of a model explicitly.
 
-    Needed only where the defaults do not fit: `"sequential"` layers with `rate="lr"`, which ask for the learning rate
-    in the forward; loops that update parameters by hand; another rate, process group or guard.
+    Most loops do not need this: an optimizer that holds a layer's weight commits when it steps. Use it for
+    `"sequential"` layers with `rate="lr"`, which need the learning rate in the forward; for loops that update
+    parameters by hand; and for another rate, process group or limit.
 
     Args:
-        model: the module whose layers to control; they take their names from it.
-        optimizer: the optimizer, or several, whose learning rate `"lr"` means and which alone commit these layers.
-        rate: `"lr"` or a float in [0, 1], in place of the layers' own.
+        model: the module whose layers to control. Messages call the layers by their names in it.
+        optimizer: one or several optimizers. `"lr"` means their learning rate, and only they commit these layers.
+        rate: `"lr"` or a float in [0, 1], instead of the layers' own.
         process_group: the ranks whose windows are merged: all by default, None for no merging.
-        max_forwards: how many forwards a layer may gather without a commit before it raises.
+        max_forwards: how many forwards a layer may gather without a commit before it raises an error.
+
+    Returns:
+        A handle with `commit()`, `discard()`, `paused()`, `report()` and `detach()`.
+
+    Raises:
+        ValueError: the model has no BatchChannelNorm, or the optimizer holds none of their weights.
 
     Example:
         >>> import torch
@@ -253,7 +217,7 @@ def attach(
             Control(
                 name=name or type(layer).__name__,
                 rate=rate,
-                learning_rate=_LearningRate(refs, window) if mine else None,
+                learning_rate=partial(_current_learning_rate, refs, weakref.ref(window)) if mine else None,
                 optimizers=refs if mine else (),
                 process_group=process_group,
                 max_forwards=max_forwards,
@@ -264,8 +228,20 @@ def attach(
     return Handle(windows, controls)
 
 
+def _current_learning_rate(optimizers: Iterable[weakref.ref], window: weakref.ref[Window]) -> float | Tensor:
+    """Return the learning rate of the parameter group that holds the layer's weight, limited to [0, 1]."""
+    target = window()
+    assert target is not None
+    weight = target.layer.weight
+    for optimizer in filter(None, (ref() for ref in optimizers)):
+        for group in optimizer.param_groups:
+            if any(parameter is weight for parameter in group["params"]):
+                return group_rate(target, group, optimizer)
+    raise RuntimeError(f"no attached optimizer holds the weight of {target.describe()} any more; call mn.attach again")
+
+
 def _warn_of_partly_held(layers: Iterable[tuple[str, BatchChannelNorm]], held: set[int]) -> None:
-    """An optimizer made before `mn.convert` holds the old weights, but not the new group affine: that never moves."""
+    """Warn if the optimizer was made before `mn.convert`: it lacks the new group parameters, which then never move."""
     found = []
     for name, layer in layers:
         own = {key: p for key, p in layer.named_parameters(recurse=False) if p.requires_grad}

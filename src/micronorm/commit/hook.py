@@ -1,6 +1,7 @@
-"""Who commits: a process-wide post-step hook of torch.optim that finds layers by the identity of their weight.
+"""Commit when an optimizer steps, by process-wide hooks of torch.optim.
 
-Loops that end in `optimizer.step()`, whoever calls it, need no line of ours.
+The hooks find the layers by the identity of their weight. Any loop that ends in `optimizer.step()` therefore commits
+without further code.
 """
 
 import sys
@@ -14,27 +15,27 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from micronorm.commit.merge import commit
-from micronorm.nn.window import Window, live_windows, on_first_use
+from micronorm.nn.window import Window, call_at_first_window, live_windows
+from micronorm.ops.private_api import disable_dynamo, foreach_copy_
 
-# Optimizers stepped by another one that commits for them.
+# Optimizers that another optimizer steps, which commits for them.
 _inner: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-# Optimizers whose learning rate was above one and said so once.
+# Optimizers for which the warning about a learning rate above one was given.
 _clamped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def _install() -> None:
-    """Register the hooks; compiled optimizer steps leave the graph for them instead of tracing them."""
-    # torch.compiler.disable would import the compiler (a second) for the first layer made; this waits for the first
-    # step, by which time the optimizer has imported it.
-    register_optimizer_step_pre_hook(torch._disable_dynamo(_before_step))
-    register_optimizer_step_post_hook(torch._disable_dynamo(_after_step))
+    """Register the hooks. A compiled optimizer step leaves its graph for them instead of tracing them."""
+    # Not torch.compiler.disable: that would import the compiler, for a second, when the first layer is made.
+    register_optimizer_step_pre_hook(disable_dynamo(_before_step))
+    register_optimizer_step_post_hook(disable_dynamo(_after_step))
 
 
-on_first_use.append(_install)
+call_at_first_window(_install)
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    # ZeroRedundancyOptimizer steps an inner optimizer that holds its own rank's shard: the outer one knows all layers.
+    # ZeroRedundancyOptimizer steps an inner optimizer, which holds only the parameters of its rank's shard.
     sharded = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if sharded is not None and isinstance(optimizer, sharded.ZeroRedundancyOptimizer):
         _inner.add(optimizer.optim)
@@ -46,41 +47,41 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     held = _held_by(optimizer)
     if held:
         _refresh_rates(held, optimizer)
-        # A fused optimizer under GradScaler runs its hook even where it skips the step.
+        # A fused optimizer under GradScaler runs this hook also when it skips the step; found_inf then says so.
         commit([window for window, _ in held], skip=getattr(optimizer, "found_inf", None))
 
 
 def _refresh_rates(held: list[tuple[Window, dict[str, Any]]], optimizer: Optimizer) -> None:
-    """Write every layer's rate to the device; the learning rate of a group is read once for all its layers."""
-    learning: dict[int, float | Tensor] = {}
+    """Write each layer's rate to its device. Read the learning rate of a group once for all its layers."""
+    group_rates: dict[int, float | Tensor] = {}
     on_device: list[tuple[Window, Tensor]] = []
     for window, group in held:
         rate = window.rate
         if not isinstance(rate, float):
-            rate = learning.get(id(group))
-            if rate is None:
-                rate = learning[id(group)] = group_rate(window, group, optimizer)
+            if id(group) not in group_rates:
+                group_rates[id(group)] = group_rate(window, group, optimizer)
+            rate = group_rates[id(group)]
         if isinstance(rate, Tensor) and rate.device == window.device:
             on_device.append((window, rate))
         else:
             refresh_rate(window, rate)
     if on_device:
-        # In one go: a launch per layer is half a network's worth of launches.
-        torch._foreach_copy_([window.device_rate for window, _ in on_device], [rate for _, rate in on_device])
+        # One launch for all layers.
+        foreach_copy_([window.device_rate for window, _ in on_device], [rate for _, rate in on_device])
         for window, _ in on_device:
-            window.host_rate = None
+            window.written_rate = None
 
 
 def _held_by(optimizer: Optimizer) -> list[tuple[Window, dict[str, Any]]]:
-    """The windows whose layer's weight the optimizer holds, with its group, in the optimizer's order.
+    """Return the windows of the layers whose weight the optimizer holds, each with its parameter group.
 
-    That order is the same on every rank; the order in which layers were made need not be.
+    They are in the optimizer's order, which is the same on every rank. The order in which layers were made may differ.
     """
     places = {id(p): (i, j) for i, group in enumerate(optimizer.param_groups) for j, p in enumerate(group["params"])}
     found = []
     for window in live_windows():
         weight = window.layer.weight
-        # A layer frozen in mid-window keeps its estimates, and its window for the day it is trained again.
+        # A layer that was frozen in mid-window keeps its estimates and its window.
         if id(weight) in places and weight.requires_grad and _is_bound(window, optimizer):
             found.append((places[id(weight)], window))
     found.sort(key=lambda item: item[0])
@@ -88,24 +89,19 @@ def _held_by(optimizer: Optimizer) -> list[tuple[Window, dict[str, Any]]]:
 
 
 def _is_bound(window: Window, optimizer: Optimizer) -> bool:
-    """Whether this optimizer may commit the layer; a wrapper and what it wraps share one list of groups."""
+    """Return whether this optimizer commits the layer. A wrapper shares its groups with the optimizer it wraps."""
     bound = [o for o in (ref() for ref in window.control.optimizers) if o is not None]
     return not bound or any(o is optimizer or o.param_groups is optimizer.param_groups for o in bound)
 
 
 def group_rate(window: Window, group: dict[str, Any], optimizer: Optimizer) -> float | Tensor:
-    """The learning rate of a parameter group as the rate of a layer whose weight it holds."""
+    """Return the learning rate of the parameter group that holds the layer's weight, limited to [0, 1]."""
     rate = group.get("lr")
     if rate is None:
         raise RuntimeError(
             f'{window.describe()} has rate="lr", but the parameter group of {type(optimizer).__name__} that holds its '
             "weight has no learning rate; give one with mn.attach(model, rate=...)"
         )
-    return clamp_rate(rate, optimizer)
-
-
-def clamp_rate(rate: float | Tensor, optimizer: Optimizer) -> float | Tensor:
-    """A learning rate as a rate: above one it would overshoot what was seen."""
     if isinstance(rate, Tensor):
         return rate.detach().reshape(()).clamp(0, 1)
     if rate > 1 and optimizer not in _clamped:
@@ -119,12 +115,12 @@ def clamp_rate(rate: float | Tensor, optimizer: Optimizer) -> float | Tensor:
 
 
 def refresh_rate(window: Window, rate: float | Tensor) -> None:
-    """Write the rate of the next commit to the device, where it changed."""
+    """Write the rate of the next commit to the device, if it has changed."""
     capturing = window.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if isinstance(rate, Tensor):
         if not capturing or rate.device == window.device:
             window.device_rate.copy_(rate)
-            window.host_rate = None
-    elif not capturing and rate != window.host_rate:  # a captured commit reads what `Handle.refresh` writes
+            window.written_rate = None
+    elif not capturing and rate != window.written_rate:  # for a captured commit, `Handle.refresh` writes it
         window.device_rate.fill_(rate)
-        window.host_rate = rate
+        window.written_rate = rate

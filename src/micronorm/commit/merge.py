@@ -1,6 +1,7 @@
-"""What a commit does: merge the windows of many layers across ranks and move their estimates, without one sync.
+"""The commit: merge the windows of many layers across ranks and move their estimates, without a device sync.
 
-Suffix _l: one number per layer. Unsuffixed vectors run over the channels of all layers of a bucket.
+Layers of one mode, device, dtype and process group form a bucket and move together. Suffix _l: one number per layer
+of a bucket. Vectors without suffix run over the channels of all its layers.
 """
 
 import contextlib
@@ -16,10 +17,11 @@ from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.nn.window import Window
 from micronorm.ops.bcn import Sums, move_by_window
 from micronorm.ops.moments import Moments, wide_dtype
+from micronorm.ops.private_api import foreach_add_, foreach_copy_, foreach_mul_
 
 
 class _Layout(NamedTuple):
-    """Where each layer's numbers lie in the concatenation of (n, s₁, s₂) over layers; `layer` maps channel to layer."""
+    """The indices of n, s₁ and s₂ in the concatenated windows of a bucket, and the layer of each channel."""
 
     elements: Tensor
     first: Tensor
@@ -42,10 +44,13 @@ def _layout(channels: tuple[int, ...], device: torch.device) -> _Layout:
 
 @torch.no_grad()
 def commit(windows: Sequence[Window], *, skip: Tensor | None = None) -> None:
-    """Move the estimates of these layers by their windows and empty the windows.
+    """Move the estimates of these layers by their windows, then empty the windows.
 
-    A fixed sequence of in-place device operations per device, dtype and process group. Where `skip` is not zero nothing
-    moves and the windows stay.
+    The operations on the device are the same in each commit, so that a CUDA graph can contain them.
+
+    Args:
+        windows: the windows of the layers, in an order that all ranks share.
+        skip: on the device; if it is not zero, nothing moves and the windows keep their sums.
     """
     buckets: dict[tuple, list[Window]] = {}
     for window in _one_per_buffer(windows):
@@ -63,7 +68,7 @@ def commit(windows: Sequence[Window], *, skip: Tensor | None = None) -> None:
 
 
 def _one_per_buffer(windows: Sequence[Window]) -> list[Window]:
-    """A shallow copy of a layer shares its buffers: the one of the two that gathered writes them."""
+    """Return one window per buffer. A shallow copy shares the layer's buffers; the window with more forwards counts."""
     chosen: dict[int, Window] = {}
     for window in windows:
         rival = chosen.setdefault(id(window.layer.running_mean), window)
@@ -80,7 +85,7 @@ def _commit_step(windows: Sequence[Window], group: Any, skip: Tensor | None) -> 
     flat = torch.cat([window.sums for window in windows])
     skip = torch.zeros(1, dtype=flat.dtype, device=device) if skip is None else skip.to(flat).reshape(1)
     if group is not None:
-        # The flag travels with the sums: a step that one rank skips moves nothing on any of them.
+        # The flag is summed too: if one rank skips the step, nothing moves on any rank.
         flat, skip = _all_reduce(torch.cat([flat, skip]), group, windows).split([flat.numel(), 1])
     count_l = flat[layout.elements]
     sums = Sums(count_l[layout.layer], flat[layout.first], flat[layout.second])
@@ -89,35 +94,35 @@ def _commit_step(windows: Sequence[Window], group: Any, skip: Tensor | None) -> 
         torch.cat([layer.running_mean for layer in layers]), torch.cat([layer.running_var for layer in layers])
     )
     new = Moments(*(e.to(old.mean.dtype) for e in move_by_window(old, sums, rate)))
-    # One number that is not finite in the buffers' dtype drops the layer's whole window.
+    # A number that is not finite in the buffers' dtype drops the whole window of its layer.
     broken = (new.mean.isfinite() & new.var.isfinite()).logical_not()
     broken_l = torch.zeros_like(count_l).index_add_(0, layout.layer, broken.to(count_l.dtype)) > 0
     taken_l = (count_l > 0) & ~broken_l & (skip == 0)
     taken = taken_l[layout.layer]
     for name, before, after in (("running_mean", old.mean, new.mean), ("running_var", old.var, new.var)):
         values = torch.where(taken, after, before).split(channels)
-        torch._foreach_copy_([getattr(layer, name) for layer in layers], list(values))
+        foreach_copy_([getattr(layer, name) for layer in layers], list(values))
     lost = (broken_l & (skip == 0)).to(torch.int64).split(1)
-    torch._foreach_add_([window.lost[1:] for window in windows], list(lost))
-    torch._foreach_mul_([window.sums for window in windows], (skip != 0).to(flat.dtype).squeeze())
+    foreach_add_([window.lost[1:] for window in windows], list(lost))
+    foreach_mul_([window.sums for window in windows], (skip != 0).to(flat.dtype).squeeze())
     for i, layer in enumerate(layers):
         if layer.warm_steps:
             _advance_blend(layer, taken_l[i], None)
 
 
 def _average(windows: Sequence[Window], group: Any, skip: Tensor | None) -> None:
-    """The estimates of "sequential" layers: each rank scanned its own samples, the step ends at their mean."""
+    """Average the estimates of "sequential" layers over the ranks, each of which has scanned its own samples."""
     layers: list[BatchChannelNorm] = [window.layer for window in windows]
     buffers = [buffer for layer in layers for buffer in (layer.running_mean, layer.running_var)]
     flat = torch.cat(buffers).to(wide_dtype(windows[0].device))
     mean = _all_reduce(flat, group, windows) / dist.get_world_size(group)
-    torch._foreach_copy_(
+    foreach_copy_(
         buffers, [m.to(b.dtype) for m, b in zip(mean.split([b.numel() for b in buffers]), buffers, strict=True)]
     )
 
 
 def _advance_others(windows: Sequence[Window], skip: Tensor | None) -> None:
-    """The blends of layers that are not in "step" mode: on every rank, where any of them has run the layer."""
+    """Advance the blends of layers in other modes than "step", on all ranks if any of them has run the layer."""
     buckets: dict[tuple, list[Window]] = {}
     for window in windows:
         group = _process_group(window.control.process_group)
@@ -135,17 +140,17 @@ def _advance_others(windows: Sequence[Window], skip: Tensor | None) -> None:
 
 
 def _advance_blend(layer: BatchChannelNorm, taken: Tensor, skip: Tensor | None) -> None:
-    """α from k/K to (k+1)/K, if this commit was taken."""
+    """Move α from k/K to (k+1)/K if this commit was taken."""
     if skip is not None:
         taken = taken & (skip.reshape(()).to(taken.device) == 0)
     steps = layer.warm_steps
-    # Counted in whole steps, so that K commits end at exactly one whatever 1/K rounds to.
+    # Counted in whole steps, so that K commits end at exactly one.
     after = ((layer.blend * steps).round() + 1).clamp(max=steps) / steps
     layer.blend.copy_(torch.where(taken, after, layer.blend))
 
 
 def _process_group(wanted: Any) -> Any:
-    """The group to merge over, or None where this rank is alone."""
+    """Return the group to merge over, or None if this rank is alone."""
     if wanted is None or not dist.is_available() or not dist.is_initialized():
         return None
     group = dist.group.WORLD if wanted is ... else wanted
@@ -159,7 +164,7 @@ def _names(windows: Sequence[Window]) -> str:
 
 @contextlib.contextmanager
 def _naming(windows: Sequence[Window]) -> Iterator[None]:
-    """Say which layers a collective was for when it fails, as it does at the timeout where a rank stays away."""
+    """Name the layers if a collective fails, as it does at the timeout when a rank does not take part."""
     try:
         yield
     except RuntimeError as error:
@@ -178,7 +183,7 @@ def _all_reduce(flat: Tensor, group: Any, windows: Sequence[Window]) -> Tensor:
 def _agree(windows: Sequence[Window], group: Any) -> None:
     """Raise on every rank if the ranks are about to merge different lists of layers."""
     mine = tuple((window.layer.statistics, window.channels) for window in windows)
-    if all((group, mine) in window.agreed for window in windows):
+    if all((group, mine) in window.agreed_layer_lists for window in windows):
         return
     lists: list[Any] = [None] * dist.get_world_size(group)
     with _naming(windows):
@@ -190,4 +195,4 @@ def _agree(windows: Sequence[Window], group: Any) -> None:
             "same model and the same optimizer groups on every rank, or give mn.attach a process_group."
         )
     for window in windows:
-        window.agreed.add((group, mine))
+        window.agreed_layer_lists.add((group, mine))

@@ -1,11 +1,10 @@
-"""The statistics of one optimizer step as a transaction: gathered and committed whole, or not at all."""
+"""The windows of a model during one optimizer step, for a training loop that checkpoints and replays steps."""
 
 import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from micronorm.commit.handle import attach
@@ -13,20 +12,19 @@ from micronorm.nn.bcn import BatchChannelNorm
 
 
 class Transaction:
-    """What the layers of a model gather in one step, for loops that may have to take a step back.
+    """The windows that the layers of a model fill during one step, for a training loop that saves checkpoints.
 
-    `begin` remembers the windows as they are, which need not be empty: a step that a GradScaler skipped leaves its own
-    to the next. `roll_back` puts them back to that, as often as it is called. The commit itself is the optimizer's, as
-    always. A model without such layers has a transaction too, with nothing in it.
+    The optimizer commits the windows, as it always does. A model without BatchChannelNorm layers has an empty
+    transaction. `micronorm.commit.snapshot.Snapshot` takes a step back.
 
     Example:
+        >>> import torch
         >>> model = nn.Sequential(BatchChannelNorm(8))
         >>> transaction = Transaction(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        >>> transaction.begin()
-        >>> _ = model(torch.randn(2, 8, 4, 4))
-        >>> transaction.roll_back()
-        >>> transaction.windows[0].forwards, float(transaction.windows[0].sums.abs().sum())
-        (0, 0.0)
+        >>> with transaction.paused():
+        ...     _ = model(torch.randn(2, 8, 4, 4))
+        >>> transaction.state_dict()["forwards"]
+        [0]
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, *, max_forwards: int | None = None) -> None:
@@ -34,40 +32,18 @@ class Transaction:
         self.windows = [layer._window for layer in layers]
         limit = {} if max_forwards is None else {"max_forwards": max_forwards}
         self.handle = attach(model, optimizer, **limit) if layers else None
-        self._forwards: list[int] = []
-        self._passes: list[list[Any]] = []
-        self._saved: list[Tensor] = []
-
-    def begin(self) -> None:
-        """Remember the windows as they are."""
-        tensors = self._tensors()
-        if [(t.shape, t.device, t.dtype) for t in tensors] != [(t.shape, t.device, t.dtype) for t in self._saved]:
-            self._saved = [torch.empty_like(t) for t in tensors]
-        if tensors:
-            torch._foreach_copy_(self._saved, tensors)
-        self._forwards = [window.forwards for window in self.windows]
-        self._passes = [list(window.passes) for window in self.windows]
-
-    def roll_back(self) -> None:
-        """Put the windows back to where `begin` found them."""
-        if self._saved:
-            torch._foreach_copy_(self._tensors(), self._saved)
-        for window, forwards, passes in zip(self.windows, self._forwards, self._passes, strict=True):
-            window.ticket[0] = forwards
-            window.passes.clear()
-            window.passes.extend(passes)
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
-        """Within this block training forwards leave no trace."""
+        """Within this block, training forwards change neither windows nor estimates."""
         return contextlib.nullcontext() if self.handle is None else self.handle.paused()
 
     def refresh(self) -> None:
-        """Write the current rates to the device; before the replay of a CUDA graph that holds a commit."""
+        """Write the current rates to the device. Call it before replaying a CUDA graph that contains a commit."""
         if self.handle is not None:
             self.handle.refresh()
 
     def state_dict(self) -> dict[str, Any]:
-        """What was gathered and not yet committed, on the CPU, for a checkpoint between two steps."""
+        """Return what was gathered and not yet committed, on the CPU, for a checkpoint between two steps."""
         return {
             "sums": [window.sums.to("cpu", copy=True) for window in self.windows],
             "lost": [window.lost.to("cpu", copy=True) for window in self.windows],
@@ -75,7 +51,7 @@ class Transaction:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put back what `state_dict` gave, for the same layers in the same order."""
+        """Restore what `state_dict` returned, for the same layers in the same order."""
         sizes = [len(sums) for sums in state["sums"]]
         if sizes != [len(window.sums) for window in self.windows]:
             raise ValueError(
@@ -87,21 +63,19 @@ class Transaction:
         ):
             window.sums.copy_(sums)
             window.lost.copy_(lost)
-            window.ticket[0] = forwards
+            window.counter[0] = forwards
 
     def close(self) -> None:
-        """Give the layers back: from here on any optimizer that holds them commits them, as by default."""
+        """Detach from the layers. Any optimizer that holds them commits them again, as by default."""
         if self.handle is not None:
             self.handle.detach()
 
-    def _tensors(self) -> list[Tensor]:
-        return [tensor for window in self.windows for tensor in (window.sums, window.lost)]
-
 
 def merge_states(like: Sequence[dict[str, Any]], states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One state for what several ranks gathered; an empty one of the layers of `like` where there are no `states`.
+    """Return the sum of the states of several ranks; without `states`, an empty state of the layers of `like`.
 
     Example:
+        >>> import torch
         >>> mine = {"sums": [torch.ones(3)], "lost": [torch.zeros(2)], "forwards": [2]}
         >>> merge_states([mine], [mine, mine])
         {'sums': [tensor([2., 2., 2.])], 'lost': [tensor([0., 0.])], 'forwards': [4]}

@@ -19,10 +19,10 @@ from torch import nn
 from micronorm.convert.known_blocks import BLOCKS, Block, Forward, Fuses
 from micronorm.convert.surgery import has_own_forward
 from micronorm.nn.norm_act import fusible_activation, has_hooks
-from micronorm.ops.activation import Activation
+from micronorm.ops.activation import Activation, ActivationKind
 
 _FUNCTIONS = {"relu": F.relu, "leaky_relu": F.leaky_relu, "silu": F.silu}
-_LAYER_NAMES = {"relu": "ReLU", "leaky_relu": "LeakyReLU", "silu": "SiLU"}
+_LAYER_NAMES = {ActivationKind.RELU: "ReLU", ActivationKind.LEAKY_RELU: "LeakyReLU", ActivationKind.SILU: "SiLU"}
 
 
 def register_block(
@@ -151,10 +151,9 @@ def activation_name(activation: Activation) -> str:
     """Return the name of torch's layer for an activation.
 
     Example:
-        >>> activation_name(Activation("silu"))
+        >>> activation_name(Activation(ActivationKind.SILU))
         'SiLU'
     """
-    assert activation.kind is not None
     return _LAYER_NAMES[activation.kind]
 
 
@@ -209,6 +208,6 @@ def _why_unfused(norm: nn.Module, tail: _Tail | None, caller: str) -> str:
 def _describe(tail: _Tail) -> str:
     parts = ["the add"] if tail.add else []
     activation = fusible_activation(tail.act)
-    if tail.act is not None and activation is not None and (activation.knows_its_sign or not tail.add):
+    if tail.act is not None and activation is not None and (activation.keeps_sign or not tail.add):
         parts.append(f"the {activation_name(activation)}")
     return f"with {' and '.join(parts)} after it"

@@ -1,1 +1,4 @@
-"""Numbers that say why a network trains badly: tensors in, numbers out."""
+"""Measurements that show why a network trains badly, the diagnosis built on them, and the observer `mn.observe`.
+
+The measurements read models and never change them. Training loops and figures live in `engine` and `recipes`.
+"""

@@ -1,7 +1,6 @@
-"""What single channels do: how often they are active, and how far their statistics are from those BN would give them.
+"""Statistics of single channels: activity, StatDiff, distance to BN, and the effect of normalization on moments.
 
-Shapes: moments of samples are N×C, as `ops.moments.moments` gives them; what is known of a channel over all the data is
-C numbers. Everything here is arithmetic on such small tensors: one pass over the activations gave them.
+Moments of samples have shape N×C, as returned by `ops.moments.moments`. Statistics over all data have C numbers.
 """
 
 from typing import NamedTuple
@@ -12,15 +11,15 @@ from torch import Tensor
 from micronorm.ops.moments import Moments, merge, pool, wide_dtype
 
 RARE = 0.01
-"""A channel that is active in less than this share of its positions, but in some, is under-represented.
+"""A channel is rare if it is active in fewer than this share of its positions, but in some.
 
-Normalized to mean 0 and deviation 1, as BN has it, a channel is active in about half. At 1 % its mean lies 2.3
+A channel with mean 0 and deviation 1, as after BN, is active in about half of its positions. At 1 % its mean lies 2.3
 deviations below zero, and 99 of 100 positions give its weights no gradient.
 """
 
 
 class RunningMoments:
-    """Mean and variance of each channel over all batches so far, merged by counts: stable, and however they were cut.
+    """Mean and variance of each channel over all batches. The result does not depend on how the data was cut.
 
     Example:
         >>> running = RunningMoments()
@@ -33,77 +32,113 @@ class RunningMoments:
 
     def __init__(self) -> None:
         self.count = 0
-        self._data: Moments | None = None
+        self._moments: Moments | None = None
 
     @property
     def moments(self) -> Moments:
-        """What was seen, C numbers each. RuntimeError where nothing was."""
-        if self._data is None:
-            raise RuntimeError("nothing was added yet, there are no moments")
-        return self._data
+        """Return the moments so far, C numbers each. Raise RuntimeError before the first `add`."""
+        if self._moments is None:
+            raise RuntimeError("no data was added yet, so there are no moments")
+        return self._moments
 
     def add(self, data_nc: Moments, *, positions: int) -> None:
-        """Take up N samples of `positions` elements each, given by their moments (N×C)."""
+        """Add N samples of `positions` elements each, given by their moments (N×C)."""
         samples = data_nc.mean.shape[0]
         if samples == 0 or positions == 0:
             return
         new, count = pool(data_nc, dim=0), samples * positions
         total = self.count + count
-        self._data = new if self._data is None else merge(self._data, new, share=count / total)
+        self._moments = new if self._moments is None else merge(self._moments, new, share=count / total)
         self.count = total
 
 
-def positives(y: Tensor, *, axis: int = 1) -> Tensor:
-    """How many elements of each channel are above zero: C whole numbers.
+# --- activity --------------------------------------------------------------------------------------------------------
+
+
+def count_positive(y: Tensor, *, axis: int = 1) -> Tensor:
+    """Return the number of elements above zero in each channel: C integers.
 
     Example:
-        >>> positives(torch.tensor([[[1.0, 0.0], [2.0, 3.0]], [[-1.0, 0.0], [2.0, -3.0]]]))
+        >>> count_positive(torch.tensor([[[1.0, 0.0], [2.0, 3.0]], [[-1.0, 0.0], [2.0, -3.0]]]))
         tensor([1, 3])
     """
     others = [d for d in range(y.ndim) if d != axis % y.ndim]
     return (y > 0).sum(others) if others else (y > 0).long()
 
 
-def dead_channels(rate: Tensor) -> Tensor:
-    """Which channels (C booleans) were never active, given the share of active positions of each.
+def dead_channels(active: Tensor) -> Tensor:
+    """Return which channels are never active, given each channel's share of active positions.
 
     Example:
         >>> dead_channels(torch.tensor([0.0, 0.001, 0.5]))
         tensor([ True, False, False])
     """
-    return rate == 0
+    return active == 0
 
 
-def rare_channels(rate: Tensor, *, below: float = RARE) -> Tensor:
-    """Which channels (C booleans) are under-represented: active somewhere, but in a smaller share than `below`.
+def rare_channels(active: Tensor) -> Tensor:
+    """Return which channels are active somewhere, but in a smaller share of positions than `RARE`.
 
     Example:
         >>> rare_channels(torch.tensor([0.0, 0.001, 0.5]))
         tensor([False,  True, False])
     """
-    if not 0 < below < 1:
-        raise ValueError(f"below is a share between 0 and 1, got {below}")
-    return (rate > 0) & (rate < below)
+    return (active > 0) & (active < RARE)
+
+
+# --- differences between channels ------------------------------------------------------------------------------------
+
+
+def stat_diff(mean: Tensor, var: Tensor, groups: int) -> Tensor:
+    """Return StatDiff of every group: the deviation of its channels' means over their mean deviation (label `eq:sd`).
+
+    StatDiff is 0 after batch normalization, because all means are equal. Take a group with StatDiff d whose channels
+    are normal with equal deviations. A channel whose mean lies one deviation of the means below their average is
+    positive with probability Φ(−d) after normalization: 16 % at 1, 2.3 % at 2, 0.1 % at 3.
+
+    Args:
+        mean: the means of the channels, C numbers.
+        var: the variances of the channels, C numbers. The paper's σ_c is the root.
+        groups: G, a divisor of C. Neighbouring channels form a group.
+
+    Returns:
+        G numbers in the widest dtype of the device. A group with equal means has 0. A group with different means and
+        zero variances has infinity.
+
+    Example:
+        >>> stat_diff(torch.tensor([0.0, 4.0, 1.0, 1.0]), torch.tensor([1.0, 9.0, 1.0, 4.0]), groups=2)
+        tensor([1., 0.], dtype=torch.float64)
+    """
+    _check_channels(mean, var)
+    channels = mean.numel()
+    if isinstance(groups, bool) or not isinstance(groups, int):
+        raise TypeError(f"groups must be an int, got {groups!r}")
+    if groups < 1 or channels % groups:
+        raise ValueError(f"groups must divide the {channels} channels, got {groups}")
+    wide = wide_dtype(mean.device)
+    mean_gk, std_gk = mean.to(wide).reshape(groups, -1), var.to(wide).sqrt().reshape(groups, -1)
+    # Subtract the first channel's mean, so that equal means differ by exactly 0.
+    apart_gk = mean_gk - mean_gk[:, :1]
+    spread_g = (apart_gk - apart_gk.mean(1, keepdim=True)).square().mean(1).sqrt()
+    return torch.where(spread_g == 0, 0.0, spread_g / std_gk.mean(1))
 
 
 class DistanceToBN(NamedTuple):
-    """The (σ_μ, σ_σ) of normalized channels; (0, 0) is batch normalization (labels `eq:bnes` and `fig:dist`)."""
+    """(σ_μ, σ_σ) of normalized channels. Batch normalization has (0, 0) (labels `eq:bnes` and `fig:dist`)."""
 
     sigma_mean: float
     sigma_std: float
 
 
 def distance_to_bn(mean: Tensor, var: Tensor, *, eps: float = 1e-5) -> DistanceToBN:
-    """The spread over channels of the means, and of the logarithms of the deviations, of normalized channels.
+    """Return the standard deviations, over channels, of the means and of the logarithms of the deviations.
 
-    Of the logarithms because the paper draws log σ̂_c from a normal distribution of deviation σ_σ: the two numbers are
-    the axes of its `fig:dist`. Spread is the standard deviation over channels.
+    The two numbers are the axes of the paper's `fig:dist`, which draws log σ̂_c from a normal distribution.
 
     Args:
-        mean: means of the channels after normalization, before the affine transformation; C numbers.
+        mean: the means of the channels after normalization, without the affine transformation; C numbers.
         var: their variances, C numbers.
-        eps: that of the normalization. A deviation below √eps counts as √eps: a constant channel has 0, whose logarithm
-            is infinite, and what lies below is the work of eps.
+        eps: the normalization's. Deviations below √eps count as √eps, because a constant channel has log 0.
 
     Example:
         >>> distance_to_bn(torch.zeros(3), torch.ones(3))
@@ -111,8 +146,7 @@ def distance_to_bn(mean: Tensor, var: Tensor, *, eps: float = 1e-5) -> DistanceT
         >>> distance_to_bn(torch.tensor([-2.0, 2.0]), torch.tensor([1.0, 1.0]))
         DistanceToBN(sigma_mean=2.0, sigma_std=0.0)
     """
-    if mean.ndim != 1 or mean.shape != var.shape:
-        raise ValueError(f"mean and var hold C numbers each, got shapes {tuple(mean.shape)} and {tuple(var.shape)}")
+    _check_channels(mean, var)
     if not eps >= 0:
         raise ValueError(f"eps must not be below 0, got {eps}")
     wide = wide_dtype(mean.device)
@@ -122,13 +156,18 @@ def distance_to_bn(mean: Tensor, var: Tensor, *, eps: float = 1e-5) -> DistanceT
     )
 
 
-# --- normalization on moments ----------------------------------------------------------------------------------------
+def _check_channels(mean: Tensor, var: Tensor) -> None:
+    if mean.ndim != 1 or mean.shape != var.shape:
+        raise ValueError(
+            f"mean and var must hold C numbers each, got shapes {tuple(mean.shape)} and {tuple(var.shape)}"
+        )
+
+
+# --- normalization of moments ----------------------------------------------------------------------------------------
 
 
 def channel_normalized(data: Moments, statistics: Moments, *, eps: float) -> Moments:
-    """Moments of (x − μ_c)/sqrt(σ²_c + eps) from those of x: N×C, with statistics of N×C, 1×C or C numbers.
-
-    Batch normalization by whichever statistics; instance normalization with the data's own.
+    """Return the moments of (x − μ_c)/sqrt(σ²_c + eps), given those of x (N×C) and statistics of N×C, 1×C or C numbers.
 
     Example:
         >>> data = Moments(torch.tensor([[3.0]]), torch.tensor([[4.0]]))
@@ -140,16 +179,15 @@ def channel_normalized(data: Moments, statistics: Moments, *, eps: float) -> Mom
 
 
 def group_normalized(data: Moments, *, groups: int, eps: float, blend: Tensor | float = 1.0) -> Moments:
-    """Moments (N×C) of a sample's channels after group normalization without its affine, from those before it.
+    """Return the moments (N×C) of a sample's channels after group normalization without its affine transformation.
 
-    The group's variance is the mean of its channels' variances plus the variance of their means: every channel of the
-    group is scaled by the same number, so a channel far from the others pushes them together.
+    The variance of a group is the mean of its channels' variances plus the variance of their means.
 
     Args:
-        data: N×C moments of the samples' channels.
+        data: the moments of the samples' channels, N×C.
         groups: G, a divisor of C.
         eps: added to the variance, inside the root.
-        blend: α; below 1 the normalization is mixed with the identity, as `BatchChannelNorm.warm` does.
+        blend: α. Below 1 the normalization is mixed with the identity, as in `BatchChannelNorm.warm`.
 
     Example:
         >>> group_normalized(Moments(torch.tensor([[-3.0, 3.0]]), torch.zeros(1, 2)), groups=1, eps=0.0).mean
@@ -158,6 +196,6 @@ def group_normalized(data: Moments, *, groups: int, eps: float, blend: Tensor | 
     mean_ngk, var_ngk = (part.unflatten(1, (groups, -1)) for part in data)
     apart_ngk = mean_ngk - mean_ngk.mean(-1, keepdim=True)
     inv_ng = ((var_ngk + apart_ngk.square()).mean(-1, keepdim=True) + eps).rsqrt()
-    alpha = blend.to(mean_ngk) if isinstance(blend, Tensor) else blend  # a number stays one: no wait for the device
+    alpha = blend.to(mean_ngk) if isinstance(blend, Tensor) else blend  # a Python number does not wait for the device
     gain_ng = torch.lerp(torch.ones_like(inv_ng), inv_ng, alpha)
     return Moments(torch.lerp(mean_ngk, apart_ngk * inv_ng, alpha).flatten(1), (var_ngk * gain_ng.square()).flatten(1))

@@ -1,11 +1,10 @@
-"""Which layers normalize, and what normalization does to the moments of their input.
+"""Recognize normalization layers, and compute what each does to the moments of its input.
 
-Torch's layers and whatever descends from them (timm's norms with activations, torchvision's LayerNorm2d), frozen batch
-normalization by its name, and our own.
+Known layers are torch's and their subclasses (timm's norms with activations, torchvision's LayerNorm2d), frozen batch
+normalization by its class name, and our own.
 """
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,15 +19,14 @@ from micronorm.ops.moments import Moments, compute_dtype, moments, pool_micro_ba
 
 Family = Literal["batch", "instance", "group", "layer", "batch-channel"]
 
-_FROZEN = ("FrozenBatchNorm", "FrozenBatchNormAct")  # of torchvision, detectron2 and timm, with 2d behind
+_FROZEN = ("FrozenBatchNorm", "FrozenBatchNormAct")  # class names in torchvision, detectron2 and timm, followed by 2d
 
 
-@dataclass(frozen=True)
-class Passage:
-    """One call of a norm, as moments of samples and channels (N×C).
+class NormalizedMoments(NamedTuple):
+    """The moments (N×C) of one call of a norm, without any affine transformation.
 
-    `grouped` is what is normalized together: the input, for Batch-Channel Normalization the input after its channel
-    half. `normalized` is the result. Both are without any affine transformation.
+    `grouped` are those of the values that are normalized together: the input, or for BCN the input after its channel
+    half. `normalized` are those of the result.
     """
 
     grouped: Moments
@@ -36,38 +34,44 @@ class Passage:
 
 
 class NormLayer:
-    """A normalization layer, whoever wrote it."""
+    """A normalization layer of any library.
+
+    Args:
+        module: the layer.
+        family: the kind of normalization.
+        channels: C.
+        groups: channels of one group are normalized together; C for batch and instance normalization.
+        channels_last: whether the channels lie along the last axis instead of axis 1.
+    """
 
     def __init__(self, module: Any, family: Family, channels: int, groups: int, *, channels_last: bool = False) -> None:
         self.module = module
         self.family: Family = family
         self.channels = channels
         self.groups = groups
-        """Channels of one group are normalized together; a group per channel for batch and instance normalization."""
         self.eps = float(module.eps)
         self.axis = -1 if channels_last else 1
-        """That of the channels in the input and the output."""
-        # Frozen batch normalization has a training flag as every module does, and no use for it.
+        # Frozen batch normalization has a training flag, like every module, but ignores it.
         self.frozen = family == "batch" and not isinstance(module, _BatchNorm | GhostBatchNorm)
 
     @property
     def by_estimates(self) -> bool:
-        """Whether its channels are normalized by statistics it keeps, not by those of what it sees."""
+        """Return whether the layer now normalizes channels by its running estimates."""
         if self.family not in ("batch", "instance", "batch-channel") or self.module.running_mean is None:
             return False
         return not self.uses_batch
 
     @property
     def uses_batch(self) -> bool:
-        """Whether, as it stands now, its channels are normalized by the moments of the batch."""
+        """Return whether the layer now normalizes channels by the moments of the batch."""
         if self.family == "batch-channel":
             return self.module.training and self.module.statistics == "batch"
         if self.family != "batch" or self.frozen:
             return False
         return self.module.running_mean is None or self.module.training
 
-    def numbers(self) -> dict[str, Tensor]:
-        """The parameters it computes with, and the estimates where it normalizes by them, by name."""
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the parameters and, if the layer normalizes by them, the running estimates, by name."""
         names = ["weight", "bias", "group_weight", "group_bias"]
         if self.by_estimates:
             names = ["running_mean", "running_var", *names]
@@ -75,41 +79,49 @@ class NormLayer:
         return {name: tensor.detach() for name, tensor in held.items() if isinstance(tensor, Tensor)}
 
     def estimates(self) -> Moments:
-        """The estimates that its last forward normalized with: C numbers each, N×C for "sequential" layers in training.
+        """Return the estimates of the last forward: C numbers each, or N×C for "sequential" layers in training mode.
 
-        Those move their estimates from sample to sample, and what stands in the buffers afterwards is the last.
+        A "sequential" layer changes its estimates from sample to sample; its buffers hold the last ones.
         """
         module = self.module
         scans = isinstance(module, BatchChannelNorm) and module.statistics == "sequential" and module.training
-        if scans and module.weight.requires_grad and not module._window.paused and module._window.passes:
-            return module._window.passes[-1].estimates
+        if scans and module.weight.requires_grad and not module._window.paused and module._window.scanned:
+            return module._window.scanned[-1].estimates
         return Moments(module.running_mean, module.running_var)
 
     def channels_first(self, x: Tensor) -> Tensor:
-        """An input or output as N×C×…."""
+        """Return an input or output as N×C×…."""
         return x.movedim(-1, 1) if self.axis == -1 and x.ndim > 2 else x
 
-    def pass_through(self, x: Tensor, data: Moments) -> Passage:
-        """What the layer does to an input, N×C×…, whose moments are known."""
+    def normalize(self, x: Tensor, data: Moments) -> NormalizedMoments:
+        """Return the moments after normalization of an input x (N×C×…) with moments `data`."""
         if self.family == "group":
-            return Passage(data, group_normalized(data, groups=self.groups, eps=self.eps))
+            return NormalizedMoments(data, group_normalized(data, groups=self.groups, eps=self.eps))
         if self.family == "layer":
-            return Passage(data, self._layer_normalized(x, data))
+            return NormalizedMoments(data, self._layer_normalized(x, data))
         channel = channel_normalized(data, self._statistics(data), eps=self.eps)
         if self.family != "batch-channel":
-            return Passage(data, channel)
+            return NormalizedMoments(data, channel)
         blend = self.module.blend.to(data.mean.dtype)
-        return Passage(channel, group_normalized(channel, groups=self.groups, eps=self.eps, blend=blend))
+        return NormalizedMoments(channel, group_normalized(channel, groups=self.groups, eps=self.eps, blend=blend))
+
+    def accepts(self, x: Any) -> bool:
+        """Return whether x can be an input: the channels' axis of a layer norm is known by class name only."""
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 2 or x.numel() == 0:
+            return False
+        if self.family == "layer" and len(self.module.normalized_shape) > 1:
+            return x.ndim == 1 + len(self.module.normalized_shape)
+        return x.shape[self.axis] == self.channels
 
     def _layer_normalized(self, x: Tensor, data: Moments) -> Moments:
         if len(self.module.normalized_shape) > 1:  # over channels and space: one group
             return group_normalized(data, groups=1, eps=self.eps)
-        # Each position by itself: no function of the moments over space.
+        # Each position is normalized separately, so the result does not follow from the moments over space.
         last = x.movedim(1, -1).to(compute_dtype(x.dtype))
         return moments(F.layer_norm(last, (self.channels,), eps=self.eps).movedim(-1, 1))
 
     def _statistics(self, data: Moments) -> Moments:
-        """What the channels are normalized with: C numbers each, or N×C."""
+        """Return the statistics that normalize the channels: C numbers each, or N×C."""
         if self.by_estimates and not (self.family == "instance" and self.module.training):
             mean, var = self.estimates()
             return Moments(mean.to(data.mean.dtype), var.to(data.mean.dtype))
@@ -123,14 +135,14 @@ class NormLayer:
         return batch_statistics(data)
 
 
-def read_norm(module: nn.Module) -> NormLayer | None:
-    """The layer as a `NormLayer`; None where it is no normalization, or one that is not known.
+def as_norm_layer(module: nn.Module) -> NormLayer | None:
+    """Return the module as a `NormLayer`, or None if it is not a known normalization.
 
     Example:
-        >>> norm = read_norm(nn.GroupNorm(4, 16))
+        >>> norm = as_norm_layer(nn.GroupNorm(4, 16))
         >>> norm.family, norm.channels, norm.groups
         ('group', 16, 4)
-        >>> read_norm(nn.ReLU()) is None
+        >>> as_norm_layer(nn.ReLU()) is None
         True
     """
     layer: Any = module
@@ -139,31 +151,18 @@ def read_norm(module: nn.Module) -> NormLayer | None:
     if isinstance(module, GhostBatchNorm):
         return NormLayer(module, "batch", module.num_channels, module.num_channels)
     if isinstance(module, _BatchNorm | _InstanceNorm):
-        if module.num_features == 0:  # lazy, and has seen nothing yet
+        if module.num_features == 0:  # a lazy layer before its first input
             return None
         family: Family = "batch" if isinstance(module, _BatchNorm) else "instance"
         return NormLayer(module, family, module.num_features, module.num_features)
     if isinstance(module, nn.GroupNorm):
         return NormLayer(module, "group", module.num_channels, module.num_groups)
     if isinstance(module, nn.LayerNorm):
-        return _layer_norm(module)
+        shape: Any = module.normalized_shape
+        # LayerNorm2d of timm and torchvision, and its subclasses, take channels in axis 1.
+        first = len(shape) > 1 or any("2d" in base.__name__ for base in type(module).__mro__)
+        return NormLayer(module, "layer", shape[0], 1, channels_last=not first)
     if type(module).__name__.startswith(_FROZEN) and isinstance(getattr(module, "running_var", None), Tensor):
         channels = layer.running_var.numel()
         return NormLayer(module, "batch", channels, channels) if hasattr(module, "eps") else None
     return None
-
-
-def _layer_norm(module: nn.LayerNorm) -> NormLayer:
-    shape: Any = module.normalized_shape
-    # timm's and torchvision's LayerNorm2d, and what timm builds from it, move the channels themselves.
-    first = len(shape) > 1 or any("2d" in base.__name__ for base in type(module).__mro__)
-    return NormLayer(module, "layer", shape[0], 1, channels_last=not first)
-
-
-def fits(norm: NormLayer, x: Any) -> bool:
-    """Whether an input is of the shape the layer was read for; those of layer norms are known only by their names."""
-    if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 2 or x.numel() == 0:
-        return False
-    if norm.family == "layer" and len(norm.module.normalized_shape) > 1:
-        return x.ndim == 1 + len(norm.module.normalized_shape)
-    return x.shape[norm.axis] == norm.channels

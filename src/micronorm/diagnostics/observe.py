@@ -1,9 +1,9 @@
-"""`mn.observe`: a look into a network while it trains, every so many optimizer steps.
+"""`mn.observe`: record statistics of a network while it trains, every so many optimizer steps.
 
-Hooks are in place for the steps that are looked at and no others. A hook that returns at once still costs 1.2 µs, since
-a module with hooks is called the slow way: for the 43 layers of a ResNet-20 2.6 ms in fifty steps of one forward each,
-and as many times that as there are micro-batches. To put hooks there and take them away again costs 0.6 ms, once.
-Between looks two hooks on optimizers' steps are left, 2 µs a step.
+Only observed steps have hooks on modules. A hook that returns at once costs 1.2 µs, since torch calls a module with
+hooks by a slower path. For the 43 layers of a ResNet-20 that is 2.6 ms in fifty steps, times the number of
+micro-batches. Adding and removing the hooks costs 0.6 ms once. Between observed steps two optimizer hooks remain, which
+cost 2 µs per step.
 """
 
 import contextlib
@@ -18,23 +18,20 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from micronorm.convert.surgery import refuse_wrappers
-from micronorm.diagnostics.hooks import Look, Taken, whole_weights
-from micronorm.diagnostics.norms import read_norm
+from micronorm.diagnostics.norms import as_norm_layer
+from micronorm.diagnostics.step_stats import Row, StepRecorder, StepStatistics, observable_weights
 
-Row = dict[str, Any]
-
-# A histogram costs ten times what a scalar does, and looks like the one before it: every so many looks give some.
-_DRAWN = 10
+_HISTOGRAMS_EVERY = 10  # observed steps; a histogram costs ten times what a scalar does, and changes slowly
 _BINS = 32
 
 _REFUSED = {
-    "DataParallel": "its replicas run in threads of their own; use DistributedDataParallel",
-    "OptimizedModule": "compiled code runs no hooks; observe the model without torch.compile, for a while",
+    "DataParallel": "its replicas run in other threads; use DistributedDataParallel",
+    "OptimizedModule": "compiled code does not run hooks; observe the model for a while without torch.compile",
 }
 
 
 class Writer(Protocol):
-    """What is needed of torch.utils.tensorboard.SummaryWriter."""
+    """The methods of torch.utils.tensorboard.SummaryWriter that the observer calls."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
         """Write a number."""
@@ -52,68 +49,65 @@ def observe(
     writer: Writer | None = None,
     sink: Callable[[Row], object] | None = None,
     start: int = 0,
-) -> "Watch":
-    """Look into a network every so many optimizer steps of any training loop.
+) -> "StepObserver":
+    """Record statistics of a network every so many optimizer steps of any training loop.
 
-    A look covers one whole step, all its micro-batches, and gives of each norm layer StatDiff, the distance of its
-    normalized channels to BN, the share of positive outputs and the channels that are dead or rare; of each convolution
-    and linear layer the shares of its gradient that Weight Standardization takes (for a plain weight, would take), the
-    norm of the weight and that of its gradient. The figures are those of `micronorm.records`, and up to rounding they
-    do not depend on how the step was cut into micro-batches, where the norms themselves do not. A run with an observer
-    computes what it computes without, to the bit: parameters, gradients, statistics, random numbers.
+    For each norm layer: StatDiff, the distance of its normalized channels to BN, the share of positive outputs, and the
+    number of dead and rare channels. For each convolution and linear layer: the shares of its gradient that Weight
+    Standardization removes (or would remove), and the norms of weight and gradient. `micronorm.records` describes the
+    rows. A row covers all micro-batches of one step and does not depend on how the step was cut, if the norms do not.
+    Observation changes no parameter, gradient, running statistic or random number.
 
-    Steps 1, 1 + every, 1 + 2·every, … are looked at. A step is counted when a torch.optim optimizer that holds
-    parameters of the model steps (of several the first one counts), or by `watch.step()`. Forwards count where the
-    model is in training mode, so evaluation may take place within. Code that was compiled or captured in a CUDA graph
-    runs no hooks: a compiled model is refused, and a step in which nothing was seen warns once. Gradients that
-    `torch.autograd.grad` sends through a standardized weight within the step count as those of `backward` do. Under
-    DistributedDataParallel every rank sees its own samples, and rank 0 writes.
+    Steps 1, 1 + every, 1 + 2·every, … are observed. A step ends when a torch.optim optimizer that holds parameters of
+    the model steps (with several optimizers, the first one counts), or with `observer.step()`. Only forwards in
+    training mode count. Compiled code and CUDA graphs do not run hooks: a compiled model raises an error, and a step
+    without any forward warns once. Under DistributedDataParallel each rank observes its own samples, and rank 0 writes.
 
     Args:
-        model: the network, also in DistributedDataParallel.
-        every: steps from one look to the next.
-        writer: such as torch.utils.tensorboard.SummaryWriter: gets the figures as scalars, and of every tenth look
-            histograms of weights (1,024 of a layer's, or all) and of the channels' means before normalization.
-        sink: is called with each row; the rows are then not kept.
-        start: steps that were done before, in a run that is resumed.
+        model: the network, plain or in DistributedDataParallel.
+        every: the number of steps between two observed steps.
+        writer: a torch.utils.tensorboard.SummaryWriter or similar. It gets the numbers as scalars and, for every tenth
+            row, histograms of weights (up to 1,024 per layer) and of the channels' means before normalization.
+        sink: called with each row. Rows are then not kept.
+        start: the number of steps done before, for a resumed run.
 
     Returns:
-        A context manager: `with mn.observe(model) as watch:`. `watch.rows` are the looks so far, `watch.latest` is the
-        last; `watch.epoch` is written into them, and yours to set.
+        A context manager: `with mn.observe(model) as observer:`. `observer.rows` holds the rows so far and
+        `observer.latest` the last one. Set `observer.epoch` to write it into the rows.
 
     Raises:
-        ValueError: `every` or `start` is out of range, the model has no layer to look at, or is compiled.
+        ValueError: `every` or `start` is out of range, or the model is compiled or has no layer to observe.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(4, 8), nn.ReLU(), nn.Flatten(), nn.LazyLinear(2))
         >>> x = torch.randn(4, 3, 8, 8)
         >>> _ = model(x)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> with observe(model, every=2) as watch:
+        >>> with observe(model, every=2) as observer:
         ...     for _ in range(3):
         ...         optimizer.zero_grad()
         ...         model(x).square().mean().backward()
         ...         optimizer.step()
-        >>> [row["step"] for row in watch.rows], sorted(watch.latest["layers"])
+        >>> [row["step"] for row in observer.rows], sorted(observer.latest["layers"])
         ([1, 3], ['0', '1', '4'])
-        >>> watch.latest["layers"]["1"]["groups"]
+        >>> observer.latest["layers"]["1"]["groups"]
         4
     """
     for name, value, least in (("every", every, 1), ("start", start, 0)):
         if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} is a number of steps, got {value!r}")
+            raise TypeError(f"{name} must be a number of steps, got {value!r}")
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
     refuse_wrappers(model, _REFUSED)
     compiled = [name for name, module in model.named_modules() if module._compiled_call_impl is not None]
     if compiled:
-        where = "the model was" if compiled[0] == "" else f"{len(compiled)} modules were, the first is {compiled[0]!r};"
-        raise ValueError(f"compiled code runs no hooks, and {where} compiled; observe it without, for a while")
-    return Watch(model, every=every, writer=writer, sink=sink, start=start)
+        where = "the model is" if compiled[0] == "" else f"{len(compiled)} modules are (the first is {compiled[0]!r})"
+        raise ValueError(f"compiled code does not run hooks, and {where} compiled; observe the model uncompiled")
+    return StepObserver(model, every=every, writer=writer, sink=sink, start=start)
 
 
-class Watch:
-    """What `mn.observe` returns: looks at the model while its `with` block lasts."""
+class StepObserver:
+    """The context manager that `mn.observe` returns. It observes the model inside its `with` block."""
 
     def __init__(
         self,
@@ -128,29 +122,29 @@ class Watch:
         self.model: nn.Module = model.module if wrapped else model  # type: ignore[assignment]
         self.every = every
         self._steps = start
-        self._skips: Tensor | None = None  # steps that were counted and may not have been taken, on the device
+        self._skips: Tensor | None = None  # on the device: counted steps that the optimizer may have skipped
         self.epoch = 0
         self.rows: list[Row] = []
         self.latest: Row | None = None
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         self._writer = None if distributed and torch.distributed.get_rank() else writer
         self._sink = sink
-        self._look: Look | None = None
-        self._taken: Taken | None = None
+        self._recorder: StepRecorder | None = None
+        self._statistics: StepStatistics | None = None
         self._paused = 0
         self._warned = False
         self._hooks: list[Any] = []
         self._counting: weakref.ref[Optimizer] | None = None
         self._others: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._parameters: set[int] = set()
-        if not any(read_norm(module) for module in self.model.modules()) and not whole_weights(self.model):
-            raise ValueError(f"{type(self.model).__name__} has neither norm layers nor weights to look at")
+        if not any(as_norm_layer(module) for module in self.model.modules()) and not observable_weights(self.model):
+            raise ValueError(f"{type(self.model).__name__} has neither norm layers nor weights to observe")
 
     # --- the block -----------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         if self._hooks:
-            raise RuntimeError("this observer is at work already; call mn.observe again for another")
+            raise RuntimeError("this observer is already in use; call mn.observe again for another one")
 
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             self._before_step(optimizer)
@@ -158,7 +152,7 @@ class Watch:
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             self._after_step(optimizer)
 
-        # As the commit's hooks: a compiled optimizer step leaves the graph for them. That wants plain functions.
+        # A compiled optimizer step leaves its graph for these hooks, which must be plain functions.
         self._hooks = [
             register_optimizer_step_pre_hook(torch._disable_dynamo(before)),
             register_optimizer_step_post_hook(torch._disable_dynamo(after)),
@@ -173,36 +167,36 @@ class Watch:
     def __exit__(self, *error: object) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._taken = [], None
-        self._end_look()
+        self._hooks, self._statistics = [], None
+        self._close_recorder()
 
     @property
     def steps(self) -> int:
-        """The steps so far. Under a GradScaler with a fused optimizer this waits for the device."""
-        self._settle()
+        """Return the number of steps so far. With a GradScaler and a fused optimizer this waits for the device."""
+        self._subtract_skipped()
         return self._steps
 
     def step(self) -> None:
-        """Count a step where no torch.optim optimizer does: after its last backward, before the weights move.
+        """Count a step in a loop without a torch.optim optimizer. Call it after the last backward pass of the step.
 
         Raises:
-            RuntimeError: an optimizer counts the steps already, or the block is not open.
+            RuntimeError: an optimizer counts the steps already, or the `with` block is not open.
         """
         if not self._hooks:
-            raise RuntimeError("watch.step() belongs into the `with` block of its observer")
+            raise RuntimeError("call step() inside the `with` block of its observer")
         if self._counting is not None and self._counting() is not None:
-            raise RuntimeError("a torch.optim optimizer steps the model and is counted; leave watch.step() out")
-        self._take(scale=None, weights=True)
+            raise RuntimeError("a torch.optim optimizer steps the model and counts the steps; do not call step()")
+        self._compute(scale=None, weights=True)
         self._advance()
 
     def discard(self) -> None:
-        """Forget what was seen of the present step, such as where it is done again from its beginning."""
-        if self._look is not None:
-            self._look.clear()
+        """Forget the present step so far, for example before it is repeated."""
+        if self._recorder is not None:
+            self._recorder.clear()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Forwards within this block are not looked at."""
+        """Ignore the forwards in this block."""
         self._paused += 1
         try:
             yield
@@ -212,39 +206,39 @@ class Watch:
     # --- steps ---------------------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer) -> None:
-        if self._look is not None and self._counts(optimizer) and self._look.has_seen:
-            # Now: the step moves the weights that the gradients belong to. A fused one takes the loss scale off itself.
-            self._take(scale=getattr(optimizer, "grad_scale", None), weights=True)
+        if self._recorder is not None and self._counts(optimizer) and self._recorder.forwards:
+            # Before the step changes the weights. A fused optimizer removes the loss scale itself.
+            self._compute(scale=getattr(optimizer, "grad_scale", None), weights=True)
 
     def _after_step(self, optimizer: Optimizer) -> None:
         if not self._counts(optimizer):
             if self._holds(optimizer):
                 self._others.add(optimizer)
             return
-        if self._look is not None and (self._taken is None or self._look.forwards > self._taken.forwards):
-            # Forwards within the step, as LBFGS and closures have them: the weights have moved since.
-            self._take(scale=None, weights=False)
+        recorder = self._recorder
+        if recorder is not None and (self._statistics is None or recorder.forwards > self._statistics.forwards):
+            # LBFGS and closures run forwards inside the step, and the weights have changed since.
+            self._compute(scale=None, weights=False)
         skipped = _skipped(optimizer)
         if skipped is None:
             self._advance()
-        elif self._look is not None:  # to read what was seen waits for the device too
+        elif recorder is not None:  # reading the statistics waits for the device as well
             if skipped.any():
-                self._taken = None
-                self._look.clear_gradients()
+                self._statistics = None
+                recorder.clear_gradients()
             else:
                 self._advance()
         else:
             self._skips = skipped if self._skips is None else self._skips + skipped
             self._advance()
 
-    def _settle(self) -> None:
-        """Take back the steps that were counted and skipped."""
+    def _subtract_skipped(self) -> None:
         if self._skips is not None:
             self._steps -= int(self._skips)
             self._skips = None
 
     def _counts(self, optimizer: Optimizer) -> bool:
-        """Whether this one's steps are the model's: the first seen, until another steps twice while it does not."""
+        """Return whether this optimizer counts the steps: the first one, until another steps twice without it."""
         counting = None if self._counting is None else self._counting()
         if counting is optimizer:
             return True
@@ -260,64 +254,64 @@ class Watch:
     def _advance(self) -> None:
         self._steps += 1
         self._others.clear()
-        taken, self._taken = self._taken, None
-        if taken is not None:
-            self._emit(taken)
-        self._end_look()
+        statistics, self._statistics = self._statistics, None
+        if statistics is not None:
+            self._emit(statistics)
+        self._close_recorder()
         self._prepare()
 
     def _prepare(self) -> None:
-        """Put hooks in place if the coming step is to be looked at."""
+        """Add hooks if the next step is to be observed."""
         due = self._steps % self.every == 0
         if due:
-            self._settle()
+            self._subtract_skipped()
             due = self._steps % self.every == 0
         if due or not self._parameters:
             self._parameters = {id(parameter) for parameter in self.model.parameters()}
         if due:
-            self._look = Look(self.model, is_open=lambda: not self._paused and self.model.training)
+            self._recorder = StepRecorder(self.model, is_active=lambda: not self._paused and self.model.training)
 
-    def _end_look(self) -> None:
-        if self._look is not None:
-            self._look.close()
-            self._look = None
+    def _close_recorder(self) -> None:
+        if self._recorder is not None:
+            self._recorder.close()
+            self._recorder = None
 
-    # --- looks ---------------------------------------------------------------------------------------------------
+    # --- rows ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _take(self, *, scale: Tensor | None, weights: bool) -> None:
-        """Gather what was seen of this step on the devices; nothing waits for them."""
-        look = self._look
-        if look is None:
+    def _compute(self, *, scale: Tensor | None, weights: bool) -> None:
+        """Compute the statistics of this step on the devices, without waiting for them."""
+        recorder = self._recorder
+        if recorder is None:
             return
-        if look.has_seen:
-            draws = self._writer is not None and self.steps // self.every % _DRAWN == 0
-            self._taken = Taken(look, scale=scale, weights=weights, draws=draws)
+        if recorder.forwards:
+            histograms = self._writer is not None and self.steps // self.every % _HISTOGRAMS_EVERY == 0
+            self._statistics = StepStatistics(recorder, scale=scale, weights=weights, histograms=histograms)
         elif not self._warned:
             self._warned = True
             warnings.warn(
-                f"mn.observe saw no forward of the model in step {self.steps + 1}: code that was compiled or captured "
-                "in a CUDA graph runs no hooks, and forwards in eval mode do not count. This is said once.",
+                f"mn.observe saw no forward of the model in step {self.steps + 1}: compiled code and CUDA graphs do "
+                "not run hooks, and forwards in eval mode do not count. This warning appears once.",
                 RuntimeWarning,
                 stacklevel=4,
             )
 
-    def _emit(self, taken: Taken) -> None:
-        figures, pictures = taken.read()
-        row: Row = {"step": self.steps, "epoch": self.epoch, "layers": figures}
+    def _emit(self, statistics: StepStatistics) -> None:
+        layers, histograms = statistics.read()
+        row: Row = {"step": self.steps, "epoch": self.epoch, "layers": layers}
         self.latest = row
         if self._sink is None:
             self.rows.append(row)
         else:
             self._sink(row)
         if self._writer is not None:
-            _write(self._writer, self.steps, figures, pictures)
+            _write(self._writer, self.steps, layers, histograms)
 
 
 def _skipped(optimizer: Optimizer) -> Tensor | None:
-    """1 where the step that an optimizer has just made was none, on the device; None where that cannot be.
+    """Return 1, on the device, if the optimizer skipped its last step, else 0. Return None if it cannot skip.
 
-    A fused optimizer under a GradScaler is called in any case, and leaves the parameters alone by itself.
+    Under a GradScaler, a fused optimizer is always called and skips the step on the device.
     """
     found = getattr(optimizer, "found_inf", None)
     if not isinstance(found, Tensor) or (found.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -325,12 +319,12 @@ def _skipped(optimizer: Optimizer) -> Tensor | None:
     return (found.detach() > 0).int()
 
 
-def _write(writer: Writer, step: int, layers: Mapping[str, Row], pictures: Mapping[str, Tensor]) -> None:
+def _write(writer: Writer, step: int, layers: Mapping[str, Row], histograms: Mapping[str, Tensor]) -> None:
     for name, row in layers.items():
         prefix = "" if row["kind"] == "norm" else "weight_"
         for figure, value in row.items():
             if isinstance(value, float) or figure in ("dead", "rare"):
                 writer.add_scalar(f"{prefix}{figure}/{name}", value, step)
-    for name, values in pictures.items():
-        if values.isfinite().all():  # numpy refuses to draw others
+    for name, values in histograms.items():
+        if values.isfinite().all():  # numpy raises for others
             writer.add_histogram(name, values, step, bins=_BINS)

@@ -1,44 +1,98 @@
-"""The measure of elimination singularities by weights: does a layer use all of its input channels?
+"""Find the layers with a weight, view a weight as one row per output channel, and measure its use of input channels."""
 
-The paper finds it unfit for networks as they are trained: in a well-trained ResNet-50 the mean over layers is 0.55, so
-no input is close to being left out, and channels are eliminated by ReLU instead.
-"""
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
+from micronorm.convert.surgery import names_of
 from micronorm.nn.reparameterized import Reparameterized
+from micronorm.nn.weight import counterpart_kind, is_standardized_by_timm
 from micronorm.ops.moments import wide_dtype
 
 PAPER_RESNET50 = 0.55
-"""The mean over layers that the paper gives for a ResNet-50 trained on ImageNet."""
+"""The paper's mean of `input_use` over the layers of a ResNet-50 trained on ImageNet."""
+
+Filter = Callable[[nn.Module, str], bool]
+"""Selects layers by module and name, as in `mn.convert`."""
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
-def input_use(weight: Tensor, groups: int = 1) -> float:
-    """min |ω_c|₁ / mean |ω_c|₁ over the input channels c of a layer, ω_c being the weights that take c as input.
+def weight_layers(model: nn.Module, filter: Filter | None = None) -> dict[str, Any]:
+    """Return convolutions and linear layers by name, plain or reparameterized by this library.
 
-    0 where some input channel is not used at all (an elimination singularity as defined by weights), 1 where all are
-    used alike. A weight of zeros gives 0. A layer with one input channel gives 1.
+    Layers of fan-in 1 are left out. So are layers whose `weight` is not a parameter (parametrizations, old weight_norm)
+    and layers with an unknown forward, because they may compute with another weight than their parameter.
+
+    Example:
+        >>> list(weight_layers(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 1, groups=8))))
+        ['0']
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    found: dict[str, Any] = {}
+    for module, names in names_of(model).items():
+        weight = module._parameters.get("weight")
+        if weight is None or isinstance(weight, UninitializedParameter) or not _is_known(module):
+            continue
+        rows = rows_of(module, weight)
+        if rows.numel() >= 2 * rows.shape[0] > 0 and (filter is None or filter(module, names[0])):
+            found[names[0]] = module
+    return found
+
+
+def _is_known(module: nn.Module) -> bool:
+    if isinstance(module, Reparameterized):
+        return True
+    return counterpart_kind(module) is not None and not is_standardized_by_timm(module)
+
+
+def rows_of(layer: Any, weight: Tensor) -> Tensor:
+    """Return a tensor in the weight's layout as O×…. Transposed convolutions keep O in axis 1, per group."""
+    if not isinstance(layer, _TRANSPOSED):
+        return weight
+    return weight.unflatten(0, (layer.groups, -1)).transpose(1, 2).flatten(0, 1)
+
+
+def from_rows(layer: Any, rows: Tensor) -> Tensor:
+    """Return rows in the layout of the layer's weight. The exchange of axes in `rows_of` is its own inverse."""
+    return rows_of(layer, rows)
+
+
+def over_rows(values: Tensor, like: Tensor) -> Tensor:
+    """Return O numbers in a shape that broadcasts against O×…."""
+    return values.reshape((-1,) + (1,) * (like.ndim - 1))
+
+
+# --- the use of input channels ---------------------------------------------------------------------------------------
+
+
+def input_use(weight: Tensor, groups: int = 1) -> float:
+    """Return min |ω_c|₁ / mean |ω_c|₁ over the input channels c of a layer, where ω_c are the weights applied to c.
+
+    0 means that some input channel is not used: an elimination singularity, as defined by weights. 1 means that all are
+    used alike. The paper finds that trained networks are far from 0, and that channels are eliminated by ReLU instead.
 
     Args:
-        weight: O×(I/groups)×…, as torch's convolutions and linear layers have it.
-        groups: of the convolution; each input channel meets the outputs of its own group only.
+        weight: O×(I/groups)×…, as in torch's convolutions and linear layers.
+        groups: the groups of the convolution.
 
     Example:
         >>> input_use(torch.tensor([[1.0, -3.0], [1.0, 3.0]]))  # columns of 2 and 6
         0.5
     """
     if weight.ndim < 2:
-        raise ValueError(f"a weight is O×I×…, got shape {tuple(weight.shape)}")
+        raise ValueError(f"weight must have shape O×I×…, got {tuple(weight.shape)}")
     if isinstance(groups, bool) or not isinstance(groups, int):
         raise TypeError(f"groups must be an int, got {groups!r}")
     if groups < 1 or weight.shape[0] % groups:
         raise ValueError(f"groups must divide the {weight.shape[0]} output channels, got {groups}")
     if weight.numel() == 0:
-        raise ValueError(f"a weight without elements uses nothing, got shape {tuple(weight.shape)}")
+        raise ValueError(f"weight must have elements, got shape {tuple(weight.shape)}")
     wide = weight.detach().to(wide_dtype(weight.device)).abs()
     # groups × outputs of a group × inputs of a group × taps
     use = wide.reshape(groups, weight.shape[0] // groups, weight.shape[1], -1).sum((1, 3)).flatten()
@@ -48,10 +102,9 @@ def input_use(weight: Tensor, groups: int = 1) -> float:
 
 @torch.no_grad()
 def input_uses(model: nn.Module) -> dict[str, float]:
-    """`input_use` of every convolution and linear layer, by name, of the weights the layers compute with.
+    """Return `input_use` of every convolution and linear layer, by name.
 
-    For layers with reparameterized weights (Weight Standardization and its like) those are the standardized ones. Lazy
-    layers that have not seen an input are left out. The paper's figure is the mean over layers.
+    Reparameterized layers are measured by their effective weight. Lazy layers without a weight are left out.
 
     Example:
         >>> from statistics import mean
@@ -68,6 +121,6 @@ def _use_of(module: nn.Module) -> float | None:
     weight = module.effective_weight() if isinstance(module, Reparameterized) else module.weight
     if not isinstance(weight, Tensor) or torch.nn.parameter.is_lazy(weight):
         return None
-    if isinstance(module, _TRANSPOSED):  # (groups·I)×(O/groups)×…: every row is one input channel already
+    if isinstance(module, _TRANSPOSED):  # (groups·I)×(O/groups)×…: each row is one input channel
         return input_use(weight.transpose(0, 1))
     return input_use(weight, 1 if isinstance(module, nn.Linear) else module.groups)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from micronorm.convert.surgery import adopt_hooks, names_of, replace
-from micronorm.nn.keyed_dropout import KeyedDropout, KeyedDropPath
+from micronorm.nn.per_step.keyed_dropout import KeyedDropout, KeyedDropPath
 
 _DIMS: Mapping[type[nn.Module], int] = {nn.Dropout: 0, nn.Dropout1d: 1, nn.Dropout2d: 2, nn.Dropout3d: 3}
 _ALWAYS_RANDOM = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
@@ -18,7 +18,7 @@ def key_dropout(model: nn.Module) -> list[str]:
 
     Replaced are nn.Dropout, nn.Dropout1d/2d/3d, timm's DropPath and torchvision's StochasticDepth(mode="row"), with
     their rate, hooks and mode. Layers with rate 0 stay as they are. State-dict keys do not change, nor does the
-    distribution of the masks. `micronorm.nn.keyed_dropout.dropout_keys` then declares the keys of each micro-batch.
+    distribution of the masks. `nn.per_step.keyed_dropout.dropout_keys` then declares the keys of each micro-batch.
 
     Args:
         model: changed in place; not yet wrapped by DDP, FSDP or torch.compile.

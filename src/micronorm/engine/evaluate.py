@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import torch
 
+from micronorm.commit.snapshot import RandomState
 from micronorm.engine.inputs import check_scores
 from micronorm.engine.microbatch import is_out_of_memory, release_memory
 from micronorm.engine.parallel import NO_WISHES, Sharded, Verdict
-from micronorm.engine.savepoint import RandomState
 from micronorm.engine.step import HALF, Step, StepFailed
 
 CHUNK = 256

@@ -4,13 +4,13 @@ Warm-up and capture need real steps. They are taken on the side and undone: para
 windows and random states end where they began, to the bit.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from micronorm.engine.parallel import NO_WISHES, Wishes
-from micronorm.engine.savepoint import optimizer_tensors
 from micronorm.engine.step import Portion, Step, StepResult
 
 WARM_UP = 3  # allocator, cuDNN's choice of algorithms and the optimizer's lazy state settle
@@ -51,7 +51,6 @@ class GraphedStep:
             self._capture(portion)
         for static, value in zip(self._inputs, [*portion.batch, portion.keys], strict=True):
             static.copy_(value, non_blocking=True)
-        self.step.transaction.refresh()
         assert self._graph is not None
         assert self._sums is not None
         self._graph.replay()
@@ -77,6 +76,9 @@ class GraphedStep:
         with torch.cuda.graph(graph):
             self._sums = self._run(static)
         before.restore()  # capturing computes nothing, but counts on the host
+        # Rates that are constants. Learning rates lie on the device, where the captured commit reads them: writing them
+        # before every replay would cost two launches per layer, as long as the whole step of a ResNet-110.
+        step.transaction.refresh()
         self._graph = graph
 
     def _run(self, portion: Portion) -> Tensor:
@@ -91,14 +93,20 @@ class _Whole:
     def __init__(self, step: Step) -> None:
         self.step = step
         step.savepoint.take()
-        self.tensors: list[Tensor] = [*step.model.parameters(), *optimizer_tensors(step.optimizer)]
+        self.tensors: list[Tensor] = [*step.model.parameters(), *_optimizer_tensors(step.optimizer)]
         self.copies = [tensor.detach().clone() for tensor in self.tensors]
 
     @torch.no_grad()
     def restore(self) -> None:
         known = {id(tensor): copy for tensor, copy in zip(self.tensors, self.copies, strict=True)}
-        now: list[Any] = [*self.step.model.parameters(), *optimizer_tensors(self.step.optimizer)]
+        now: list[Any] = [*self.step.model.parameters(), *_optimizer_tensors(self.step.optimizer)]
         for tensor in now:
             # State that the optimizer made meanwhile begins at zero: momenta, moments and step counters do.
             tensor.copy_(known[id(tensor)]) if id(tensor) in known else tensor.zero_()
         self.step.savepoint.restore()
+
+
+def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Yield the tensors of an optimizer's state, such as its momentum."""
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from micronorm.commit.snapshot import RandomState
 from micronorm.engine.checkpoint import digest
 from micronorm.engine.dropout import key_dropout
 from micronorm.engine.evaluate import evaluate
@@ -28,13 +29,12 @@ from micronorm.engine.microbatch import MicroBatch, describe_randomness
 from micronorm.engine.observer import Observer
 from micronorm.engine.parallel import Sharded, Wishes, open_ranks
 from micronorm.engine.probe import describe_dependence
-from micronorm.engine.savepoint import RandomState
 from micronorm.engine.settings import Execution, Outcome, Settings, describe
 from micronorm.engine.signals import Signals
 from micronorm.engine.state import rest_of_state, whole_state
 from micronorm.engine.step import Portion, ShardOutOfMemory, Step
 from micronorm.engine.task import Share, Task
-from micronorm.nn.rematerialize.handle import Recomputation, recompute
+from micronorm.nn.per_step.recompute import Recomputation, recompute
 from micronorm.ops.keyed import permutation, sample_keys
 
 
@@ -114,6 +114,7 @@ class _TrainingRun:
         self.steps_per_epoch = math.ceil(len(task.train) / settings.step_batch)
         self.total = self.steps_per_epoch * settings.epochs
         self.last = min(self.total, execution.steps or self.total)
+        self.deadline = math.inf if execution.minutes is None else time.monotonic() + 60 * execution.minutes
         self.done = 0
         self.figures: dict[str, float] = {}
         self.signal: int | None = None
@@ -210,7 +211,8 @@ class _TrainingRun:
             factor = self._set_rate()
             if self.step.watch is not None:
                 self.step.watch.epoch = position.epoch
-            wishes = Wishes(stop=signals.received is not None, save=self._wants_checkpoint())
+            out_of_time = time.monotonic() > self.deadline
+            wishes = Wishes(stop=out_of_time or signals.received is not None, save=self._wants_checkpoint())
             result = self.take_step(portion, wishes)
             self.done += 1
             row = {"step": self.done, "epoch": position.epoch, "lr": factor, "samples": position.samples}
@@ -227,7 +229,7 @@ class _TrainingRun:
             if ended or self.done == self.last or result.wishes.stop or result.wishes.save:
                 self._save()
             if result.wishes.stop:
-                self.signal = self.parallel.broadcast(signals.received or signal.SIGTERM)
+                self.signal = self.parallel.broadcast(None if out_of_time else signals.received or signal.SIGTERM)
                 return
         if self.done < self.last:
             raise ValueError(f"task.train.load ended after {self.done} of {self.last} steps; yield one batch per share")

@@ -7,7 +7,7 @@ run is no error, but its result depends on the micro-batch, and its user should 
 import torch
 
 from micronorm.engine.step import HALF, Portion, Step
-from micronorm.nn.keyed_dropout import dropout_keys
+from micronorm.nn.per_step.keyed_dropout import dropout_keys
 
 SAMPLES = 8
 # Above what rounding does to the loss of a deep network; a mean in place of a sum is off by half.

@@ -70,6 +70,7 @@ class Execution:
         recompute: keep less for the backward, see `mn.recompute`. Not with `compile`, which decides that itself.
         parallel: how several ranks share the model: replicated ("ddp") or sharded ("fsdp").
         steps: stop after so many optimizer steps; None for all epochs.
+        minutes: stop after so many minutes of training, save, and let the run be resumed; None for no limit.
         save_steps: steps between checkpoints within an epoch; None for checkpoints at the end of epochs and every ten
             minutes.
         evaluate_epochs: evaluate after every so many epochs, and after the last.
@@ -84,6 +85,7 @@ class Execution:
     recompute: bool = False
     parallel: Literal["ddp", "fsdp"] = "ddp"
     steps: int | None = None
+    minutes: float | None = None
     save_steps: int | None = None
     evaluate_epochs: int = 1
     observe: int | None = None
@@ -93,6 +95,8 @@ class Execution:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.minutes is not None and not self.minutes > 0:
+            raise ValueError(f"minutes must be above 0, got {self.minutes}")
         if self.device is not None and not isinstance(self.device, torch.device):
             raise TypeError(f"device must be a torch.device, got {self.device!r}; write torch.device({self.device!r})")
         if self.compile and self.recompute:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from micronorm.commit.snapshot import RandomState
 from micronorm.commit.transaction import merge_states
 from micronorm.engine.checkpoint import digest
 from micronorm.engine.parallel import Sharded
-from micronorm.engine.savepoint import RandomState
 from micronorm.engine.step import Step
 from micronorm.records import PARTIAL, write_atomically
 

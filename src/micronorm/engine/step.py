@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from micronorm.commit.snapshot import Snapshot
 from micronorm.commit.transaction import Transaction
 from micronorm.engine.inputs import check_batch, check_loss
 from micronorm.engine.microbatch import MemoryProbe, MicroBatch, is_out_of_memory, release_memory
 from micronorm.engine.observer import Watch
 from micronorm.engine.parallel import NO_WISHES, Alone, Sharded, Verdict, Wishes
-from micronorm.engine.savepoint import Savepoint
 from micronorm.engine.task import Batch, Task
-from micronorm.nn.keyed_dropout import dropout_keys
-from micronorm.nn.sharing import SharedWeights
+from micronorm.nn.per_step.keyed_dropout import dropout_keys
+from micronorm.nn.per_step.shared_weights import SharedWeights
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -93,7 +93,7 @@ class Step:
         # A step may take as many forwards as it has samples, and float16 may skip as many steps as it takes to halve
         # its scale down to nothing: only more than that is a fault.
         self.transaction = Transaction(model, optimizer, max_forwards=32 * step_batch + 1024)
-        self.savepoint = Savepoint(model, self.transaction, self.device)
+        self.savepoint = Snapshot(model)  # allocates now: a step that ran out of memory could not
         # A shard is gathered for its forward only: there is no whole weight to keep between micro-batches.
         self.weights = None if isinstance(parallel, Sharded) else SharedWeights(model)
         # Losses are sums over samples: what a mean would divide by is taken off the scale.

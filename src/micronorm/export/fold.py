@@ -1,4 +1,4 @@
-"""`mn.fold`: the eval-mode function of a model, in layers of torch alone."""
+"""`mn.fold`: turn a model into one of torch's own layers that computes the same in eval mode."""
 
 import copy
 from collections import OrderedDict
@@ -44,32 +44,31 @@ _WRAPPERS = {
 
 
 def fold(model: nn.Module, *, example_inputs: Any = None) -> nn.Module:
-    """A new model in eval mode that computes what `model` computes in eval mode, with layers of torch only.
+    """Return a new model of torch's own layers that computes what `model` computes in eval mode.
 
-    - A layer with a reparameterized weight becomes the plain one with that weight: Ŵ, what it absorbed included.
-    - BatchChannelNorm becomes nn.GroupNorm where its input is the output of one convolution or linear layer and of
-      nothing else; the channel normalization goes into that layer, W' = a·Ŵ and b' = a·(b − μ̂) + β^b with
-      a = γ^b/sqrt(σ̂² + ε). Elsewhere (DenseNet, pre-activation, a layer called twice, a data flow that could not be
-      recorded) an eval-mode BatchNorm stays before the GroupNorm: BatchNorm1d, 2d or 3d by the rank of the input,
-      nn.SyncBatchNorm, which in eval mode is BatchNorm for any rank, where the rank is not known.
-    - A layer that has not begun to warm up (`blend` = 0) becomes BatchNorm alone. One in between is refused.
-    - GhostBatchNorm and BatchRenorm become BatchNorm, our GroupNorm and InstanceNorm torch's GroupNorm; norms with
-      activation nn.Sequential.
-    - Other layers, torch's BatchNorm among them, stay as they are.
+    - A layer with a reparameterized weight becomes the plain layer with the effective weight Ŵ.
+    - BatchChannelNorm becomes nn.GroupNorm if its input is the output of one convolution or linear layer that nothing
+      else uses. The channel normalization goes into that layer: W' = a·Ŵ and b' = a·(b − μ̂) + β^b with
+      a = γ^b/sqrt(σ̂² + ε). Otherwise (DenseNet, pre-activation, a layer called twice, an unknown data flow) an
+      eval-mode BatchNorm stays before the GroupNorm. It is BatchNorm1d, 2d or 3d by the rank of the input, or
+      nn.SyncBatchNorm, which in eval mode accepts any rank, if the rank is unknown.
+    - A layer whose warm-up has not begun (`blend` = 0) becomes a BatchNorm. A layer in mid-warm-up is refused.
+    - GhostBatchNorm and BatchRenorm become BatchNorm; mn.nn.GroupNorm and InstanceNorm become torch's GroupNorm; norms
+      with an activation become nn.Sequential.
+    - Other layers, including torch's BatchNorm, are copied.
 
-    nn.GroupNorm refuses one value per group: one sample of one position with one channel per group, where our layers
-    return the bias.
+    nn.GroupNorm raises an error for one value per group (one sample of one position with one channel per group), where
+    our layers return the bias.
 
     Args:
-        model: any model with layers of ours. It is left as it was and shares no tensor with the new one. Hooks stay
-            behind, except the model's own: methods of its modules and of their attributes, and torch.nn.utils'.
-        example_inputs: what to run the model on where torch.fx cannot trace it: a tuple of arguments, a dictionary of
-            keyword arguments, or the one argument. A run shows one path through the model: give what takes the one you
-            will use.
+        model: a model with layers of micronorm. It is not changed and shares no tensor with the new one. Hooks are not
+            copied, except those of the model itself: methods of its modules, and those of torch.nn.utils.
+        example_inputs: inputs to run the model on if torch.fx cannot trace it: a tuple of arguments, a dictionary of
+            keyword arguments, or the one argument. They must take the path through the model that you will use.
 
     Raises:
-        ValueError: where a layer of ours has no counterpart in torch (SwitchableNorm, FilterResponseNorm, EvoNorm,
-            ChannelsLast), is half warm, or where the model has no layer of ours.
+        ValueError: a layer has no counterpart in torch (SwitchableNorm, FilterResponseNorm, EvoNorm, ChannelsLast), a
+            layer is in mid-warm-up, or the model has no layer of micronorm.
 
     Example:
         >>> from micronorm.nn import BatchChannelNorm, WSConv2d
@@ -79,15 +78,15 @@ def fold(model: nn.Module, *, example_inputs: Any = None) -> nn.Module:
     """
     refuse_wrappers(model, _WRAPPERS)
     _refuse_unknown(model)
-    work = bare_copy(model).eval()
-    restore_forwards(work)  # fused ones call our norms
-    # torch.fx does not take the outermost module as a call, so a layer by itself is put into something.
-    whole = nn.Sequential(work) if is_ours(work) else work
+    copied = bare_copy(model).eval()
+    restore_forwards(copied)  # forwards that a conversion has fused call our norms
+    # torch.fx does not record the outermost module as a call, so a single layer gets a container.
+    whole = nn.Sequential(copied) if is_ours(copied) else copied
     flow = trace_flow(whole, _is_one_call, example_inputs=example_inputs, pairs=lambda *_: False)
     if flow.method == "fx":
-        _tell_shapes(flow, example_inputs)
+        _set_input_shapes(flow, example_inputs)
     folded = _Folder(whole, flow).fold()
-    if whole is not work:
+    if whole is not copied:
         folded = folded[0]  # type: ignore[index]
     left = [f"{name!r} ({type(module).__name__})" for name, module in folded.named_modules() if is_ours(module)]
     if left:
@@ -96,7 +95,7 @@ def fold(model: nn.Module, *, example_inputs: Any = None) -> nn.Module:
 
 
 def is_ours(module: nn.Module) -> bool:
-    """Whether the module is a layer of micronorm.nn, or of a class that descends from one."""
+    """Return whether the module's class is one of micronorm.nn or derives from one."""
     return any(base.__module__.split(".")[:2] == ["micronorm", "nn"] for base in type(module).__mro__)
 
 
@@ -134,7 +133,7 @@ def _refuse_unknown(model: nn.Module) -> None:
 
 
 def bare_copy(model: nn.Module) -> nn.Module:
-    """A deep copy without other people's hooks, which are not even copied: they may hold anything."""
+    """Return a deep copy of the model without foreign hooks. They are not copied first: they may hold anything."""
     owned = {id(value) for module in model.modules() for value in (module, *vars(module).values())}
     memo: dict[int, Any] = {}
     kept = []
@@ -145,20 +144,20 @@ def bare_copy(model: nn.Module) -> nn.Module:
                 kept += [(memo[id(table)], key, hook) for key, hook in table.items() if _is_own(hook, owned)]
     made = copy.deepcopy(model, memo)
     for table, key, hook in kept:
-        table[key] = copy.deepcopy(hook, memo)  # bound to the copies
+        table[key] = copy.deepcopy(hook, memo)  # bound to the copied modules
     return made
 
 
 def _is_own(hook: Any, owned: set[int]) -> bool:
-    """Whether a hook is part of the function: timm collects features by hooks, torch.nn.utils computes weights."""
+    """Return whether a hook is part of the model: timm collects features by hooks, torch.nn.utils computes weights."""
     while isinstance(hook, partial):
         hook = hook.func
     owner = getattr(hook, "__self__", hook)
     return id(owner) in owned or type(owner).__module__.startswith("torch.nn.utils.")
 
 
-def _tell_shapes(flow: Flow, example_inputs: Any) -> None:
-    """Give the flow's inputs, which torch.fx only has names for, the shapes of the example."""
+def _set_input_shapes(flow: Flow, example_inputs: Any) -> None:
+    """Set the shapes of the flow's inputs from the example; torch.fx records only their names."""
     args, kwargs = as_call(example_inputs)
     given = list(zip(flow.nodes, args, strict=False))  # a graph begins with its arguments
     given += [(node, kwargs[node.name]) for node in flow.nodes if node.module is None and node.name in kwargs]
@@ -171,14 +170,14 @@ def _tell_shapes(flow: Flow, example_inputs: Any) -> None:
 
 
 class _Folder:
-    """One copied model and its flow; `fold` replaces what is ours in it."""
+    """Replace the layers of micronorm in a copied model, given its data flow."""
 
     def __init__(self, model: nn.Module, flow: Flow) -> None:
         self.model, self.flow = model, flow
         self.names = names_of(model)
         self.ranks = ranks(flow)
-        self.read = {name for node in flow.nodes for name in node.reads}
-        self.made: dict[nn.Module, nn.Module] = {}
+        self.parameters_read = {name for node in flow.nodes for name in node.reads}
+        self.replacements: dict[nn.Module, nn.Module] = {}
 
     def fold(self) -> nn.Module:
         for module in self.names:
@@ -189,21 +188,21 @@ class _Folder:
             elif type(module) in _GROUP:
                 self._put(module, _as_group_norm(module))
         for module in self.names:
-            if type(module) in REPARAMETERIZED and module not in self.made:
+            if type(module) in REPARAMETERIZED and module not in self.replacements:
                 self._refuse_read(module)
                 plain = plain_layer(module, None, name=self.names[module][0])
                 assert plain is not None  # only a merged affine can be too large
-                self.made[module] = plain
+                self.replacements[module] = plain
             elif isinstance(module, NormAct):
-                norm = self.made.get(module.norm, module.norm)
+                norm = self.replacements.get(module.norm, module.norm)
                 self._put(module, in_a_row(norm=norm, drop=module.drop, act=module.act))
-        return replace(self.model, self.made)
+        return replace(self.model, self.replacements)
 
     def _put(self, old: nn.Module, new: nn.Module) -> None:
-        if _watched(old):
-            new = nn.Sequential(new)  # a module of its own: the activation that remains may be shared
+        if _has_hooks(old):
+            new = nn.Sequential(new)  # a container for the hooks: `new` may be an activation that is used elsewhere
             adopt_hooks(new, old)
-        self.made[old] = new
+        self.replacements[old] = new
 
     def _fold_bcn(self, norm: BatchChannelNorm) -> nn.Module:
         merged = self._merge(norm)
@@ -217,33 +216,34 @@ class _Folder:
         )
 
     def _merge(self, norm: BatchChannelNorm) -> bool:
-        """Fold the norm's channel half into the layer whose output it takes; False where there is none such."""
+        """Fold the channel half of the norm into the layer before it; return False if there is no such layer."""
         source = self._source(norm)
         if source is None:
             return False
         made = plain_layer(source, channel_affine(norm), name=self.names[source][0])
         if made is None:
             return False
-        self.made[source] = made
+        self.replacements[source] = made
         return True
 
     def _source(self, norm: BatchChannelNorm) -> nn.Module | None:
+        """Return the layer whose only use is as the norm's input, or None."""
         calls = self.flow.calls.get(norm, [])
-        if self.flow.method == "order" or not self.flow.complete or len(calls) != 1:  # an order is a guess
+        if self.flow.method == "order" or not self.flow.complete or len(calls) != 1:  # "order" is a guess
             return None
         call = self.flow.sole_source(calls[0])
         layer = call.module if call is not None else None
-        if call is None or layer is None or len(self.flow.calls[layer]) != 1 or layer in self.made:
+        if call is None or layer is None or len(self.flow.calls[layer]) != 1 or layer in self.replacements:
             return None
         if channels_out(layer) != norm.num_channels:
             return None
         if isinstance(layer, nn.Linear) and self.ranks.get(call) != 2:
-            return None  # of N×T×C a norm takes axis 1, a linear layer makes axis 2
-        return None if _watched(layer) or self._is_read(layer) else layer
+            return None  # in N×T×C the norm's channels are axis 1, those of a linear layer axis 2
+        return None if _has_hooks(layer) or self._is_read(layer) else layer
 
     def _is_read(self, layer: nn.Module) -> bool:
-        """Whether the model computes with the layer's parameters beside calling it."""
-        return any(f"{name}.{p}" in self.read for name in self.names[layer] for p in ("weight", "bias"))
+        """Return whether the model uses the layer's parameters other than by calling the layer."""
+        return any(f"{name}.{p}" in self.parameters_read for name in self.names[layer] for p in ("weight", "bias"))
 
     def _refuse_read(self, layer: nn.Module) -> None:
         if self._is_read(layer):
@@ -253,20 +253,20 @@ class _Folder:
             )
 
     def _rank(self, norm: nn.Module) -> int | None:
-        """The rank of what the layer is called on, where all calls agree."""
+        """Return the rank of the layer's input, or None if it is unknown or differs between calls."""
         found = {self.ranks.get(source) for call in self.flow.calls.get(norm, []) for source in call.inputs}
         return found.pop() if len(found) == 1 else None
 
 
 def _activation(norm: BatchChannelNorm) -> nn.Module | None:
-    """The layer's own activation as a layer."""
+    """Return the layer's own activation as a layer, or None."""
     if norm.activation == "leaky_relu":
         return nn.LeakyReLU(norm.negative_slope)
     kinds: dict[str | None, type[nn.Module]] = {"relu": nn.ReLU, "silu": nn.SiLU}
     return kinds[norm.activation]() if norm.activation else None
 
 
-def _watched(module: nn.Module) -> bool:
+def _has_hooks(module: nn.Module) -> bool:
     return any(getattr(module, table) for table in _FORWARD_HOOKS)
 
 

@@ -1,6 +1,6 @@
-"""Our layers as torch's: plain convolutions, an eval-mode BatchNorm, a GroupNorm.
+"""Build torch's layers from ours: plain convolutions, an eval-mode BatchNorm, a GroupNorm.
 
-All arithmetic is in float64, and so on the CPU: not every device has it.
+All arithmetic is in float64 on the CPU, because not every device has float64.
 
 Suffixes: _c per channel, _g per group.
 """
@@ -17,6 +17,7 @@ from micronorm.nn.batch import GhostBatchNorm
 from micronorm.nn.batch_renorm import BatchRenorm
 from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.nn.weight import PLAIN, counterpart_kind, is_standardized_by_timm
+from micronorm.ops.moments import compute_dtype
 
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _SAME_PADDED = (ours.WSConv2dSame, ours.WNConv2dSame, ours.CWNConv2dSame)
@@ -26,11 +27,11 @@ REPARAMETERIZED: frozenset[type[nn.Module]] = frozenset(
     for method in ("WS", "WN", "CWN")
     for kind in (*(plain.__name__ for plain in PLAIN), "Conv2dSame")
 )
-"""Every convolution and linear layer of ours."""
+"""The convolution and linear layers of micronorm."""
 
 
 class Affine(NamedTuple):
-    """scale_c·(x − mean_c) + shift_c, in float64: a normalization by known statistics."""
+    """The map scale_c·(x − mean_c) + shift_c, in float64."""
 
     scale: Tensor
     mean: Tensor
@@ -42,7 +43,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def channel_affine(norm: BatchChannelNorm) -> Affine:
-    """The channel half of BCN; with blend = 0, where the other half is still an affine map per group, all of it."""
+    """Return the channel half of BCN as an affine map; all of BCN if blend = 0, where both halves are affine."""
     tensors = (norm.weight, norm.bias, norm.running_mean, norm.running_var)
     weight, shift_c, mean, var = map(_wide, tensors)
     scale_c = weight * torch.rsqrt(var + norm.eps)
@@ -53,12 +54,12 @@ def channel_affine(norm: BatchChannelNorm) -> Affine:
 
 
 def is_batch_norm(norm: BatchChannelNorm) -> bool:
-    """Whether a layer set to warm up has not begun to: it computes BatchNorm's function."""
+    """Return whether the layer computes BatchNorm's function, because its warm-up has not begun."""
     return norm.blend.item() == 0
 
 
 def group_affine(norm: BatchChannelNorm) -> tuple[Tensor, Tensor]:
-    """γ^c and β^c spread over the channels."""
+    """Return γ^c and β^c repeated for each channel of their group."""
     size = norm.num_channels // norm.num_groups
     weight_c, bias_c = (t.detach().repeat_interleave(size) for t in (norm.group_weight, norm.group_bias))
     return weight_c, bias_c
@@ -68,18 +69,18 @@ def group_affine(norm: BatchChannelNorm) -> tuple[Tensor, Tensor]:
 
 
 def channels_out(layer: nn.Module) -> int | None:
-    """The output channels of a layer whose output an affine map can be folded into; None for all others."""
+    """Return the number of output channels, or None if no affine map can be folded into the layer."""
     layer_: Any = layer
     known = type(layer) in REPARAMETERIZED or (counterpart_kind(layer) and not is_standardized_by_timm(layer))
-    if not known or layer_._parameters.get("weight") is None:  # absent where a parametrization or a hook computes it
+    if not known or layer_._parameters.get("weight") is None:  # a parametrization or a hook computes it
         return None
     return layer_.out_features if isinstance(layer, nn.Linear) else layer_.out_channels
 
 
 def plain_layer(layer: nn.Module, affine: Affine | None, *, name: str) -> nn.Module | None:
-    """The layer of torch (or timm's Conv2dSame) with the effective weight, followed by `affine` where one is given.
+    """Return the layer of torch (or timm's Conv2dSame) with the effective weight, merged with `affine` if given.
 
-    W' = scale·Ŵ, b' = scale·(b − mean) + shift. None where the dtype cannot hold these.
+    W' = scale·Ŵ, b' = scale·(b − mean) + shift. Return None if these overflow the layer's dtype.
     """
     made, wide = _bare(layer, name), _effective_weight(layer)
     bias: Tensor | None = made._parameters.get("bias")
@@ -88,7 +89,7 @@ def plain_layer(layer: nn.Module, affine: Affine | None, *, name: str) -> nn.Mod
         offset = -affine.mean if bias is None else _wide(bias) - affine.mean
         wide_bias = affine.scale * offset + affine.shift
         bias = nn.Parameter(wide_bias.to(made.weight), requires_grad=made.weight.requires_grad)
-    weight = torch.empty_like(made.weight).copy_(wide)  # its memory format too
+    weight = torch.empty_like(made.weight).copy_(wide)  # keeps the memory format
     if affine is not None and not (bool(weight.isfinite().all()) and bias is not None and bool(bias.isfinite().all())):
         return None
     made._parameters["weight"] = nn.Parameter(weight, requires_grad=made.weight.requires_grad)
@@ -100,13 +101,13 @@ def _effective_weight(layer: Any) -> Tensor:
     if type(layer) in REPARAMETERIZED:
         with torch.no_grad():
             wide = copy.deepcopy(layer).to("cpu", torch.float64)
-            wide.backend = "reference"  # a kernel that was asked for may not run on the CPU
+            wide.backend = "reference"  # the layer's backend may be a kernel, which needs a GPU
             return wide.effective_weight()
     return _wide(layer.weight)
 
 
 def _scaled(layer: Any, weight: Tensor, scale_c: Tensor) -> Tensor:
-    """Each output channel of `weight` times its scale; transposed layers have them in axis 1, per group."""
+    """Multiply each output channel of `weight` by its scale; in transposed layers they are axis 1, per group."""
     if not isinstance(layer, _TRANSPOSED):
         return weight * scale_c.reshape(-1, *[1] * (weight.ndim - 1))
     by_group = weight.unflatten(0, (layer.groups, -1))
@@ -114,7 +115,7 @@ def _scaled(layer: Any, weight: Tensor, scale_c: Tensor) -> Tensor:
 
 
 def _bare(layer: nn.Module, name: str) -> Any:
-    """A layer of the plain class with the attributes and parameters of `layer`, less what only ours has."""
+    """Return a layer of the plain class with the attributes and parameters of `layer` that this class has."""
     reparameterized = type(layer) in REPARAMETERIZED
     made = object.__new__(_plain_class(layer, name) if reparameterized else type(layer))
     made.__dict__.update(layer.__dict__)
@@ -157,17 +158,15 @@ _BATCH_NORMS: dict[int | None, type[nn.Module]] = {
 
 
 def batch_norm(norm: BatchChannelNorm | GhostBatchNorm | BatchRenorm, rank: int | None) -> nn.Module:
-    """An eval-mode BatchNorm with the statistics and channel affine of `norm`, for inputs of `rank` axes.
+    """Return an eval-mode BatchNorm with the statistics and channel affine of `norm`, for inputs with `rank` axes.
 
-    Where the rank is not known it is nn.SyncBatchNorm, the one BatchNorm of torch that takes any: in eval mode it is
-    BatchNorm on every device and talks to nobody. Half-precision layers get a float32 one, as BatchNorm has under
-    autocast: it takes and returns half, and the statistics keep their digits.
+    If the rank is unknown it is nn.SyncBatchNorm, the only BatchNorm of torch that accepts any rank; in eval mode it
+    does not communicate. For half-precision layers the BatchNorm is float32, as under autocast: it accepts and returns
+    half precision.
     """
     weight, bias = norm.weight.detach(), norm.bias.detach()
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    made: Any = _BATCH_NORMS.get(rank, nn.SyncBatchNorm)(
-        norm.num_channels, eps=norm.eps, device=weight.device, dtype=dtype
-    )
+    options = {"eps": norm.eps, "device": weight.device, "dtype": compute_dtype(weight.dtype)}
+    made: Any = _BATCH_NORMS.get(rank, nn.SyncBatchNorm)(norm.num_channels, **options)
     if isinstance(norm, BatchChannelNorm) and is_batch_norm(norm):
         weight_c, bias_c = map(_wide, group_affine(norm))
         weight, bias = weight_c * _wide(weight), weight_c * _wide(bias) + bias_c
@@ -180,7 +179,7 @@ def batch_norm(norm: BatchChannelNorm | GhostBatchNorm | BatchRenorm, rank: int 
 
 
 def group_norm(norm: BatchChannelNorm) -> nn.GroupNorm:
-    """The group half of BCN: nn.GroupNorm with γ^c and β^c spread over the channels."""
+    """Return the group half of BCN: nn.GroupNorm with γ^c and β^c repeated for each channel."""
     weight_c, bias_c = group_affine(norm)
     made = nn.GroupNorm(norm.num_groups, norm.num_channels, eps=norm.eps, device=weight_c.device, dtype=weight_c.dtype)
     with torch.no_grad():
@@ -190,8 +189,8 @@ def group_norm(norm: BatchChannelNorm) -> nn.GroupNorm:
 
 
 def in_a_row(**parts: nn.Module | None) -> nn.Module:
-    """The parts that do something, as one module: nn.Sequential of several, the part itself, or nn.Identity."""
-    doing = OrderedDict(
+    """Return the parts as one module, without None and nn.Identity: nn.Sequential, or the only part."""
+    used = OrderedDict(
         (name, part) for name, part in parts.items() if part is not None and type(part) is not nn.Identity
     )
-    return nn.Sequential(doing) if len(doing) > 1 else next(iter(doing.values()), nn.Identity())
+    return nn.Sequential(used) if len(used) > 1 else next(iter(used.values()), nn.Identity())

@@ -1,4 +1,4 @@
-"""Whether two models are one function: their outputs compared on inputs of several sizes."""
+"""Compare the outputs of two models on inputs of several sizes."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,16 +13,20 @@ from micronorm.convert.flow.trace import as_call
 def verify(
     expected: Callable[..., Any], actual: Callable[..., Any], inputs: Iterable[Any], *, tol: float = 1e-4
 ) -> float:
-    """The worst difference between two models over all inputs and outputs; RuntimeError where it is above `tol`.
+    """Return the largest difference between the outputs of two models over all inputs.
 
-    A difference is max|actual − expected| / max|expected| of one output tensor. Outputs may be nested in any way; their
-    tensors are compared in order.
+    The difference of an output tensor is max|actual − expected| / max|expected|. Outputs may be nested; their tensors
+    are compared in order.
 
     Args:
-        expected: the model that is right.
-        actual: the other one.
-        inputs: what to call both on, each a tuple of arguments, a dictionary of keyword arguments or the one argument.
-        tol: the largest difference that is rounding.
+        expected: the reference model.
+        actual: the model to compare with it.
+        inputs: the inputs of both, each a tuple of arguments, a dictionary of keyword arguments or the one argument.
+        tol: the largest difference allowed.
+
+    Raises:
+        RuntimeError: an output differs by more than `tol`, in its shape, or is not finite.
+        ValueError: there are no inputs, or the outputs contain no tensor.
 
     Example:
         >>> verify(torch.sin, lambda x: torch.sin(x) * (1 + 1e-6), [torch.ones(2), torch.ones(3, 4)]) < 1e-5

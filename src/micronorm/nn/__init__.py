@@ -1,4 +1,8 @@
-"""Layers and their specs. Modules own parameters, buffers and windows; the mathematics is in `micronorm.ops`."""
+"""Layers and their specs: modules that own parameters, buffers and windows.
+
+The mathematics is in `micronorm.ops`, the commit of windows in `micronorm.commit`. `nn.per_step` has what concerns a
+whole optimizer step.
+"""
 
 from micronorm.nn.batch import BN, GhostBatchNorm
 from micronorm.nn.batch_renorm import BRN, BatchRenorm
@@ -42,11 +46,7 @@ from micronorm.nn.weight import (
 SPECS: dict[str, type[NormSpec] | type[WeightSpec]] = {
     spec.__name__: spec for spec in (BN, GN, LN, IN, BCN, SN, BRN, FRN, EvoNormS0, WS, WN, CWN)
 }
-"""The one registry: every spec class by its name, for command lines and tables of results.
-
-`SPECS["BCN"]` is `mn.BCN`; its arguments are those of the class. Whatever lists the methods of this library reads them
-here.
-"""
+"""Every spec class by its name, for command lines and tables of results: `SPECS["BCN"]` is `mn.BCN`."""
 
 __all__ = [
     "SPECS",

@@ -1,4 +1,4 @@
-"""Batch normalization: torch's own layers, and the one that treats a batch as successive micro-batches."""
+"""Batch normalization: the spec of torch's layers, and a layer that treats a batch as successive micro-batches."""
 
 from dataclasses import dataclass
 
@@ -12,12 +12,12 @@ from micronorm.ops.batch import batch_norm, normalize
 
 
 class GhostBatchNorm(RunningNorm):
-    """Batch normalization as small batches have it, at the speed of a large one.
+    """Batch normalization over small micro-batches, computed for all of them at once.
 
-    In training the N samples of x (N×C×…) stand for ⌈N/m⌉ successive forwards of m = `micro_batch` samples, the last of
-    them perhaps of fewer: y = γ (x − μ_t)/sqrt(σ²_t + eps) + β with the moments of micro-batch t. Output, gradients,
-    running statistics, num_batches_tracked and state-dict keys are those of a loop of nn.BatchNorm2d over the
-    micro-batches; one element per channel, which torch refuses, has variance 0. Evaluation is BatchNorm2d's.
+    In training the N samples of x (N×C×…) stand for ⌈N/m⌉ successive forwards of m = `micro_batch` samples. The last
+    may have fewer. y = γ (x − μ_t)/sqrt(σ²_t + eps) + β with the moments of micro-batch t. Output, gradients, running
+    statistics, num_batches_tracked and state-dict keys are those of nn.BatchNorm2d called on each micro-batch in turn.
+    A single element per channel, for which torch raises an error, has variance 0. Evaluation is that of BatchNorm2d.
 
     Example:
         >>> norm = GhostBatchNorm(8, micro_batch=2)
@@ -43,7 +43,7 @@ class GhostBatchNorm(RunningNorm):
         self.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize x, N×C×…; the output has its shape and dtype."""
+        """Return x (N×C×…) normalized, with its shape and dtype."""
         check_input(x, self.num_channels, "GhostBatchNorm")
         if not self.training:
             return normalize(x, self.running_moments(), self.weight, self.bias, eps=self.eps)
@@ -60,7 +60,7 @@ class GhostBatchNorm(RunningNorm):
         return y
 
     def extra_repr(self) -> str:
-        """The arguments, for print(module)."""
+        """Return the arguments, for print(module)."""
         return f"{super().extra_repr()}, micro_batch={self.micro_batch}"
 
 
@@ -89,7 +89,7 @@ class BN(NormSpec):
         check_momentum(self.momentum)
 
     def __call__(self, num_channels: int, *, dims: int = 2) -> nn.Module:
-        """nn.BatchNorm1d (`dims` 0 or 1), 2d or 3d; with `micro_batch` a GhostBatchNorm, which takes any rank."""
+        """Return nn.BatchNorm1d (`dims` 0 or 1), 2d or 3d; with `micro_batch` a GhostBatchNorm for any rank."""
         if dims not in _TORCH_LAYERS:
             raise ValueError(f"BN needs 0 to 3 spatial dimensions, got dims={dims}")
         if self.micro_batch is None:

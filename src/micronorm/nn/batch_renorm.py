@@ -1,14 +1,15 @@
 """Batch renormalization (Ioffe 2017)."""
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from micronorm.nn.inputs import check_eps, check_input, check_momentum
-from micronorm.nn.recompute import write_once
+from micronorm.nn.checkpointing import write_once
+from micronorm.nn.inputs import check_input, check_micro_batch, check_momentum
 from micronorm.nn.running import RunningNorm
-from micronorm.nn.spec import NormSpec
+from micronorm.nn.spec import LayerSpec
 from micronorm.ops.batch import Running, normalize
 from micronorm.ops.batch_renorm import batch_renorm
 from micronorm.ops.moments import wide_dtype
@@ -16,10 +17,10 @@ from micronorm.ops.moments import wide_dtype
 
 @dataclass(frozen=True)
 class RenormSchedule:
-    """How far the correction may go at each step; the defaults are the paper's.
+    """The limits of the correction at each step; the defaults are the paper's.
 
-    None for `warmup` steps; then the limits rise linearly, that of r from 1 to `r_max` at step `r_until` and that of d
-    from 0 to `d_max` at step `d_until`.
+    There is no correction for `warmup` steps. Then the limits rise linearly: that of r from 1 to `r_max` at step
+    `r_until`, and that of d from 0 to `d_max` at step `d_until`.
 
     Example:
         >>> r_max, d_max = RenormSchedule().limits(torch.tensor(15_000))
@@ -40,7 +41,7 @@ class RenormSchedule:
             raise ValueError(f"r_max is at least 1 and d_max at least 0 (plain batch norm at 1 and 0), got {self}")
 
     def limits(self, step: Tensor) -> tuple[Tensor, Tensor]:
-        """(r_max, d_max) at a step, the number of batches seen so far; on the step's device, without a sync."""
+        """Return (r_max, d_max) at a step, the number of batches so far; on the step's device, without a sync."""
         step = step.to(wide_dtype(step.device))
 
         def ramp(until: int) -> Tensor:
@@ -50,15 +51,18 @@ class RenormSchedule:
 
 
 class BatchRenorm(RunningNorm):
-    """Batch normalization corrected towards its running statistics, so that training sees what evaluation will; N×C×….
+    """Batch normalization corrected towards its running statistics, which evaluation uses; x is N×C×….
 
     y = γ ((x − μ_B)/σ_B·r + d) + β, r = clip(σ_B/σ, 1/r_max, r_max), d = clip((μ_B − μ)/σ, ±d_max), no gradient through
-    r and d; σ = sqrt(var + eps). The limits follow `schedule` at num_batches_tracked. As in the paper μ and σ (not σ²)
-    are averaged, with σ_B biased; running_var holds σ² − eps, so that evaluation is batch normalization and state dicts
-    of nn.BatchNorm2d load.
+    r and d; σ = sqrt(var + eps). The limits follow `schedule` at num_batches_tracked. As in the paper, μ and σ (not σ²)
+    are averaged, and σ_B is biased. running_var holds σ² − eps, so that evaluation is batch normalization and state
+    dicts of nn.BatchNorm2d can be loaded.
 
-    A forward that activation checkpointing repeats reads the statistics as they stood before the layer last moved them:
-    gradients are exact where each backward follows its own forward.
+    With `micro_batch=m` the N samples stand for ⌈N/m⌉ successive forwards of m samples, as in `GhostBatchNorm`: output,
+    gradients and running statistics are those of a loop over the micro-batches.
+
+    A forward that activation checkpointing repeats reads the statistics from before the layer last moved them, so
+    gradients are exact if each backward directly follows its own forward.
 
     Example:
         >>> norm = BatchRenorm(8, schedule=RenormSchedule(warmup=10, r_until=20, d_until=30))
@@ -75,6 +79,7 @@ class BatchRenorm(RunningNorm):
         self,
         num_channels: int,
         *,
+        micro_batch: int | None = None,
         eps: float = 1e-5,
         momentum: float = 0.01,
         schedule: RenormSchedule = RenormSchedule(),  # noqa: B008 (frozen)
@@ -82,53 +87,58 @@ class BatchRenorm(RunningNorm):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_momentum(momentum, cumulative=False)
+        check_micro_batch(micro_batch)
         super().__init__(num_channels, eps=eps, momentum=momentum, device=device, dtype=dtype)
+        self.micro_batch = micro_batch
         self.schedule = schedule
         self.reset_parameters()
         for name, buffer in zip(("mean", "var", "batches"), self.running(), strict=True):
             self.register_buffer(f"before_{name}", buffer.clone(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize x, N×C×…; the output has its shape and dtype."""
+        """Return x (N×C×…) normalized, with its shape and dtype."""
         check_input(x, self.num_channels, "BatchRenorm")
         if not self.training:
             return normalize(x, self.running_moments(), self.weight, self.bias, eps=self.eps)
         before = Running(self.before_mean, self.before_var, self.before_batches)
         for buffer, value in zip(before, self.running(), strict=True):
             write_once(buffer, value)
-        r_max, d_max = self.schedule.limits(before.batches)
+        count = 1 if self.micro_batch is None else max(1, math.ceil(x.shape[0] / self.micro_batch))
+        r_max, d_max = self.schedule.limits(before.batches + torch.arange(count, device=x.device))
         y, new = batch_renorm(
-            x, self.weight, self.bias, before, r_max=r_max, d_max=d_max, momentum=self.momentum, eps=self.eps
+            x,
+            self.weight,
+            self.bias,
+            before,
+            r_max=r_max,
+            d_max=d_max,
+            micro_batch=self.micro_batch,
+            momentum=self.momentum,
+            eps=self.eps,
         )
         self.move(new)
         return y
 
     def extra_repr(self) -> str:
-        """The arguments, for print(module)."""
-        return f"{super().extra_repr()}, schedule={self.schedule}"
+        """Return the arguments, for print(module)."""
+        size = "" if self.micro_batch is None else f", micro_batch={self.micro_batch}"
+        return f"{super().extra_repr()}, schedule={self.schedule}{size}"
 
 
 @dataclass(frozen=True)
-class BRN(NormSpec):
-    """Batch renormalization; see `mn.nn.BatchRenorm`.
+class BRN(LayerSpec):
+    """Batch renormalization, see `mn.nn.BatchRenorm`; `micro_batch=m` treats a batch as successive batches of m.
 
-    `schedule` says how far the correction may go at each step; the default is that of the paper's long training, 40,000
-    steps, and shorter ones want one of their own.
+    `schedule` limits the correction at each step. The default is for the paper's 40,000 steps or more; shorter
+    trainings need another one.
 
     Example:
         >>> BRN()(8).schedule.warmup
         5000
     """
 
+    layer = BatchRenorm
     eps: float = 1e-5
     momentum: float = 0.01
     schedule: RenormSchedule = RenormSchedule()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_eps(self.eps)
-        check_momentum(self.momentum, cumulative=False)
-
-    def __call__(self, num_channels: int, *, dims: int = 2) -> BatchRenorm:
-        """A BatchRenorm, which takes any rank."""
-        return BatchRenorm(num_channels, eps=self.eps, momentum=self.momentum, schedule=self.schedule)
+    micro_batch: int | None = None

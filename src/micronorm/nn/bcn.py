@@ -1,4 +1,8 @@
-"""Batch-Channel Normalization as a layer (Sec. `sec:norm` of the paper), and its spec."""
+"""Batch-Channel Normalization (BCN, Sec. `sec:norm` of the paper) as a layer, and its spec.
+
+The layer owns the parameters, the estimates and a window. The mathematics is in `micronorm.ops.bcn`, the window in
+`micronorm.nn.window`, and what a training forward does with its statistics in `micronorm.nn.gather`.
+"""
 
 import math
 import warnings
@@ -6,19 +10,20 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from micronorm.nn.backends import check_backend, resolve_backend
+from micronorm.nn.gather import gather, gather_by_kernel, run, sequential_estimates, track_batch
 from micronorm.nn.inputs import check_count, check_eps, check_input, check_residual
-from micronorm.nn.rematerialize.collector import active as rematerializing
-from micronorm.nn.rematerialize.collector import remember
+from micronorm.nn.per_step.recorder import active, remember
 from micronorm.nn.running import WideBuffers
 from micronorm.nn.spec import GroupedSpec
-from micronorm.nn.window import Window, gather, gather_own, run, sequential_estimates, track_batch
-from micronorm.ops.activation import IDENTITY, Activation, check_activation
+from micronorm.nn.window import Window
+from micronorm.ops.activation import IDENTITY, Activation, ActivationKind, check_activation
 from micronorm.ops.bcn import (
     batch_channel_norm,
     batch_channel_norm_fused,
@@ -29,14 +34,14 @@ from micronorm.ops.bcn import (
     watched_if_traced,
 )
 from micronorm.ops.group import choose_groups
-from micronorm.ops.moments import Moments, moments, over_space
+from micronorm.ops.moments import Moments, compute_dtype, moments, over_space
 
 Statistics = Literal["batch", "sequential", "step"]
 STATISTICS = ("batch", "sequential", "step")
 
 
 class BatchChannelNorm(WideBuffers):
-    r"""Normalize every channel by estimated statistics, then every group of channels of a sample by its own.
+    r"""Normalize each channel by estimated statistics, then each group of channels of a sample by its own statistics.
 
     .. math::
         \dot x = \gamma^b_c \frac{x - \hat\mu_c}{\sqrt{\hat\sigma^2_c + \epsilon}} + \beta^b_c, \qquad
@@ -47,26 +52,26 @@ class BatchChannelNorm(WideBuffers):
     Args:
         num_channels: C, the size of axis 1 of the input.
         num_groups: G, which must divide C; None chooses it as `mn.BCN()` does.
-        statistics: where the estimates come from while training. `"step"`: they stand still within an optimizer step
-            and move once by everything seen in it, so the step does not depend on how its samples were cut up.
-            `"sequential"`: they absorb each micro-batch before it is normalized, Algorithm 1 to the letter.
+        statistics: which estimates a training forward normalizes with. `"step"`: they are constant within an optimizer
+            step and move once by everything seen in it, so the step does not depend on how its samples were cut up.
+            `"sequential"`: they absorb each micro-batch before it is normalized, as in Algorithm 1 of the paper.
             `"batch"`: the batch's own moments, CN(BN(x)).
         rate: how far the estimates move: `"lr"`, the learning rate of the weight's parameter group, or a float in
-            [0, 1]. In `"batch"` mode `"lr"` stands for nn.BatchNorm2d's momentum of 0.1.
-        micro_batch: how many samples one micro-batch of `"sequential"` holds.
+            [0, 1]. In `"batch"` mode `"lr"` means nn.BatchNorm2d's momentum of 0.1.
+        micro_batch: the number of samples in one micro-batch of `"sequential"`.
         eps: added to both variances, inside the roots.
         backend: `"triton"`, fused kernels for CUDA devices; `"one-pass"`, the same passes in PyTorch operations;
             `"reference"`, the plain equations differentiated by autograd; `"auto"`, kernels where they run, else
             one-pass.
-        activation: `"relu"`, `"leaky_relu"` or `"silu"`: taken into the same passes; nothing more is saved for it.
-        negative_slope: of `"leaky_relu"`.
+        activation: `"relu"`, `"leaky_relu"` or `"silu"`, computed in the same passes without saving more.
+        negative_slope: the slope of `"leaky_relu"` for negative values.
         device: as in torch.nn.
         dtype: as in torch.nn.
 
     Shape: N×C, N×C×L, N×C×H×W or N×C×D×H×W; the output has the input's shape, dtype and memory format.
 
-    Parameters: weight, bias (C) and group_weight, group_bias (G). Buffers: running_mean, running_var (C), never
-    narrower than float32. A BatchNorm's state dict loads: the group affine then starts as the identity.
+    Parameters: weight, bias (C) and group_weight, group_bias (G). Buffers: running_mean, running_var (C), float32 at
+    least. The state dict of a BatchNorm can be loaded; the group affine is then the identity.
 
     Example:
         >>> norm = BatchChannelNorm(64, num_groups=32)
@@ -110,10 +115,10 @@ class BatchChannelNorm(WideBuffers):
         self.bias = nn.Parameter(torch.empty(num_channels, **factory))
         self.group_weight = nn.Parameter(torch.empty(self.num_groups, **factory))
         self.group_bias = nn.Parameter(torch.empty(self.num_groups, **factory))
-        estimates = {"device": device, "dtype": torch.promote_types(self.weight.dtype, torch.float32)}
+        estimates = {"device": device, "dtype": compute_dtype(self.weight.dtype)}
         self.register_buffer("running_mean", torch.empty(num_channels, **estimates))
         self.register_buffer("running_var", torch.empty(num_channels, **estimates))
-        # α, see `warm`. Not persistent: the state dict carries it only where a layer is warmed.
+        # α, see `warm`. Not persistent: only the state dict of a layer that is warmed up contains it.
         self.register_buffer("blend", torch.empty((), **estimates), persistent=False)
         self._window = self._new_window()
         self.reset_parameters()
@@ -139,7 +144,7 @@ class BatchChannelNorm(WideBuffers):
 
     @property
     def rate(self) -> float | str:
-        """How far the estimates move: "lr" or a float in [0, 1]."""
+        """Return how far the estimates move: "lr" or a float in [0, 1]."""
         return self._rate
 
     @rate.setter
@@ -151,7 +156,7 @@ class BatchChannelNorm(WideBuffers):
     # --- state ---------------------------------------------------------------------------------------------------
 
     def reset_parameters(self) -> None:
-        """The identity affine, estimates (0, 1), nothing gathered, no blend."""
+        """Set the affine parameters to the identity and the estimates to (0, 1), and empty the window."""
         for tensor, value in (
             (self.weight, 1),
             (self.bias, 0),
@@ -166,9 +171,9 @@ class BatchChannelNorm(WideBuffers):
         self._window.clear()
 
     def warm(self, steps: int) -> None:
-        """Start as the channel normalization alone, a BatchNorm in eval mode, and become BCN over `steps` commits.
+        """Start as a BatchNorm in eval mode and become BCN over `steps` commits.
 
-        y = γ^c·((1−α)·ẋ + α·(ẋ − M)/S) + β^c with α = `blend` going from 0 to 1.
+        y = γ^c·((1−α)·ẋ + α·(ẋ − M)/S) + β^c, where α = `blend` goes from 0 to 1.
         """
         check_count("steps", steps)
         self.warm_steps = steps
@@ -184,7 +189,7 @@ class BatchChannelNorm(WideBuffers):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        del state["_window"]  # a copy gathers for itself
+        del state["_window"]  # a copy gets a window of its own
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -203,32 +208,30 @@ class BatchChannelNorm(WideBuffers):
             state_dict.pop(prefix + "num_batches_tracked", None)  # BatchNorm's; no estimate here depends on it
             blend, steps = (state_dict.pop(prefix + name, None) for name in ("blend", "warm_steps"))
             if prefix + "group_weight" not in state_dict and prefix + "group_bias" not in state_dict:
-                # A BatchNorm's: the group affine starts as the identity, and a layer set to warm up begins to.
+                # The state of a BatchNorm: the group affine is the identity, and a warm-up starts at its beginning.
                 like = state_dict.get(prefix + "weight", self.weight)
                 state_dict[prefix + "group_weight"] = like.new_ones(self.num_groups)
                 state_dict[prefix + "group_bias"] = like.new_zeros(self.num_groups)
                 blend = None if self.warm_steps == 0 else torch.zeros(())
             else:
                 self.warm_steps = 0 if steps is None else int(steps)
-            # Anew, not in place: the old one may lie on the meta device or be uninitialized.
+            # A new tensor: the old one may be on the meta device or uninitialized.
             device = state_dict[prefix + "running_mean"].device if self.blend.is_meta else self.blend.device
             value = torch.ones(()) if blend is None else blend
             self.blend = value.detach().to(device=device, dtype=self.blend.dtype, copy=True)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        for name in ("running_mean", "running_var"):  # load_state_dict(assign=True) may bring half types
-            buffer = getattr(self, name)
-            setattr(self, name, buffer.to(torch.promote_types(buffer.dtype, torch.float32)))
+        self.widen_buffers()  # load_state_dict(assign=True) may assign half-precision tensors
         self._window.to(self.running_mean.device)
         self._window.clear()
         if prefix + "weight" in state_dict and self.has_zero_weight():
-            # Without its name: Python shows equal warnings once, and a network has many such layers.
+            # Without the layer's name: Python shows equal warnings once, and a network has many such layers.
             warn_of_zero_weights(["a BatchChannelNorm in the state dict"])
 
     def has_zero_weight(self) -> bool:
-        """Whether γ^b is trained from zero throughout, so that gradients meet 1/sqrt(eps). Reads the device."""
-        # A sharded weight, which is not of this very type, would be read by a collective the other ranks need not join.
-        here = type(self.weight) is nn.Parameter and not self.weight.is_meta
-        return here and self.weight.requires_grad and not self.weight.any()
+        """Return whether a trainable γ^b is all zero, so that gradients are divided by sqrt(eps). Reads the device."""
+        # The type excludes sharded weights: reading one is a collective operation that other ranks need not join.
+        readable = type(self.weight) is nn.Parameter and not self.weight.is_meta
+        return readable and self.weight.requires_grad and not self.weight.any()
 
     def _replicate_for_data_parallel(self) -> Self:
         if not self.training:
@@ -248,18 +251,18 @@ class BatchChannelNorm(WideBuffers):
         activation: str | None = None,
         negative_slope: float = 0.01,
     ) -> Tensor:
-        """act(BCN(x) + residual); see the class.
+        """Return act(BCN(x) + residual).
 
         Args:
             x: N×C×….
-            residual: added before the activation, of x's shape.
-            activation: of this call, for a layer that has none of its own; as in the class.
-            negative_slope: of `"leaky_relu"`.
+            residual: added before the activation; it has the shape of x.
+            activation: the activation of this call, for a layer without one; as in the class.
+            negative_slope: the slope of `"leaky_relu"` for negative values.
         """
-        own = Activation(self.activation, self.negative_slope)
+        own = check_activation(self.activation, self.negative_slope)
         if activation is None:
             return self._normalize(x, own, residual)
-        if own.kind is not None:
+        if own.kind is not ActivationKind.IDENTITY:
             raise ValueError(f"the layer has its own activation {own.kind!r}; {activation!r} would be a second one")
         return self._normalize(x, check_activation(activation, negative_slope), residual)
 
@@ -271,7 +274,7 @@ class BatchChannelNorm(WideBuffers):
             return self._empty(x) if residual is None else self._empty(x) + residual
         backend = resolve_backend(self.backend, x)
         if backend == "triton":
-            return self._normalize_fused(x, activation, residual)
+            return self._normalize_by_kernel(x, activation, residual)
         with watched_if_traced():
             data = moments(x)
         estimates = self._estimates(data, elements=x.numel() // (x.shape[0] * self.num_channels))
@@ -279,21 +282,25 @@ class BatchChannelNorm(WideBuffers):
         options: dict[str, Any] = {"groups": self.num_groups, "eps": self.eps, "blend": self.blend}
         if backend == "reference":
             y = batch_channel_norm_reference(x, estimates, *affine, **options)
-        else:
-            fused = activation.kind == "relu" and residual is None
-            numbers = [] if rematerializing(self) is not None else None
-            y = batch_channel_norm(x, estimates, *affine, **options, relu=fused, data=data, numbers=numbers)
-            if numbers:
-                remember(y, partial(elementwise, relu=fused), (x,), tuple(numbers))
-            if fused:
-                return y
-        return activation(y if residual is None else y + residual)
+            return activation(y if residual is None else y + residual)
+        relu_inside = activation.kind is ActivationKind.RELU and residual is None
+        numbers = [] if active(self) is not None else None
+        y = batch_channel_norm(x, estimates, *affine, **options, relu=relu_inside, data=data, numbers=numbers)
+        if numbers:
+            remember(y, partial(elementwise, relu=relu_inside), (x,), tuple(numbers))
+        if relu_inside or (residual is None and activation.kind is ActivationKind.IDENTITY):
+            return y
+        result = activation(y if residual is None else y + residual)
+        if numbers:
+            sources = (x,) if residual is None else (x, residual)
+            remember(result, partial(_repeat, activation, len(sources)), sources, tuple(numbers))
+        return result
 
-    def _normalize_fused(self, x: Tensor, activation: Activation, residual: Tensor | None) -> Tensor:
-        if residual is not None and not (activation.knows_its_sign and residual.dtype == x.dtype):
-            # Not by the kernels, so it cannot be computed again by them to the bit; the norm's own output can. And two
-            # dtypes make a sum of the wider one.
-            return activation(self._normalize_fused(x, IDENTITY, None) + residual)
+    def _normalize_by_kernel(self, x: Tensor, activation: Activation, residual: Tensor | None) -> Tensor:
+        if residual is not None and not (activation.keeps_sign and residual.dtype == x.dtype):
+            # The kernels cannot add this residual: their backward reads the activation's derivative from the sign of
+            # the output, and a sum of two dtypes has the wider one.
+            return activation(self._normalize_by_kernel(x, IDENTITY, None) + residual)
         elements = x.numel() // (x.shape[0] * self.num_channels)
         running_mean, running_var, blend, *affine = self._tensors()
         training = self.training and (self.statistics == "batch" or affine[0].requires_grad)
@@ -313,40 +320,26 @@ class BatchChannelNorm(WideBuffers):
             residual=residual,
             moments=known,
         )
-        if rematerializing(self) is not None:
+        if active(self) is not None:
             sources = (x,) if residual is None else (x, residual)
             remember(y, partial(elementwise_fused, activation=activation), sources, (numbers,))
         if training and self.statistics == "step":
             sizes = (x.shape[0], self.num_channels, elements)
-            left = numbers.detach() if numbers.requires_grad else numbers
-            gather_own(self._window, left, running_mean, sizes, self.num_groups)
+            gather_by_kernel(self._window, numbers.detach(), running_mean, sizes, self.num_groups)
         return y
 
     def _tensors(self) -> tuple[Any, ...]:
-        """The estimates, the blend and the affine parameters.
-
-        From where nn.Module keeps them, past its search for attributes: a small layer would wait for seven of them.
-        What is registered there counts, whatever else may answer to its name.
-        """
-        buffers, parameters = self._buffers, self._parameters
+        """Return the estimates, the blend and the affine parameters."""
         try:
-            return (
-                buffers["running_mean"],
-                buffers["running_var"],
-                buffers["blend"],
-                parameters["weight"],
-                parameters["bias"],
-                parameters["group_weight"],
-                parameters["group_bias"],
-            )
-        except KeyError:  # computed from another one, as by torch.nn.utils.parametrize
-            pass
-        affine = (self.weight, self.bias, self.group_weight, self.group_bias)
-        return self.running_mean, self.running_var, self.blend, *affine
+            # Reading nn.Module's tables directly saves a few microseconds per forward, which small layers need.
+            return *_BUFFERS(self._buffers), *_AFFINE(self._parameters)
+        except KeyError:  # an attribute is computed, for example by torch.nn.utils.parametrize
+            affine = (self.weight, self.bias, self.group_weight, self.group_bias)
+            return self.running_mean, self.running_var, self.blend, *affine
 
     @torch.no_grad()
     def _estimates(self, data: Moments, *, elements: int) -> Moments | None:
-        """What to normalize with, by mode; None for the batch's own moments."""
+        """Return the estimates to normalize with, or None for the batch's own moments. Gather `data` in training."""
         data = Moments(*(m.detach() for m in data))
         running = Moments(self.running_mean, self.running_var)
         if not self.training:
@@ -354,45 +347,44 @@ class BatchChannelNorm(WideBuffers):
         window = self._window
         group_elements = elements * (self.num_channels // self.num_groups)
         if self.statistics == "batch":
-            run(track_batch, *data, *running, elements, group_elements, window.lost, window.ticket)
+            run(track_batch, *data, *running, elements, group_elements, window.lost, window.counter)
             return None
-        if not self.weight.requires_grad:  # frozen: the estimates stay
+        if not self.weight.requires_grad:  # a frozen layer keeps its estimates
             return running
         if self.statistics == "sequential":
-            return Moments(
-                *run(
-                    sequential_estimates, *data, *running, self.micro_batch, group_elements, window.lost, window.ticket
-                )
-            )
-        run(gather, *data, running.mean, elements, group_elements, window.sums, window.lost, window.ticket)
+            options = (self.micro_batch, group_elements, window.lost, window.counter)
+            return Moments(*run(sequential_estimates, *data, *running, *options))
+        run(gather, *data, running.mean, elements, group_elements, window.sums, window.lost, window.counter)
         return running
 
     def _empty(self, x: Tensor) -> Tensor:
-        """No elements: no statistics, and zero gradients for every parameter."""
+        """Return the output for an empty batch, with zero gradients for every parameter."""
         y = x * over_space(self.weight[None], x) + over_space(self.bias[None], x)
         return (y + (self.group_weight + self.group_bias).sum()).to(x.dtype)
 
     def extra_repr(self) -> str:
-        """The arguments that differ between layers."""
-        parts = [
-            f"{self.num_channels}, num_groups={self.num_groups}, statistics={self.statistics!r}, rate={self.rate!r}"
-        ]
-        if self.statistics == "sequential":
-            parts.append(f"micro_batch={self.micro_batch}")
-        parts.append(f"eps={self.eps}")
-        if self.backend != "auto":
-            parts.append(f"backend={self.backend!r}")
-        if self.activation:
-            parts.append(f"activation={self.activation!r}")
-        if self.activation == "leaky_relu":
-            parts.append(f"negative_slope={self.negative_slope}")
-        if self.warm_steps:
-            parts.append(f"warm_steps={self.warm_steps}")
-        return ", ".join(parts)
+        """Return the arguments that differ from their defaults, for print(module)."""
+        shown = ["statistics", "rate", *(["micro_batch"] if self.statistics == "sequential" else []), "eps"]
+        shown += ["backend"] if self.backend != "auto" else []
+        shown += ["activation"] if self.activation else []
+        shown += ["negative_slope"] if self.activation == "leaky_relu" else []
+        shown += ["warm_steps"] if self.warm_steps else []
+        options = "".join(f", {name}={getattr(self, name)!r}" for name in shown)
+        return f"{self.num_channels}, num_groups={self.num_groups}{options}"
+
+
+_BUFFERS = itemgetter("running_mean", "running_var", "blend")
+_AFFINE = itemgetter("weight", "bias", "group_weight", "group_bias")
+
+
+def _repeat(activation: Activation, sources: int, x: Tensor, *rest: Tensor) -> Tensor:
+    """Compute act(BCN(x) + residual) again by the operations of the one-pass forward; `rest`: residual and numbers."""
+    residual, numbers = rest[: sources - 1], rest[sources - 1 :]
+    return activation(sum(residual, elementwise(x, *numbers, relu=False)))
 
 
 def warn_of_zero_weights(names: Sequence[str]) -> None:
-    """Warn of layers whose `has_zero_weight`, by their names, in one warning; nothing for none."""
+    """Warn once of all layers with these names, whose weight is all zero; do nothing if there are none."""
     if names:
         shown = ", ".join(names[:4])
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
@@ -406,7 +398,7 @@ def warn_of_zero_weights(names: Sequence[str]) -> None:
 
 
 def check_rate(rate: object) -> float:
-    """A rate as a float in [0, 1]."""
+    """Return a rate as a float, or raise if it is not a number in [0, 1]."""
     if isinstance(rate, bool) or not isinstance(rate, int | float):
         raise TypeError(f'rate must be "lr" or a float in [0, 1], got {rate!r}')
     if not 0 <= rate <= 1:  # NaN compares false
@@ -416,31 +408,17 @@ def check_rate(rate: object) -> float:
 
 @dataclass(frozen=True)
 class BCN(GroupedSpec):
-    """Batch-Channel Normalization; see `mn.nn.BatchChannelNorm`, whose arguments these are.
+    """Batch-Channel Normalization, with the arguments of `mn.nn.BatchChannelNorm`.
 
-    `backend`, `activation`, `device` and `dtype` are of the layer alone: build it yourself where they matter.
+    The arguments `backend`, `activation`, `device` and `dtype` exist in the layer only.
 
     Example:
         >>> BCN(groups=32)(48).num_groups
         12
     """
 
+    layer = BatchChannelNorm
     statistics: Statistics = "step"
     rate: float | str = "lr"
     eps: float = 1e-5
     micro_batch: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self(1)  # the layer checks the rest
-
-    def __call__(self, num_channels: int, *, dims: int = 2) -> BatchChannelNorm:
-        """The layer; one class serves all ranks, so `dims` changes nothing."""
-        return BatchChannelNorm(
-            num_channels,
-            self.groups_for(num_channels),
-            statistics=self.statistics,
-            rate=self.rate,
-            eps=self.eps,
-            micro_batch=self.micro_batch,
-        )

@@ -12,9 +12,9 @@ from micronorm.ops.group import choose_groups
 
 
 class EvoNorm(nn.Module):
-    """y = x·sigmoid(v·x)/sqrt(σ²_ng + eps)·γ + β, the variance σ² over a sample's group of channels and space; N×C×….
+    """Compute y = x·sigmoid(v·x)/sqrt(σ²_ng + eps)·γ + β; σ² is the variance of a sample's group of channels; N×C×….
 
-    It takes the place of normalization and activation. `num_groups` must divide the channels; None: `choose_groups`.
+    It replaces normalization and activation. `num_groups` must divide the channels; None chooses it.
 
     Example:
         >>> EvoNorm(8, 2)(torch.randn(2, 8, 4, 4)).shape
@@ -48,36 +48,29 @@ class EvoNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Weight and v 1, bias 0."""
+        """Set weight and v to 1, and bias to 0."""
         nn.init.ones_(self.weight)
         nn.init.zeros_(self.bias)
         nn.init.ones_(self.v)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize x, N×C×…; the output has its shape and dtype."""
+        """Return x (N×C×…) normalized, with its shape and dtype."""
         check_input(x, self.num_channels, "EvoNorm")
         return evonorm_s0(x, self.weight, self.bias, self.v, groups=self.num_groups, eps=self.eps)
 
     def extra_repr(self) -> str:
-        """The arguments, for print(module)."""
+        """Return the arguments, for print(module)."""
         return f"{self.num_channels}, num_groups={self.num_groups}, eps={self.eps}"
 
 
 @dataclass(frozen=True)
 class EvoNormS0(GroupedSpec):
-    """EvoNorm-S0; see `mn.nn.EvoNorm`. It holds its own activation, so none follows.
+    """EvoNorm-S0; see `mn.nn.EvoNorm`. It contains the activation, so no other follows.
 
     Example:
         >>> EvoNormS0()(64)
         EvoNorm(64, num_groups=32, eps=1e-05)
     """
 
+    layer = EvoNorm
     eps: float = 1e-5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_eps(self.eps)
-
-    def __call__(self, num_channels: int, *, dims: int = 2) -> EvoNorm:
-        """An EvoNorm, which takes any rank."""
-        return EvoNorm(num_channels, self.groups_for(num_channels), eps=self.eps)

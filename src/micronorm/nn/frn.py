@@ -6,16 +6,16 @@ import torch
 from torch import Tensor, nn
 
 from micronorm.nn.inputs import check_count, check_eps, check_flag, check_input
-from micronorm.nn.spec import NormSpec
+from micronorm.nn.spec import LayerSpec
 from micronorm.ops.frn import filter_response_norm
 from micronorm.ops.moments import compute_dtype
 
 
 class FilterResponseNorm(nn.Module):
-    """Each channel of each sample divided by its root mean square, then a learned threshold; N×C×….
+    """Divide each channel of each sample by its root mean square, then apply a learned threshold; x is N×C×….
 
-    y = γ x/sqrt(ν² + |ε|) + β with ν²_nc = mean over space of x²; with `tlu` max(y, τ), which takes the place of the
-    activation. On 1×1 maps x/sqrt(x² + ε) is nearly a sign: there the authors learn ε, `learnable_eps`, as
+    y = γ x/sqrt(ν² + |ε|) + β with ν²_nc = mean over space of x². With `tlu` the output is max(y, τ), which replaces
+    the activation. On 1×1 maps x/sqrt(x² + ε) is nearly a sign. For these the authors learn ε (`learnable_eps`):
     ε = eps + |learned_eps|, one number per layer that starts at 1e-4.
 
     Example:
@@ -54,7 +54,7 @@ class FilterResponseNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Weight 1, bias and threshold 0, learned eps 1e-4."""
+        """Set the weight to 1, bias and threshold to 0, and the learned eps to 1e-4."""
         nn.init.ones_(self.weight)
         nn.init.zeros_(self.bias)
         if self.tau is not None:
@@ -63,7 +63,7 @@ class FilterResponseNorm(nn.Module):
             nn.init.constant_(self.learned_eps, 1e-4)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize x, N×C×…; the output has its shape and dtype."""
+        """Return x (N×C×…) normalized, with its shape and dtype."""
         check_input(x, self.num_channels, "FilterResponseNorm")
         eps = self.eps
         if self.learned_eps is not None:
@@ -71,32 +71,23 @@ class FilterResponseNorm(nn.Module):
         return filter_response_norm(x, self.weight, self.bias, self.tau, eps=eps)
 
     def extra_repr(self) -> str:
-        """The arguments, for print(module)."""
+        """Return the arguments, for print(module)."""
         learnable = self.learned_eps is not None
         return f"{self.num_channels}, eps={self.eps}, tlu={self.tau is not None}, learnable_eps={learnable}"
 
 
 @dataclass(frozen=True)
-class FRN(NormSpec):
+class FRN(LayerSpec):
     """Filter response normalization; see `mn.nn.FilterResponseNorm`.
 
-    With `tlu` it holds its own activation, so none follows; `learnable_eps` is for maps of 1×1.
+    With `tlu` it contains the activation, so no other follows. `learnable_eps` is for 1×1 maps.
 
     Example:
         >>> FRN()(8)
         FilterResponseNorm(8, eps=1e-06, tlu=True, learnable_eps=False)
     """
 
+    layer = FilterResponseNorm
     eps: float = 1e-6
     tlu: bool = True
     learnable_eps: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_eps(self.eps)
-        check_flag("tlu", self.tlu)
-        check_flag("learnable_eps", self.learnable_eps)
-
-    def __call__(self, num_channels: int, *, dims: int = 2) -> FilterResponseNorm:
-        """A FilterResponseNorm, which takes any rank."""
-        return FilterResponseNorm(num_channels, eps=self.eps, tlu=self.tlu, learnable_eps=self.learnable_eps)

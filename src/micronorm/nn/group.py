@@ -1,4 +1,4 @@
-"""The norms that look at one sample, group, layer and instance normalization, and their specs."""
+"""Normalizations within one sample: group, layer and instance normalization, and their specs."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -8,19 +8,18 @@ from torch import Tensor, nn
 
 from micronorm.nn.backends import check_backend, resolve_backend
 from micronorm.nn.inputs import check_eps, check_input, check_residual
-from micronorm.nn.rematerialize.collector import active as rematerializing
-from micronorm.nn.rematerialize.collector import remember
-from micronorm.nn.spec import GroupedSpec, NormSpec
+from micronorm.nn.per_step.recorder import active, remember
+from micronorm.nn.spec import GroupedSpec, LayerSpec
 from micronorm.ops.activation import IDENTITY, Activation, check_activation
 from micronorm.ops.bcn import elementwise_fused, group_norm_fused
 
 
 class GroupNorm(nn.GroupNorm):
-    """nn.GroupNorm that takes what follows it into its own passes: act(GN(x) + residual).
+    """nn.GroupNorm that can also compute the residual addition and activation after it: act(GN(x) + residual).
 
-    With the arguments, keys and text of torch's layer. On CUDA devices it is computed by the kernels of Batch-Channel
-    Normalization, of which it is the case of constant estimates; elsewhere by torch's own function. Unlike torch's it
-    is defined also where a group of one sample has one value: there y = bias.
+    Arguments, state-dict keys and repr are those of torch's layer. On CUDA devices the kernels of Batch-Channel
+    Normalization compute it, with constant estimates; elsewhere torch's own function. Unlike torch's layer it accepts
+    groups with a single value, for which y = bias.
 
     Args:
         num_groups: G, which must divide C.
@@ -52,12 +51,13 @@ class GroupNorm(nn.GroupNorm):
         *,
         backend: str = "auto",
     ) -> None:
+        check_eps(eps)
         super().__init__(num_groups, num_channels, eps, affine, device, dtype)
         self.backend = check_backend(backend)
 
     @property
     def activation(self) -> None:
-        """None: the layer has no activation of its own, a call may bring one."""
+        """Return None: the layer has no activation of its own; a call may name one."""
         return None
 
     def forward(
@@ -68,13 +68,13 @@ class GroupNorm(nn.GroupNorm):
         activation: str | None = None,
         negative_slope: float = 0.01,
     ) -> Tensor:
-        """act(GN(input) + residual); see the class.
+        """Return act(GN(input) + residual).
 
         Args:
             input: N×C×….
-            residual: added before the activation, of the input's shape.
+            residual: added before the activation; it has the input's shape.
             activation: `"relu"`, `"leaky_relu"` or `"silu"`.
-            negative_slope: of `"leaky_relu"`.
+            negative_slope: the slope of `"leaky_relu"` for negative values.
         """
         act = check_activation(activation, negative_slope)
         check_input(input, self.num_channels, type(self).__name__)
@@ -82,14 +82,14 @@ class GroupNorm(nn.GroupNorm):
             check_residual(residual, input)
         if input.numel() != 0 and resolve_backend(self.backend, input) == "triton":
             return self._by_kernel(input, act, residual)
-        # Not F.group_norm: it refuses one value per group, for which torch.group_norm is defined.
+        # Not F.group_norm, which raises an error for one value per group.
         y = torch.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
         return act(y if residual is None else y + residual)
 
     def _by_kernel(self, x: Tensor, activation: Activation, residual: Tensor | None) -> Tensor:
-        if residual is not None and not (activation.knows_its_sign and residual.dtype == x.dtype):
+        if residual is not None and not (activation.keeps_sign and residual.dtype == x.dtype):
             return activation(self._by_kernel(x, IDENTITY, None) + residual)
-        numbers: list[Tensor] | None = [] if rematerializing(self) is not None else None
+        numbers: list[Tensor] | None = [] if active(self) is not None else None
         y = group_norm_fused(
             x,
             self.weight,
@@ -106,13 +106,13 @@ class GroupNorm(nn.GroupNorm):
         return y
 
     def extra_repr(self) -> str:
-        """As torch's layer, and the backend where one was asked for."""
+        """Return the text of torch's layer, and the backend if it is not "auto"."""
         text = super().extra_repr()
         return text if self.backend == "auto" else f"{text}, backend={self.backend!r}"
 
 
 class InstanceNorm(GroupNorm):
-    """Group normalization with one channel per group, defined also for one sample of one position (where y = bias).
+    """Group normalization with one channel per group. For one sample of one position, y = bias.
 
     Example:
         >>> InstanceNorm(2)(torch.ones(1, 2, 1, 1)).flatten().tolist()
@@ -140,19 +140,12 @@ class GN(GroupedSpec):
         12
     """
 
+    layer = GroupNorm
     eps: float = 1e-5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_eps(self.eps)
-
-    def __call__(self, num_channels: int, *, dims: int = 2) -> GroupNorm:
-        """The layer, whatever the number of spatial dimensions."""
-        return GroupNorm(self.groups_for(num_channels), num_channels, eps=self.eps)
 
 
 @dataclass(frozen=True)
-class LN(NormSpec):
+class LN(LayerSpec):
     """Layer normalization over all channels and space of a sample, affine per channel: group normalization with G = 1.
 
     Example:
@@ -162,17 +155,13 @@ class LN(NormSpec):
 
     eps: float = 1e-5
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_eps(self.eps)
-
     def __call__(self, num_channels: int, *, dims: int = 2) -> GroupNorm:
-        """`mn.nn.GroupNorm` of one group, whatever the number of spatial dimensions."""
+        """Return `mn.nn.GroupNorm` with one group. It takes any number of spatial dimensions."""
         return GroupNorm(1, num_channels, eps=self.eps)
 
 
 @dataclass(frozen=True)
-class IN(NormSpec):
+class IN(LayerSpec):
     """Instance normalization over the space of each channel, affine per channel: group normalization with G = C.
 
     Example:
@@ -180,12 +169,5 @@ class IN(NormSpec):
         48
     """
 
+    layer = InstanceNorm
     eps: float = 1e-5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_eps(self.eps)
-
-    def __call__(self, num_channels: int, *, dims: int = 2) -> InstanceNorm:
-        """A group per channel, whatever the number of spatial dimensions."""
-        return InstanceNorm(num_channels, eps=self.eps)

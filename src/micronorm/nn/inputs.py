@@ -1,4 +1,4 @@
-"""Checks of what users hand to layers and specs: each error states the invariant, the value and the likely fix."""
+"""Check the arguments and inputs of layers and specs. Each error states the rule, the value and the likely fix."""
 
 import math
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def check_input(x: Tensor, num_channels: int, name: str) -> None:
-    """Refuse an input that is not floating N×C×… of rank 2 to 5 with `num_channels` channels; `name` is the layer's."""
+    """Raise if x is not floating-point N×C×… of rank 2 to 5 with `num_channels` channels; `name` is the layer's."""
     if not x.is_floating_point():
         raise TypeError(f"{name} takes floating-point input, got {x.dtype}; convert it with x.float()")
     shape = x.shape
@@ -30,7 +30,7 @@ def check_input(x: Tensor, num_channels: int, name: str) -> None:
 
 
 def check_residual(residual: Tensor, x: Tensor) -> None:
-    """Refuse a residual that is not a tensor of the input's shape."""
+    """Raise if the residual is not a tensor with the input's shape."""
     if not isinstance(residual, Tensor):
         raise TypeError(f"residual must be a tensor of the input's shape, or None, got {residual!r}; add it afterwards")
     if residual.shape != x.shape:
@@ -41,7 +41,7 @@ def check_residual(residual: Tensor, x: Tensor) -> None:
 
 
 def check_count(name: str, value: int) -> None:
-    """Refuse anything but an int of at least 1."""
+    """Raise if the value is not an int of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {value!r}")
     if value < 1:
@@ -49,25 +49,25 @@ def check_count(name: str, value: int) -> None:
 
 
 def check_flag(name: str, value: bool) -> None:
-    """Refuse anything but True or False."""
+    """Raise if the value is not True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def check_micro_batch(value: int | None) -> None:
-    """Refuse anything but None or an int of at least 1."""
+    """Raise if the value is neither None nor an int of at least 1."""
     if value is not None:
         check_count("micro_batch (samples per micro-batch; None for the whole batch)", value)
 
 
 def check_eps(value: float) -> None:
-    """Refuse a negative or undefined eps: it stands under a root."""
+    """Raise if eps is negative or not finite: it is added under a square root."""
     if not 0 <= value < math.inf:
         raise ValueError(f"eps must be finite and at least 0, got {value}; try 1e-5")
 
 
 def check_momentum(value: float | None, *, cumulative: bool = True) -> None:
-    """Refuse a momentum outside [0, 1]; None, the cumulative average, only where `cumulative`."""
+    """Raise if the momentum is not in [0, 1]. With `cumulative`, None (the average of all batches) is allowed too."""
     if value is None and cumulative:
         return
     if value is None or not 0 <= value <= 1:

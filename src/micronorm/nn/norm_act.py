@@ -15,14 +15,19 @@ from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.nn.group import GroupNorm, InstanceNorm
 from micronorm.nn.passive_hook import PassiveHook
 from micronorm.nn.spec import NormSpec
-from micronorm.ops.activation import Activation
+from micronorm.ops.activation import IDENTITY, Activation, ActivationKind
 
 Act = type[nn.Module] | Callable[..., nn.Module]
 
 FUSIBLE: tuple[type[nn.Module], ...] = (BatchChannelNorm, GroupNorm, InstanceNorm)
 """Norms whose forward takes `residual=` and `activation=`. Subclasses do not count: they may have another forward."""
 
-_FUNCTIONS: dict[Any, str] = {F.relu: "relu", torch.relu: "relu", F.leaky_relu: "leaky_relu", F.silu: "silu"}
+_FUNCTIONS: dict[Any, ActivationKind] = {
+    F.relu: ActivationKind.RELU,
+    torch.relu: ActivationKind.RELU,
+    F.leaky_relu: ActivationKind.LEAKY_RELU,
+    F.silu: ActivationKind.SILU,
+}
 
 
 def norm_act(
@@ -51,12 +56,12 @@ def norm_act(
         torch.Size([1, 16, 8, 8])
     """
     activation = fusible_activation(act)
-    if activation is None or (residual is not None and not activation.knows_its_sign):
+    if activation is None or (residual is not None and not activation.keeps_sign):
         y = norm_act(norm, x, residual=residual, inplace=inplace)
         return y if act is None else act(y)
     # torch.fx traces with symbolic inputs, which are not tensors; it must see each layer.
     if isinstance(x, Tensor) and can_fuse(norm) and (residual is None or _is_like(residual, x)):
-        if residual is None and activation.kind is None:
+        if residual is None and activation.kind is ActivationKind.IDENTITY:
             return norm(x)
         return norm(x, residual=residual, activation=activation.kind, negative_slope=activation.slope)
     y = norm(x)
@@ -106,15 +111,15 @@ def fusible_activation(act: Callable[[Tensor], Tensor] | None) -> Activation | N
         (Activation(kind='silu', slope=0.01), None)
     """
     if act is None:
-        return Activation()
+        return IDENTITY
     if not isinstance(act, nn.Module):
         kind = _FUNCTIONS.get(act)
     elif has_hooks(act) or "forward" in act.__dict__:
         return None
     elif type(act) is nn.LeakyReLU:
-        return Activation("leaky_relu", act.negative_slope)
+        return Activation(ActivationKind.LEAKY_RELU, act.negative_slope)
     else:
-        kind = {nn.ReLU: "relu", nn.SiLU: "silu"}.get(type(act))
+        kind = {nn.ReLU: ActivationKind.RELU, nn.SiLU: ActivationKind.SILU}.get(type(act))
     return None if kind is None else Activation(kind)
 
 
@@ -171,7 +176,7 @@ class BatchChannelNormAct(BatchChannelNorm):
         fused = activation_inside(self.drop, self.act)
         if fused is not None:
             return self._normalize(x, fused)
-        return self.act(self.drop(self._normalize(x, Activation())))
+        return self.act(self.drop(self._normalize(x, IDENTITY)))
 
 
 class NormAct(nn.Module):

@@ -1,6 +1,6 @@
-"""What a layer does whose weight is computed anew at each forward: mixins by the kind of layer, and by the method.
+"""Mixins for layers that compute an effective weight in each forward: by the kind of layer, and by the method.
 
-`micronorm.nn.weight` puts the two together with a layer of torch.nn: WSConv2d is _WS, _Conv and nn.Conv2d.
+`micronorm.nn.weight` combines both with a layer of torch.nn: WSConv2d is _WS, _Conv and nn.Conv2d.
 """
 
 from typing import Any
@@ -21,38 +21,38 @@ from micronorm.ops.weight import (
     weight_standardize,
 )
 
-# --- how a layer uses a weight, by the kind of layer -----------------------------------------------------------------
+# --- how a layer uses its weight, by the kind of layer ---------------------------------------------------------------
 
 
 class Reparameterized:
-    """What the kinds below share: `weight` seen as one row per output channel."""
+    """Base of all kinds: `weight` is seen as one row per output channel."""
 
-    # Any: torch declares these attributes differently from layer to layer.
+    # Any: torch declares these attributes with different types.
     weight: Any
     bias: Any
     shared_weight: Tensor | None = None
-    """The effective weight, where somebody computed it for several forwards (`micronorm.nn.sharing`)."""
+    """The effective weight while `per_step.shared_weights` shares it between several forwards, else None."""
     weight_observers: tuple[PassiveHook, ...] = ()
     """Called with the effective weight of every forward, for example to read its gradient in the backward."""
 
     def rows(self, weight: Tensor) -> Tensor:
-        """`weight` as O×…."""
+        """Return `weight` as O×…."""
         return weight
 
     def from_rows(self, rows: Tensor) -> Tensor:
-        """The inverse of `rows`."""
+        """Return the inverse of `rows`."""
         return rows
 
     def effective_weight(self) -> Tensor:
-        """The weight the layer computes with, in the layout of `weight`."""
-        raise AssertionError("each method's mixin defines this")
+        """Return the weight the layer computes with, in the layout of `weight`."""
+        raise NotImplementedError
 
     def by_kernel(self) -> bool:
-        """Whether the effective weight is `weight` standardized as it lies, by a kernel."""
+        """Return whether a kernel standardizes `weight` directly, without a change of its layout."""
         return False
 
     def weight_in_use(self) -> Tensor:
-        """The effective weight of this forward: the shared one, where there is one."""
+        """Return the effective weight of this forward: the shared one, if there is one."""
         weight = self._weight_in_use()
         for observer in self.weight_observers:
             observer(weight)
@@ -60,11 +60,11 @@ class Reparameterized:
 
     def _weight_in_use(self) -> Tensor:
         shared = self.shared_weight
-        return self.effective_weight() if shared is None or self._is_apart(shared) else shared
-
-    def _is_apart(self, shared: Tensor) -> bool:
-        """Whether this forward is outside the autocast that a shared weight was rounded for."""
-        return shared.dtype != self.weight.dtype and not torch.is_autocast_enabled(shared.device.type)
+        if shared is None:
+            return self.effective_weight()
+        # A weight that was shared in autocast's dtype is not used in forwards outside of autocast.
+        rounded = shared.dtype != self.weight.dtype
+        return self.effective_weight() if rounded and not torch.is_autocast_enabled(shared.device.type) else shared
 
 
 class _Conv(Reparameterized):
@@ -73,7 +73,7 @@ class _Conv(Reparameterized):
 
 
 class _SameConv(Reparameterized):
-    """TensorFlow's SAME padding, computed from the size of each input: the convolutions of timm's `tf_` models."""
+    """Convolution with TensorFlow's SAME padding, computed from the input's size, as in timm's `tf_` models."""
 
     def forward(self, input: Tensor) -> Tensor:
         layer: Any = self
@@ -133,14 +133,14 @@ class _ConvTranspose(Reparameterized):
 class _WS(Reparameterized):
     """Weight Standardization over the fan-in of each output channel.
 
-    `absorb()` keeps the present mean and scale of every row in the buffers `absorbed_mean` and `absorbed_scale`; the
-    effective weight is from then on scale·Ŵ + mean, which starts as the weight itself.
+    `absorb()` stores the present mean and scale of each row in the buffers `absorbed_mean` and `absorbed_scale`. The
+    effective weight is then scale·Ŵ + mean, which at first equals the weight itself.
     """
 
     absorbed_mean: Tensor | None
     absorbed_scale: Tensor | None
     backend: str = "auto"
-    """What computes the standardized weight: "auto", "reference" or "triton"; see `micronorm.ops.weight`."""
+    """Which implementation standardizes the weight: "auto", "reference" or "triton"; see `micronorm.ops.weight`."""
 
     def __init__(self, *args: Any, center: bool = True, scale: bool = True, eps: float = 1e-5, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -164,10 +164,10 @@ class _WS(Reparameterized):
         return super()._weight_in_use() if dtype is None else self._effective_weight(dtype)
 
     def _autocast_dtype(self) -> torch.dtype | None:
-        """The dtype autocast would cast Ŵ to, where a kernel can round to it at once: to the same bits."""
+        """Return the dtype that autocast would cast Ŵ to, if a kernel can write Ŵ in it directly; else None."""
         kind = self.weight.device.type
         if self.weight.dtype != torch.float32 or kind not in ("cuda", "cpu") or not torch.is_autocast_enabled(kind):
-            return None  # no kernel computes elsewhere, and autocast knows no "meta"
+            return None  # kernels need float32 on these devices, and autocast raises for "meta"
         return torch.get_autocast_dtype(kind) if self.by_kernel() else None
 
     def by_kernel(self) -> bool:
@@ -179,13 +179,13 @@ class _WS(Reparameterized):
         rows = self.rows(self.weight)
         if self.absorbed_mean is None or self.absorbed_scale is None:
             return self.from_rows(weight_standardize(rows, **options, dtype=dtype))
-        wide = rows.to(compute_dtype(rows.dtype))  # rounded once, after the scale
+        wide = rows.to(compute_dtype(rows.dtype))  # round once, after scaling
         shape = (-1,) + (1,) * (rows.ndim - 1)
         mean, scale = (b.to(wide.dtype).reshape(shape) for b in (self.absorbed_mean, self.absorbed_scale))
         return self.from_rows(torch.addcmul(mean, weight_standardize(wide, **options), scale).to(rows.dtype))
 
     def absorb(self) -> None:
-        """Keep the mean and scale that standardization takes away, so that the layer goes on computing what it does.
+        """Store the mean and scale that standardization removes, so that the layer's output does not change.
 
         Example:
             >>> from micronorm.nn import WSConv2d
@@ -202,7 +202,7 @@ class _WS(Reparameterized):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         for name in ("absorbed_mean", "absorbed_scale"):
             saved = state_dict.get(prefix + name)
-            if saved is not None and getattr(self, name) is None:  # the state of a layer that had absorbed
+            if saved is not None and getattr(self, name) is None:  # saved by a layer after `absorb()`
                 setattr(self, name, torch.empty_like(saved, device=self.weight.device))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # type: ignore[misc]
 
@@ -214,7 +214,7 @@ class _WS(Reparameterized):
 
 
 class _WithLength(Reparameterized):
-    """A learnable length g per output channel, which starts at the length of the weight it scales."""
+    """A learnable length g per output channel. Its initial value is the length of the weight."""
 
     length: nn.Parameter
 
@@ -227,13 +227,13 @@ class _WithLength(Reparameterized):
         self.length = nn.Parameter(self._natural_length(self.weight), requires_grad=self.weight.requires_grad)
 
     def reset_length(self) -> None:
-        """Set g so that the effective weight has the length of the raw (for CWN: centred) one."""
+        """Set g to the length of the raw weight, for CWN of the centred weight."""
         with torch.no_grad():
             self.length.copy_(self._natural_length(self.weight))
 
     def reset_parameters(self) -> None:
         super().reset_parameters()  # type: ignore[misc]
-        if hasattr(self, "length"):  # the base class calls this before there is one
+        if hasattr(self, "length"):  # the base class calls this before `length` exists
             self.reset_length()
 
     def _natural_length(self, weight: Tensor) -> Tensor:
@@ -242,7 +242,7 @@ class _WithLength(Reparameterized):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         weight = state_dict.get(prefix + "weight")
         if weight is not None and weight.shape == self.weight.shape:
-            # A plain layer's state dict has no length; its weight says what it is.
+            # The state dict of a plain layer has no length.
             state_dict.setdefault(prefix + "length", self._natural_length(weight))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # type: ignore[misc]
 

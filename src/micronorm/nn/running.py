@@ -1,4 +1,4 @@
-"""The base of the layers that keep running statistics: BatchNorm2d's parameters, buffers and state-dict keys."""
+"""Base classes of layers with running statistics: parameters, buffers and state-dict keys of nn.BatchNorm2d."""
 
 from collections.abc import Callable
 from typing import Any, Self
@@ -6,14 +6,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from micronorm.nn.checkpointing import write_once
 from micronorm.nn.inputs import check_count, check_eps, check_momentum
-from micronorm.nn.recompute import write_once
 from micronorm.ops.batch import Running
 from micronorm.ops.moments import Moments, compute_dtype
 
 
 class WideBuffers(nn.Module):
-    """A module whose floating-point buffers are never narrower than float32: `.half()` and `.bfloat16()` leave them."""
+    """A module whose floating-point buffers are at least float32: `.half()` and `.bfloat16()` do not change them."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         before = dict(self._buffers)
@@ -21,18 +21,25 @@ class WideBuffers(nn.Module):
         for name, old in before.items():
             new = self._buffers[name]
             if old is not None and new is not None and new.is_floating_point() and new.dtype.itemsize < 4:
-                # from the old one, so that a passage through half precision rounds nothing
+                # From the old buffer: the new one was rounded to half precision.
                 self._buffers[name] = old.to(new.device, compute_dtype(old.dtype))
         return self
 
+    def widen_buffers(self) -> None:
+        """Convert the running statistics to float32 if they are narrower."""
+        for name in ("running_mean", "running_var"):
+            buffer = self._buffers[name]
+            if buffer is not None:
+                self._buffers[name] = buffer.to(compute_dtype(buffer.dtype))
+
 
 class RunningNorm(WideBuffers):
-    """Parameters weight, bias and buffers running_mean, running_var, num_batches_tracked, named as nn.BatchNorm2d's.
+    """Base class with the parameters weight, bias and the buffers of nn.BatchNorm2d.
 
-    Subclasses call reset_parameters() when they have registered what is theirs.
+    A subclass calls reset_parameters() after it has registered its own parameters and buffers.
     """
 
-    _version = 2  # of the state dict, as torch's: since 2 it holds num_batches_tracked
+    _version = 2  # of the state dict, as in torch: version 2 added num_batches_tracked
 
     running_mean: Tensor
     running_var: Tensor
@@ -62,33 +69,33 @@ class RunningNorm(WideBuffers):
         self.register_buffer("num_batches_tracked", torch.empty((), device=device, dtype=torch.long))
 
     def reset_parameters(self) -> None:
-        """Weight 1, bias 0, and fresh running statistics."""
+        """Set weight to 1 and bias to 0, and reset the running statistics."""
         nn.init.ones_(self.weight)
         nn.init.zeros_(self.bias)
         self.reset_running_stats()
 
     def reset_running_stats(self) -> None:
-        """Mean 0, variance 1, no batch absorbed."""
+        """Set the running mean to 0, the variance to 1 and the number of batches to 0."""
         self.running_mean.zero_()
         self.running_var.fill_(1)
         self.num_batches_tracked.zero_()
 
     def running(self) -> Running:
-        """The running statistics: the buffers themselves, to be read before they move."""
+        """Return the running statistics: the buffers themselves, not copies."""
         return Running(self.running_mean, self.running_var, self.num_batches_tracked)
 
     def running_moments(self) -> Moments:
-        """The moments that evaluation normalizes with."""
+        """Return the moments that evaluation normalizes with."""
         return Moments(self.running_mean, self.running_var)
 
     def move(self, new: Running) -> None:
-        """Write new running statistics, unless this forward repeats one that has written them."""
+        """Write new running statistics, unless activation checkpointing is repeating this forward."""
         for buffer, value in zip(self.running(), new, strict=True):
-            if value is not buffer:  # an empty batch gives back what it was given
+            if value is not buffer:  # for an empty batch the ops return the buffers unchanged
                 write_once(buffer, value)
 
     def extra_repr(self) -> str:
-        """The arguments, for print(module)."""
+        """Return the arguments, for print(module)."""
         return f"{self.num_channels}, eps={self.eps}, momentum={self.momentum}"
 
     def _load_from_state_dict(
@@ -107,7 +114,4 @@ class RunningNorm(WideBuffers):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        for name in ("running_mean", "running_var"):  # load_state_dict(assign=True) may bring half types
-            buffer = self._buffers[name]
-            if buffer is not None:
-                self._buffers[name] = buffer.to(compute_dtype(buffer.dtype))
+        self.widen_buffers()  # load_state_dict(assign=True) may assign half-precision tensors

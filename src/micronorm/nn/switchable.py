@@ -5,19 +5,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from micronorm.nn.inputs import check_eps, check_input, check_micro_batch, check_momentum
+from micronorm.nn.inputs import check_input, check_micro_batch
 from micronorm.nn.running import RunningNorm
-from micronorm.nn.spec import NormSpec
+from micronorm.nn.spec import LayerSpec
 from micronorm.ops.switchable import switchable_norm, switchable_norm_inference
 
 
 class SwitchableNorm(RunningNorm):
-    """Instance, layer and batch moments mixed by learned weights; x is N×C×….
+    """Normalize by a learned mixture of instance, layer and batch moments; x is N×C×….
 
     y = γ (x − μ)/sqrt(σ² + eps) + β with μ = Σ_k softmax(mean_weight)_k μ_k and σ² = Σ_k softmax(var_weight)_k σ²_k
-    over k in (instance, layer, batch). The batch part is of micro-batches of `micro_batch` samples, or of the whole
-    batch (None); evaluation takes its moving averages, which are of the biased variance. momentum is torch's: the
-    share of the new batch.
+    over k in (instance, layer, batch). The batch moments are those of micro-batches of `micro_batch` samples, or of the
+    whole batch (None). Evaluation uses their moving averages, with the biased variance. `momentum` is the share of the
+    new batch, as in torch.
 
     Example:
         >>> norm = SwitchableNorm(8)
@@ -45,13 +45,13 @@ class SwitchableNorm(RunningNorm):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Equal shares, weight 1, bias 0, and fresh running statistics."""
+        """Set equal shares, weight 1 and bias 0, and reset the running statistics."""
         super().reset_parameters()
         nn.init.ones_(self.mean_weight)
         nn.init.ones_(self.var_weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize x, N×C×…; the output has its shape and dtype."""
+        """Return x (N×C×…) normalized, with its shape and dtype."""
         check_input(x, self.num_channels, "SwitchableNorm")
         parameters = (self.weight, self.bias, self.mean_weight, self.var_weight)
         if not self.training:
@@ -63,31 +63,22 @@ class SwitchableNorm(RunningNorm):
         return y
 
     def extra_repr(self) -> str:
-        """The arguments, for print(module)."""
+        """Return the arguments, for print(module)."""
         return f"{super().extra_repr()}, micro_batch={self.micro_batch}"
 
 
 @dataclass(frozen=True)
-class SN(NormSpec):
+class SN(LayerSpec):
     """Switchable normalization; see `mn.nn.SwitchableNorm`.
 
-    `micro_batch` samples share the batch part, None: the whole batch, and then a step depends on the cut.
+    `micro_batch` samples share the batch moments. With None the whole batch does, and a step depends on the cut.
 
     Example:
         >>> SN(micro_batch=2)(8)
         SwitchableNorm(8, eps=1e-05, momentum=0.1, micro_batch=2)
     """
 
+    layer = SwitchableNorm
     micro_batch: int | None = None
     eps: float = 1e-5
     momentum: float | None = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_micro_batch(self.micro_batch)
-        check_eps(self.eps)
-        check_momentum(self.momentum)
-
-    def __call__(self, num_channels: int, *, dims: int = 2) -> SwitchableNorm:
-        """A SwitchableNorm, which takes any rank."""
-        return SwitchableNorm(num_channels, micro_batch=self.micro_batch, eps=self.eps, momentum=self.momentum)

@@ -1,7 +1,7 @@
-"""Convolutions and linear layers whose weight is reparameterized at each forward, and their specs.
+"""Convolutions and linear layers that compute an effective weight in each forward, and their specs.
 
-Each layer subclasses its torch.nn counterpart, so signatures, state-dict keys and isinstance checks stay. What it does
-with its weight is in `micronorm.nn.reparameterized`.
+Each layer subclasses its torch.nn counterpart, so signatures, state-dict keys and isinstance checks stay. The
+computation is in `micronorm.nn.reparameterized`.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class WSConv1d(_WS, _Conv, nn.Conv1d):
 class WSConv2d(_WS, _Conv, nn.Conv2d):
     """torch.nn.Conv2d with its weight standardized over the fan-in of each output channel.
 
-    Takes the arguments of torch.nn.Conv2d, then `center`, `scale` and `eps` of `mn.functional.weight_standardize`.
+    It takes the arguments of torch.nn.Conv2d, and `center`, `scale` and `eps` of `mn.functional.weight_standardize`.
 
     Example:
         >>> import torch
@@ -133,18 +133,18 @@ PLAIN = (
     nn.Linear,
 )
 
-# Convolutions of timm with a forward of their own that ours can stand for.
+# Convolutions of timm with their own forward, for which we have a counterpart.
 _SAME_PADDED = ("timm.layers.conv2d_same.Conv2dSame", "timm.layers.std_conv.StdConv2dSame")
 _STANDARDIZED = ("timm.layers.std_conv.StdConv2d", "timm.layers.std_conv.StdConv2dSame")
 
 
 def counterpart_kind(layer: nn.Module) -> str | None:
-    """The name that follows WS, WN or CWN in the class standing for `layer`; None where there is none.
+    """Return the class name of the counterpart without its prefix WS, WN or CWN; None if `layer` has no counterpart.
 
-    Subclasses count where they leave the computation alone, and so do the convolutions of timm listed above.
+    A subclass has one if it does not change the computation, and so have the convolutions of timm listed above.
     """
     if "forward" in vars(layer):
-        return None  # somebody has put a forward of his own on this one
+        return None  # the instance has a forward of its own
     name = f"{type(layer).__module__}.{type(layer).__qualname__}"
     if name in _SAME_PADDED:
         return "Conv2dSame" if getattr(layer, "same_pad", True) else "Conv2d"
@@ -158,19 +158,19 @@ def counterpart_kind(layer: nn.Module) -> str | None:
 
 
 def is_standardized_by_timm(layer: nn.Module) -> bool:
-    """Whether `layer` is a standardized convolution of timm's: our WS at its eps is the same function."""
+    """Return whether `layer` is a standardized convolution of timm. Our WS with its eps is the same function."""
     return f"{type(layer).__module__}.{type(layer).__qualname__}" in _STANDARDIZED
 
 
 def _counterpart(layer: nn.Module, prefix: str, **options: Any) -> Any:
-    """The layer of one method that stands for a plain one, around the same parameters, hooks and attributes."""
+    """Return the counterpart of a plain layer, with the same parameters, hooks and attributes."""
     kind = counterpart_kind(layer)
     if kind is None:
         known = ", ".join(k.__name__ for k in PLAIN)
         raise TypeError(f"{prefix} has no counterpart for {type(layer).__name__}; it knows {known}")
     made = object.__new__(globals()[prefix + kind])
     made.__dict__.update(layer.__dict__)
-    # The two share hooks, so that handles stay valid, but not the tables that registration writes to.
+    # Both share their hooks, so that handles stay valid, but not the tables that registration changes.
     for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
         made.__dict__[table] = layer.__dict__[table].copy()
     made._standardize(**options)

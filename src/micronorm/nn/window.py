@@ -1,8 +1,10 @@
-"""The window: what a layer has seen since the last commit, and the bookkeeping every training forward does.
+"""The window of a layer: sums over everything the layer has seen since its last commit.
 
-All decisions that may change from one forward to the next (is this a recomputation, is gathering paused, what is the
-rate, how many forwards were gathered) are taken when the forward *runs*, inside a custom operator. A compiled graph
-calls that operator as it stands, so none of these values is traced, guarded on, or able to cause a recompilation.
+A BatchChannelNorm in "step" mode normalizes with estimates μ̂ and σ̂² that stay constant during an optimizer step. Each
+training forward adds to the layer's window: the number of elements n, s₁ = Σ(x − μ̂) and s₂ = Σ(x − μ̂)². When the
+optimizer steps, `micronorm.commit` moves the estimates by these sums and empties the window. That is a commit.
+
+How a forward fills the window is in `micronorm.nn.gather`.
 """
 
 import itertools
@@ -11,56 +13,38 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from micronorm.nn.recompute import inside_backward
-from micronorm.ops.bcn import Sums, batch_statistics, gather_fused, move_by_batch, scan, window_sums
-from micronorm.ops.moments import Moments, bounded, wide_dtype
+from micronorm.ops.bcn import Sums
+from micronorm.ops.moments import Moments, wide_dtype
 
 MAX_FORWARDS = 1024
-BATCH_MOMENTUM = 0.1  # nn.BatchNorm2d's, for "batch" layers whose rate is not a number
-
-# Below this many elements per group, normalizing over the group leaves little but signs.
-_FEW_ELEMENTS = 4
-# How many passes a "sequential" layer remembers for activation checkpointing to repeat.
-_REMEMBERED = 64
-
-on_first_use: list[Callable[[], None]] = []
-"""Called once, when the first layer is made: `commit` puts the installation of its optimizer hooks here.
-
-Not at the first forward: a rank that sees no sample must commit with the others.
-"""
-
-
-class Rate(Protocol):
-    """Supplies a layer's rate at the moment it is asked."""
-
-    def __call__(self) -> float | Tensor: ...
+MAX_SCANNED = 64
+"""How many forwards a "sequential" layer remembers, for activation checkpointing to repeat."""
 
 
 @dataclass
 class Control:
-    """What `attach` may set on a layer. Never copied, pickled or saved with it."""
+    """What `mn.attach` sets on a layer. It is not copied, pickled or saved with the layer."""
 
     name: str = ""
     rate: float | str | None = None
-    """Overrides the layer's own rate."""
-    learning_rate: Rate | None = None
-    """The lr of the parameter group holding the layer's weight."""
+    """Replaces the layer's own rate, unless None."""
+    learning_rate: Callable[[], float | Tensor] | None = None
+    """Returns the learning rate of the parameter group that holds the layer's weight."""
     optimizers: tuple[weakref.ref, ...] = ()
-    """If any are named, only these commit the layer."""
+    """The only optimizers that commit the layer; if empty, any optimizer that holds its weight does."""
     process_group: object = ...
-    """The ranks to merge with: `...` for all of them, None for this one alone."""
+    """The ranks to merge with: `...` for all of them, None for this rank alone."""
     max_forwards: int = MAX_FORWARDS
 
 
 @dataclass
-class _Pass:
-    """One forward of a "sequential" layer: its inputs' moments and the estimates it was normalized with."""
+class ScannedForward:
+    """One forward of a "sequential" layer: the moments of its input and the estimates it was normalized with."""
 
     data: Moments
     estimates: Moments
@@ -68,77 +52,97 @@ class _Pass:
 
 @dataclass(eq=False)
 class Window:
-    """The sums of one layer. Plain tensors, no buffers: DDP broadcasts buffers and EMA averages them.
+    """The sums of one layer since its last commit, and what a commit needs to know about the layer.
 
-    `sums` holds (n, s₁, s₂) in one vector of 1 + 2C numbers, so that a commit moves it in one piece. `lost` counts, on
-    the device, the forwards and the windows left out because they were not finite. `ticket` stays on the CPU and holds
-    the forwards gathered since the last commit and the number under which the operators find this object.
+    The tensors are plain attributes and not buffers: DDP broadcasts buffers, and weight averaging averages them. They
+    keep their addresses from commit to commit.
+
+    - `sums`: n, s₁ and s₂ in one vector of 1 + 2C numbers, so that a commit moves it in one piece.
+    - `lost`: two counts on the device, of the forwards and the windows left out because they were not finite.
+    - `device_rate`: the rate of the next commit, on the device. A captured commit reads it at each replay.
+    - `counter`: two integers on the CPU: the forwards gathered since the last commit, and the number under which
+      `find_window` finds this object.
     """
 
     channels: int
     device: torch.device
     owner: weakref.ref
-    """The layer: its rate, its weight (which tells the optimizer that commits it) and its buffers."""
+    """The layer."""
     controls: list[Control] = field(default_factory=lambda: [Control()])
-    """The default and what each `attach` that is still in force laid over it; the last one counts."""
-    passes: deque[_Pass] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
-    agreed: set[tuple] = field(default_factory=set)
-    """The layer lists, by process group, that all ranks were found to share."""
+    """The default, and the control of each `mn.attach` that was not detached. The last one is in force."""
+    scanned: deque[ScannedForward] = field(default_factory=lambda: deque(maxlen=MAX_SCANNED))
+    """The latest forwards of a "sequential" layer since the last commit."""
+    agreed_layer_lists: set[tuple] = field(default_factory=set)
+    """The pairs of process group and list of layers which all ranks were found to share."""
     paused: int = 0
     """How many `Handle.paused` blocks are open."""
-    lost_seen: int = 0
+    reported_losses: int = 0
+    """How many of the lost forwards and windows a warning was given for."""
     warned: bool = False
-    host_rate: float | None = None
-    """What `device_rate` was last filled with."""
+    """Whether the warning about small groups was given."""
+    written_rate: float | None = None
+    """The number that `device_rate` was last filled with; None after it was copied from a tensor."""
 
     def __post_init__(self) -> None:
         wide = wide_dtype(self.device)
         self.sums = torch.zeros(1 + 2 * self.channels, dtype=wide, device=self.device)
         self.lost = torch.zeros(2, dtype=torch.int64, device=self.device)
-        # The rate of the next commit, on the device: a captured commit reads it when it is replayed.
         self.device_rate = torch.zeros((), dtype=wide, device=self.device)
         number = next(_numbers)
-        self.ticket = torch.tensor([0, number], dtype=torch.int64, device="cpu")
+        self.counter = torch.tensor([0, number], dtype=torch.int64, device="cpu")
         _live[number] = self
-        while on_first_use:
-            on_first_use.pop()()
-
-    @cached_property
-    def counts(self) -> memoryview:
-        """The numbers of the ticket; not before they are asked for, as a layer may be made of fake tensors."""
-        return _counts(self.ticket)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What a copy has: its `counts` are those of its own ticket."""
-        return {name: value for name, value in self.__dict__.items() if name != "counts"}
+        while _first_window_callbacks:
+            _first_window_callbacks.pop()()
 
     @property
     def control(self) -> Control:
-        """The control in force."""
+        """Return the control in force."""
         return self.controls[-1]
 
     @property
+    def layer(self) -> Any:
+        """Return the layer this window belongs to."""
+        layer = self.owner()
+        assert layer is not None, "a window does not outlive its layer"
+        return layer
+
+    @property
+    def rate(self) -> float | str:
+        """Return the rate in force: the one given to `mn.attach`, else the layer's own."""
+        return self.layer.rate if self.control.rate is None else self.control.rate
+
+    @property
     def split(self) -> Sums:
-        """Views of the count, the first and the second sums."""
+        """Return views of n, s₁ and s₂."""
         return Sums(*self.sums.split([1, self.channels, self.channels]))
 
     @property
     def forwards(self) -> int:
-        """How many forwards were gathered since the last commit."""
-        return int(self.ticket[0])
+        """Return how many forwards were gathered since the last commit."""
+        return int(self.counter[0])
 
     def clear(self) -> None:
-        """Forget what was gathered; the tensors stay where they are."""
+        """Empty the window. The tensors keep their addresses."""
         self.sums.zero_()
         self.restart()
 
     def restart(self) -> None:
-        """Begin counting forwards anew and drop the passes that checkpointing might have repeated."""
-        self.ticket[0] = 0
-        self.passes.clear()
+        """Set the number of forwards to zero and forget the forwards that checkpointing might repeat."""
+        self.counter[0] = 0
+        self.scanned.clear()
+
+    def host_state(self) -> tuple[Any, ...]:
+        """Return what is not in `sums` and `lost`, for `restore_host_state`."""
+        return self.forwards, list(self.scanned), self.reported_losses, self.warned
+
+    def restore_host_state(self, state: tuple[Any, ...]) -> None:
+        """Put back what `host_state` returned."""
+        self.counter[0], scanned, self.reported_losses, self.warned = state
+        self.scanned.clear()
+        self.scanned.extend(scanned)
 
     def to(self, device: torch.device) -> None:
-        """Follow the layer to another device."""
+        """Move to the layer's new device."""
         if device == self.device:
             return
         from_meta = self.device.type == "meta"
@@ -146,33 +150,20 @@ class Window:
         for name in ("sums", "lost", "device_rate"):
             old: Tensor = getattr(self, name)
             dtype = wide_dtype(device) if old.is_floating_point() else old.dtype
-            setattr(
-                self, name, torch.zeros_like(old, dtype=dtype, device=device) if from_meta else old.to(device, dtype)
-            )
-
-    @property
-    def layer(self) -> Any:
-        """The layer this window belongs to."""
-        layer = self.owner()
-        assert layer is not None, "a window does not outlive its layer"
-        return layer
-
-    @property
-    def rate(self) -> float | str:
-        """The rate in force: the one given to `attach`, else the layer's own."""
-        return self.layer.rate if self.control.rate is None else self.control.rate
+            new = torch.zeros_like(old, dtype=dtype, device=device) if from_meta else old.to(device, dtype)
+            setattr(self, name, new)
 
     def describe(self) -> str:
-        """The layer's name in messages."""
+        """Return the layer's name for messages."""
         return self.control.name or f"a BatchChannelNorm over {self.channels} channels"
 
     def warn_of_losses(self, name: str = "") -> None:
-        """Warn, with the layer's name, of contributions dropped since the last warning. Reads the device."""
+        """Warn, with the layer's name, if anything was left out since the last warning. Reads the device."""
         if self.device.type == "meta":
             return
         forwards, windows = self.lost.tolist()
-        if forwards + windows > self.lost_seen:
-            self.lost_seen = forwards + windows
+        if forwards + windows > self.reported_losses:
+            self.reported_losses = forwards + windows
             warnings.warn(
                 f"{self.control.name or name or self.describe()}: {forwards} forwards and {windows} windows were left "
                 "out of the estimates because their statistics were not finite. Look for overflow in the activations "
@@ -182,214 +173,25 @@ class Window:
             )
 
 
+_numbers = itertools.count()
+_live: weakref.WeakValueDictionary[int, Window] = weakref.WeakValueDictionary()
+_first_window_callbacks: list[Callable[[], None]] = []
+
+
 def live_windows() -> list[Window]:
-    """The windows of all layers alive in this process, oldest first."""
+    """Return the windows of all layers alive in this process, oldest first."""
     return [window for _, window in sorted(_live.items()) if window.owner() is not None]
 
 
-_numbers = itertools.count()
-_live: weakref.WeakValueDictionary[int, Window] = weakref.WeakValueDictionary()
+def find_window(counter: Tensor) -> Window | None:
+    """Return the window with this `counter`; None if its layer is gone, as in an exported graph."""
+    return _live.get(int(counter.numpy()[1]))
 
 
-def _counts(ticket: Tensor) -> memoryview:
-    """A ticket's numbers: a tensor's element costs microseconds, and small layers are made of those."""
-    return ticket.numpy().data
+def call_at_first_window(callback: Callable[[], None]) -> None:
+    """Call `callback` once, when the first window of this process is made.
 
-
-def _open(ticket: Tensor, *, group_elements: int) -> Window | None:
-    """The window that a ticket stands for, or None if this forward must leave no trace."""
-    window = _live.get(_counts(ticket)[1])
-    # None in an exported graph whose layer is gone: there is nobody to gather for.
-    return None if window is None or not _is_open(window, group_elements) else window
-
-
-def _is_open(window: Window, group_elements: int) -> bool:
-    """Whether a forward of groups of so many elements leaves a trace; warns of few elements."""
-    if group_elements < _FEW_ELEMENTS and not window.warned:
-        window.warned = True
-        warnings.warn(
-            f"{window.describe()} normalizes over groups of {group_elements} elements: little but their signs is left. "
-            "Use fewer groups where maps are this small.",
-            UserWarning,
-            stacklevel=2,
-        )
-    return not (window.paused or inside_backward())
-
-
-def _count_forward(window: Window, counts: memoryview) -> None:
-    forwards = counts[0]
-    if forwards >= window.control.max_forwards:
-        raise RuntimeError(
-            f"{window.describe()} has gathered {forwards} training forwards without a commit: its estimates do "
-            "not move. A torch.optim optimizer that holds the layer's weight commits when it steps; for any other loop "
-            "keep handle = mn.attach(model, rate=...) and call handle.commit() after each update. Forwards that do not "
-            "train belong after model.eval(), or into `with handle.paused():` where they need train mode. A layer that "
-            "no optimizer holds is frozen by layer.requires_grad_(False). If a step really takes more forwards, raise "
-            "the limit: mn.attach(model, max_forwards=...)."
-        )
-    counts[0] = forwards + 1
-
-
-def gather(
-    mean: Tensor,
-    var: Tensor,
-    around: Tensor,
-    elements: int,
-    group_elements: int,
-    sums: Tensor,
-    lost: Tensor,
-    ticket: Tensor,
-) -> None:
-    """Add one forward to the window, unless its sums are not finite."""
-    window = _open(ticket, group_elements=group_elements)
-    if window is None:
-        return
-    _count_forward(window, _counts(ticket))
-    contribution = torch.cat(window_sums(Moments(mean, var), elements=elements, around=around))
-    finite = contribution.isfinite().all()
-    sums.add_(torch.where(finite, contribution, 0.0))
-    lost[0].add_(finite.logical_not())
-
-
-def gather_numbers(
-    numbers: Tensor,
-    around: Tensor,
-    samples: int,
-    channels: int,
-    elements: int,
-    groups: int,
-    sums: Tensor,
-    lost: Tensor,
-    ticket: Tensor,
-) -> None:
-    """`gather` from what the kernels of a forward left, by one more kernel."""
-    window = _open(ticket, group_elements=elements * (channels // groups))
-    if window is not None:
-        _count_forward(window, _counts(ticket))
-        gather_fused(numbers, around, sums, lost, (samples, channels, elements), groups)
-
-
-def gather_own(window: Window, numbers: Tensor, around: Tensor, sizes: tuple[int, int, int], groups: int) -> None:
-    """`gather_numbers` of N×C×S elements by the layer whose window it is, which eager code need not look for."""
-    if torch.compiler.is_compiling():
-        torch.ops.micronorm.gather_numbers(numbers, around, *sizes, groups, window.sums, window.lost, window.ticket)
-    elif _is_open(window, sizes[2] * (sizes[1] // groups)):
-        _count_forward(window, window.counts)
-        gather_fused(numbers, around, window.sums, window.lost, sizes, groups)
-
-
-def sequential_estimates(
-    mean: Tensor,
-    var: Tensor,
-    running_mean: Tensor,
-    running_var: Tensor,
-    micro_batch: int,
-    group_elements: int,
-    lost: Tensor,
-    ticket: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """The estimates each sample of a "sequential" forward is normalized with; moves the running ones."""
-    data = bounded(Moments(mean, var), running_var.dtype)
-    window = _open(ticket, group_elements=group_elements)
-    if window is None:
-        source = _live.get(_counts(ticket)[1])
-        if source is not None and inside_backward() and not source.paused:
-            again = _repeated(source, data)
-            return again.mean.clone(), again.var.clone()
-        rows = mean.shape[0]
-        return (
-            running_mean.to(mean.dtype).expand(rows, -1).clone(),
-            running_var.to(var.dtype).expand(rows, -1).clone(),
-        )
-    rate = _rate(window)
-    per_sample, last = scan(Moments(running_mean, running_var), data, rate=rate, micro_batch=micro_batch)
-    _store(last, running_mean, running_var, lost)
-    window.passes.append(_Pass(data, per_sample))
-    ticket[0] += 1
-    return per_sample.mean.clone(), per_sample.var.clone()
-
-
-def track_batch(
-    mean: Tensor,
-    var: Tensor,
-    running_mean: Tensor,
-    running_var: Tensor,
-    elements: int,
-    group_elements: int,
-    lost: Tensor,
-    ticket: Tensor,
-) -> None:
-    """Move the running statistics of a "batch" layer by one forward."""
-    window = _open(ticket, group_elements=group_elements)
-    if window is None:
-        return
-    momentum = window.rate if isinstance(window.rate, float) else BATCH_MOMENTUM
-    batch = Moments(*(s.squeeze(0) for s in batch_statistics(bounded(Moments(mean, var), running_var.dtype))))
-    total = elements * mean.shape[0]
-    moved = move_by_batch(Moments(running_mean, running_var), batch, elements=total, momentum=momentum)
-    _store(moved, running_mean, running_var, lost)
-    ticket[0] += 1
-
-
-def _rate(window: Window) -> float | Tensor:
-    """The rate a "sequential" forward moves by; it is needed before any step, so the optimizer must be known."""
-    if isinstance(window.rate, float):
-        return window.rate
-    if window.control.learning_rate is None:
-        raise RuntimeError(
-            f'{window.describe()} is in "sequential" mode with rate="lr": its forward needs the learning rate before '
-            "the optimizer steps. Call mn.attach(model, optimizer), or give the layer a float rate in [0, 1]."
-        )
-    return window.control.learning_rate()
-
-
-def _store(moved: Moments, running_mean: Tensor, running_var: Tensor, lost: Tensor) -> None:
-    """Write both estimates, or neither where any number is not finite in the buffers' dtype."""
-    mean, var = moved.mean.to(running_mean.dtype), moved.var.to(running_var.dtype)
-    finite = mean.isfinite().all() & var.isfinite().all()
-    running_mean.copy_(torch.where(finite, mean, running_mean))
-    running_var.copy_(torch.where(finite, var, running_var))
-    lost[0].add_(finite.logical_not())
-
-
-def _repeated(window: Window, data: Moments) -> Moments:
-    """The estimates of the earlier pass that this recomputation repeats."""
-    alike = [p for p in window.passes if all(map(torch.equal, p.data, data))]
-    if len(alike) != 1:
-        raise RuntimeError(
-            f'{window.describe()} is in "sequential" mode and a checkpointed forward is being recomputed, but '
-            f"{len(alike) or 'none'} of the passes since the last step (the latest {_REMEMBERED} are kept) match it: "
-            "the estimates to repeat are unknown. Run the backward before the optimizer steps, with distinct inputs, "
-            'or use statistics="step".'
-        )
-    return alike[0].estimates
-
-
-# The same functions as operators, for graphs that are being compiled. Eager code calls them directly.
-torch.library.custom_op("micronorm::gather", gather, mutates_args=("sums", "lost", "ticket")).register_fake(
-    lambda *args: None
-)
-torch.library.custom_op(
-    "micronorm::gather_numbers", gather_numbers, mutates_args=("sums", "lost", "ticket")
-).register_fake(lambda *args: None)
-torch.library.custom_op(
-    "micronorm::track_batch", track_batch, mutates_args=("running_mean", "running_var", "lost", "ticket")
-).register_fake(lambda *args: None)
-torch.library.custom_op(
-    "micronorm::sequential_estimates",
-    sequential_estimates,
-    mutates_args=("running_mean", "running_var", "lost", "ticket"),
-).register_fake(lambda mean, var, *args: (torch.empty_like(mean), torch.empty_like(var)))
-
-
-def run(function: Callable, *args: object) -> Any:
-    """Call one of the functions above; as the operator of its name where a graph is being compiled."""
-    if torch.compiler.is_compiling():
-        return getattr(torch.ops.micronorm, function.__name__)(*args)
-    if torch._C._are_functorch_transforms_active():
-        raise RuntimeError(
-            "a BatchChannelNorm in training mode keeps statistics of what it sees, and transforms of torch.func (grad, "
-            'vmap, jvp, ...) let no layer keep anything; call model.eval() for them, which in "step" mode changes no '
-            "output, or freeze the layer by layer.requires_grad_(False)"
-        )
-    return function(*args)
+    `micronorm.commit` installs its optimizer hooks this way, because layers must not import it. The first window is
+    made with the first layer, not at the first forward: a rank that sees no sample must commit with the others.
+    """
+    _first_window_callbacks.append(callback)

@@ -1,1 +1,4 @@
-"""Pure tensor functions: no Module, no stored state. What moves comes back as a return value."""
+"""Pure tensor functions and kernels: no Module and no stored state; new statistics are return values.
+
+Layers with parameters and buffers are in `nn`, which chooses among the implementations that live here.
+"""

@@ -1,51 +1,87 @@
-"""The activations that a normalization may take into its own passes."""
+"""The activations that a normalization can compute in its own passes."""
 
 import math
+from enum import StrEnum
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ACTIVATIONS = ("relu", "leaky_relu", "silu")
-"""The names that `activation=` of a normalization may have."""
+
+class ActivationKind(StrEnum):
+    """An activation, from the layer to the kernel. Layers and operators accept the value, a plain string, as well."""
+
+    IDENTITY = "identity"
+    RELU = "relu"
+    LEAKY_RELU = "leaky_relu"
+    SILU = "silu"
+
+    def __repr__(self) -> str:
+        """Return the repr of the value, so that layers print what users pass."""
+        return repr(self.value)
+
+
+ACTIVATIONS = tuple(kind.value for kind in ActivationKind if kind is not ActivationKind.IDENTITY)
+"""The strings that `activation=` of a normalization accepts, besides None for the identity."""
+
+_KINDS: dict[str | None, ActivationKind] = {None: ActivationKind.IDENTITY} | {k.value: k for k in ActivationKind}
 
 
 class Activation(NamedTuple):
-    """One of `ACTIVATIONS`, or None for the identity; `slope` is that of leaky_relu for negative inputs.
+    """An activation with its parameter.
+
+    Args:
+        kind: which activation.
+        slope: the slope of leaky_relu for negative inputs.
 
     Example:
-        >>> Activation("leaky_relu", 0.25)(torch.tensor([-4.0, 2.0])).tolist()
+        >>> Activation(ActivationKind.LEAKY_RELU, 0.25)(torch.tensor([-4.0, 2.0])).tolist()
         [-1.0, 2.0]
     """
 
-    kind: str | None = None
+    kind: ActivationKind = ActivationKind.IDENTITY
     slope: float = 0.01
 
     @property
-    def knows_its_sign(self) -> bool:
-        """Whether the derivative can be told from the sign of the output."""
-        return self.kind in (None, "relu") or (self.kind == "leaky_relu" and self.slope > 0)
+    def keeps_sign(self) -> bool:
+        """Whether the derivative follows from the sign of the output."""
+        if self.kind == ActivationKind.LEAKY_RELU:
+            return self.slope > 0
+        return self.kind != ActivationKind.SILU
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The activation of x, as a composition of torch's own functions."""
-        if self.kind == "relu":
+        """Return the activation of x, computed by torch's own functions."""
+        if self.kind == ActivationKind.RELU:
             return torch.relu(x)
-        if self.kind == "leaky_relu":
+        if self.kind == ActivationKind.LEAKY_RELU:
             return F.leaky_relu(x, self.slope)
-        return F.silu(x) if self.kind == "silu" else x
+        return F.silu(x) if self.kind == ActivationKind.SILU else x
 
 
 IDENTITY = Activation()
 """No activation."""
 
 
-def check_activation(kind: str | None, slope: float) -> Activation:
-    """An `Activation`, or the error that says what it may be."""
-    if kind is not None and kind not in ACTIVATIONS:
+def check_activation(kind: str | None, slope: float = 0.01) -> Activation:
+    """Convert the arguments `activation` and `negative_slope` of a layer.
+
+    Args:
+        kind: one of `ACTIVATIONS`, or None for the identity.
+        slope: a finite number, the slope of leaky_relu for negative inputs.
+
+    Raises:
+        ValueError: the name is unknown, or the slope is not finite.
+        TypeError: the slope is not a number.
+
+    Example:
+        >>> check_activation("relu").kind is ActivationKind.RELU, check_activation(None) == IDENTITY
+        (True, True)
+    """
+    if kind not in _KINDS:
         raise ValueError(f"activation must be None or one of {ACTIVATIONS}, got {kind!r}")
     if isinstance(slope, bool) or not isinstance(slope, int | float):
         raise TypeError(f"negative_slope must be a number, got {slope!r}")
     if not math.isfinite(slope):
         raise ValueError(f"negative_slope must be finite, got {slope!r}")
-    return Activation(kind, float(slope))
+    return Activation(_KINDS[kind], float(slope))

@@ -1,4 +1,4 @@
-"""Batch normalization of successive micro-batches ("ghost" batch normalization) and the running statistics it leaves.
+"""Batch normalization of successive micro-batches ("ghost" batch normalization) and its running statistics.
 
 Shapes: x is N×C×…. Suffixes: _nc per sample and channel, _tc per micro-batch and channel (T = ⌈N/m⌉ of them), _c per
 channel.
@@ -21,7 +21,7 @@ from micronorm.ops.moments import (
 
 
 class Running(NamedTuple):
-    """What a layer carries from batch to batch: mean and variance per channel, and how many batches they absorbed."""
+    """Running mean and variance per channel, and the number of batches they include."""
 
     mean: Tensor
     var: Tensor
@@ -29,9 +29,9 @@ class Running(NamedTuple):
 
 
 def scale_about(x: Tensor, mean: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    """One elementwise pass, y = scale·(x − mean) + bias; mean, scale and bias are C, 1×C or N×C, in the wide dtype."""
+    """Return y = scale·(x − mean) + bias in one pass; mean, scale and bias are C, 1×C or N×C, in the wide dtype."""
     dtype = compute_dtype(x.dtype)
-    # What `dtype` cannot hold of the mean goes into the shift: around a mean of 10,000 it would show in a small spread.
+    # The rounding error of the mean goes into the shift: with a mean of 10,000 it would be visible in a small spread.
     # The pivot carries no gradient: the identity holds for any constant pivot, and so do its derivatives.
     pivot = mean.detach().to(dtype)
     shift = bias - scale * (mean - pivot)
@@ -47,7 +47,7 @@ def normalize(x: Tensor, by: Moments, weight: Tensor, bias: Tensor, *, eps: floa
 
 
 def batch_moments(instance_nc: Moments, *, micro_batch: int | None) -> tuple[Moments, Moments]:
-    """Moments of each micro-batch (T×C), and the same repeated for its samples (N×C); None: one batch of all N ≥ 1."""
+    """Return moments of each micro-batch (T×C), and repeated for its samples (N×C); None: one batch of all N ≥ 1."""
     samples = instance_nc.mean.shape[0]
     size = samples if micro_batch is None else min(micro_batch, samples)
     batch_tc = pool_micro_batches(instance_nc, micro_batch=size)
@@ -55,7 +55,7 @@ def batch_moments(instance_nc: Moments, *, micro_batch: int | None) -> tuple[Mom
 
 
 def unbiased(batch_tc: Moments, *, samples: int, micro_batch: int | None, positions: int) -> Moments:
-    """The same moments with var·n/(n − 1), n the elements per channel of each micro-batch; n = 1 leaves var alone."""
+    """Return moments with var·n/(n − 1), n the elements per channel of each micro-batch; n = 1 keeps var."""
     size = samples if micro_batch is None else micro_batch
     start_t = torch.arange(0, samples, size, device=batch_tc.var.device)
     count_t = ((samples - start_t).clamp(max=size) * positions).to(batch_tc.var.dtype)
@@ -99,7 +99,7 @@ def batch_norm(
 
     y = weight·(x − μ_t)/sqrt(σ²_t + eps) + bias for the samples of micro-batch t, with its own mean and biased variance
     (gradient flows through both). The running statistics move as torch's do, by the unbiased variance.
-    An empty batch has no moments: the running ones stand in, so that parameter gradients are 0, and nothing moves.
+    An empty batch is normalized by the running statistics, so that parameter gradients are 0; they do not change.
     """
     if x.shape[0] == 0:
         return normalize(x, Moments(running.mean, running.var), weight, bias, eps=eps), running

@@ -1,10 +1,14 @@
-"""Batch renormalization (Ioffe 2017, Algorithm 1): batch moments, corrected towards the running ones within limits."""
+"""Batch renormalization (Ioffe 2017, Algorithm 1): batch moments, corrected towards the running ones within limits.
+
+Shapes: x is N×C×…. Suffixes: _tc per micro-batch and channel (T = ⌈N/m⌉ of them), _nc per sample and channel, _c per
+channel, _t per micro-batch.
+"""
 
 import torch
 from torch import Tensor
 
-from micronorm.ops.batch import Running, normalize, scale_about
-from micronorm.ops.moments import Moments, moments, pool
+from micronorm.ops.batch import Running, batch_moments, normalize, scale_about
+from micronorm.ops.moments import Moments, moments, spread_to_samples
 
 
 def batch_renorm(
@@ -15,28 +19,57 @@ def batch_renorm(
     *,
     r_max: Tensor,
     d_max: Tensor,
+    micro_batch: int | None = None,
     momentum: float = 0.01,
     eps: float = 1e-5,
 ) -> tuple[Tensor, Running]:
-    """Training mode: y = weight·((x − μ_B)/σ_B·r + d) + bias, with σ = sqrt(var + eps) throughout.
+    """Renormalize N samples as ⌈N/m⌉ successive training batches of m; None: one batch of all.
 
-    r = clip(σ_B/σ, 1/r_max, r_max) and d = clip((μ_B − μ)/σ, −d_max, d_max) carry no gradient. Then μ += α(μ_B − μ) and
-    σ += α(σ_B − σ): as in the paper it is σ that moves, by the biased σ_B, and `running.var` holds σ² − eps, so that
-    inference is plain batch normalization. r_max and d_max are 0-d tensors. An empty batch moves nothing.
+    y = weight·((x − μ_B)/σ_B·r + d) + bias, with σ = sqrt(var + eps) throughout. r = clip(σ_B/σ, 1/r_max, r_max) and
+    d = clip((μ_B − μ)/σ, −d_max, d_max) carry no gradient; μ and σ are the running values before the micro-batch. Then
+    μ += α(μ_B − μ) and σ += α(σ_B − σ): as in the paper it is σ that moves, by the biased σ_B. `running.var` holds
+    σ² − eps, so that inference is plain batch normalization. An empty batch changes nothing.
+
+    Args:
+        x: N×C×….
+        weight: C.
+        bias: C.
+        running: the statistics before the first micro-batch.
+        r_max: the limit of r, 0-d or T.
+        d_max: the limit of d, 0-d or T.
+        micro_batch: samples per micro-batch; the last one may have fewer.
+        momentum: α.
+        eps: added to variances.
+
+    Returns:
+        y, and the running statistics after the last micro-batch.
     """
-    if x.shape[0] == 0:
+    samples = x.shape[0]
+    if samples == 0:
         return normalize(x, Moments(running.mean, running.var), weight, bias, eps=eps), running
-    batch_c = pool(moments(x), dim=0)
-    wide = batch_c.mean.dtype
-    mean_c, sigma_c = running.mean.to(wide), torch.sqrt(running.var.to(wide) + eps)
-    batch_sigma_c = torch.sqrt(batch_c.var + eps)
+    batch_tc, batch_nc = batch_moments(moments(x), micro_batch=micro_batch)
+    wide, size = batch_tc.mean.dtype, samples if micro_batch is None else min(micro_batch, samples)
+    batch_sigma_tc = torch.sqrt(batch_tc.var + eps)
+    mean_tc = _history(running.mean.to(wide), batch_tc.mean.detach(), momentum)
+    sigma_tc = _history(torch.sqrt(running.var.to(wide) + eps), batch_sigma_tc.detach(), momentum)
 
-    r_max, d_max = r_max.to(wide), d_max.to(wide)
-    r_c = (batch_sigma_c / sigma_c).detach().clamp(1 / r_max, r_max)
-    d_c = ((batch_c.mean - mean_c) / sigma_c).detach().clamp(-d_max, d_max)
+    r_max, d_max = (limit.to(wide).reshape(-1, 1) for limit in (r_max, d_max))
+    r_tc = (batch_sigma_tc.detach() / sigma_tc[:-1]).clamp(1 / r_max, r_max)
+    d_tc = ((batch_tc.mean.detach() - mean_tc[:-1]) / sigma_tc[:-1]).clamp(-d_max, d_max)
+    r_nc, d_nc = (spread_to_samples(value, micro_batch=size, samples=samples) for value in (r_tc, d_tc))
     gamma_c, beta_c = weight.to(wide), bias.to(wide)
-    y = scale_about(x, batch_c.mean, gamma_c * r_c / batch_sigma_c, gamma_c * d_c + beta_c)
+    scale_nc = gamma_c * r_nc * torch.rsqrt(batch_nc.var + eps)
+    y = scale_about(x, batch_nc.mean, scale_nc, gamma_c * d_nc + beta_c)
 
-    mean_c = mean_c + momentum * (batch_c.mean.detach() - mean_c)
-    sigma_c = sigma_c + momentum * (batch_sigma_c.detach() - sigma_c)
-    return y, Running(mean_c, (sigma_c.square() - eps).clamp(min=0), running.batches + 1)
+    var_c = (sigma_tc[-1].square() - eps).clamp(min=0)
+    return y, Running(mean_tc[-1], var_c, running.batches + batch_tc.mean.shape[0])
+
+
+def _history(start_c: Tensor, batch_tc: Tensor, momentum: float) -> Tensor:
+    """Return (T + 1)×C: the running value before each batch and after the last, e_t = (1 − a)·e_{t−1} + a·s_t."""
+    steps = batch_tc.shape[0]
+    age = torch.arange(steps + 1, device=batch_tc.device)
+    decay_t = torch.pow(1 - momentum, age.to(batch_tc.dtype))  # (1 − a)^0 is 1 also where a is 1
+    since = age.unsqueeze(1) - 1 - age[:-1]  # batches between the absorption of s and time t; negative: not seen yet
+    share_tt = torch.where(since >= 0, momentum * decay_t[since.clamp(min=0)], 0)
+    return decay_t.unsqueeze(1) * start_c + share_tt @ batch_tc

@@ -1,8 +1,8 @@
-"""Passes over large tensors, block by block.
+"""Passes over large tensors on the CPU, block by block.
 
-An eager pass is several operations, each reading and writing memory. Cut into blocks that fit the cache, all but the
-first find their operands there, and no temporary is as large as the tensor itself: touching fresh pages costs more
-than the arithmetic.
+An eager pass consists of several operations, each of which reads and writes memory. In blocks that fit the cache, all
+but the first operation find their operands there. No temporary is as large as the tensor itself, which matters because
+touching new memory pages costs more than the arithmetic.
 """
 
 from typing import NamedTuple
@@ -10,14 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from micronorm.ops.transforms import is_transformed
+from micronorm.ops.runtime import is_transformed
 
 # 4 MB of float32. Measured on two cores with 1 MB of L2 each: 2 to 8 MB are alike, 0.5 MB and 16 MB about half slower.
 _BLOCK = 1 << 20
 
 
 class Cut(NamedTuple):
-    """One axis of a tensor, and the number of entries each piece of it takes."""
+    """How one axis of a tensor is cut: its size, and the entries of each piece."""
 
     axis: int
     size: int
@@ -25,12 +25,12 @@ class Cut(NamedTuple):
 
     @property
     def pieces(self) -> int:
-        """How many pieces; the last one may be shorter."""
+        """Return the number of pieces; the last one may be shorter."""
         return -(-self.size // self.step)
 
 
 def can_block(x: Tensor) -> bool:
-    """Whether passes over x may work in place, block by block: eagerly on the CPU, and with nobody recording."""
+    """Return whether passes over x may work in place, block by block: on the CPU, eagerly and without autograd."""
     eager = not torch.compiler.is_compiling() and not is_transformed()
     return x.device.type == "cpu" and not torch.is_grad_enabled() and eager
 
@@ -41,12 +41,12 @@ def with_space(x: Tensor) -> Tensor:
 
 
 def space_of(x: Tensor) -> tuple[int, ...]:
-    """The spatial axes of N×C×…."""
+    """Return the spatial axes of N×C×…."""
     return tuple(range(2, x.ndim))
 
 
 def cuts_of(x: Tensor) -> list[Cut]:
-    """How to cut N×C×… into blocks that lie in one piece of memory: along the axes with the largest strides."""
+    """Cut N×C×… into blocks that are contiguous in memory: along the axes with the largest strides."""
     cuts, elements = [], x.numel()
     for axis in sorted(range(3), key=x.stride, reverse=True):
         if elements <= _BLOCK:
@@ -61,7 +61,7 @@ def cuts_of(x: Tensor) -> list[Cut]:
 
 
 def blocks(x: Tensor, cuts: list[Cut]) -> list[Tensor]:
-    """Views of the blocks. An axis with one entry per piece gives each its own; a singleton is shared by all."""
+    """Return views of the blocks. An axis with one entry per piece is distributed; an axis of size 1 is shared."""
     parts = [x]
     for cut in cuts:
         have = x.shape[cut.axis]
@@ -75,14 +75,14 @@ def blocks(x: Tensor, cuts: list[Cut]) -> list[Tensor]:
 
 
 class Scratch:
-    """One block's worth of working memory, used again for every block of the same shape."""
+    """Working memory of one block, reused for every block of the same shape."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.memory: Tensor | None = None
 
     def like(self, block: Tensor) -> Tensor:
-        """Uninitialized memory of the block's shape and strides."""
+        """Return uninitialized memory of the block's shape and strides."""
         if self.memory is None or self.memory.shape != block.shape:
             self.memory = torch.empty_like(block, dtype=self.dtype)
         return self.memory

@@ -1,11 +1,11 @@
-"""Channel groups: the one rule that chooses their number, for GroupNorm and BatchChannelNorm alike."""
+"""The rule that chooses the number of channel groups, for GroupNorm and BatchChannelNorm."""
 
 
 def choose_groups(num_channels: int, *, groups: int = 32, min_channels_per_group: int = 2) -> int:
-    """The number of groups for a layer of `num_channels` channels.
+    """Return the number of groups for a layer of `num_channels` channels.
 
-    `groups` wherever it divides the channels with at least p = `min_channels_per_group` each; otherwise the largest
-    divisor of the channels not above min(groups, channels // max(4, p)), at least 1.
+    It is `groups` if that divides the channels with at least p = `min_channels_per_group` each. Otherwise it is the
+    largest divisor of the channels that is at most min(groups, channels // max(4, p)), and at least 1.
 
     Example:
         >>> [choose_groups(c) for c in (256, 64, 48, 16, 3)]

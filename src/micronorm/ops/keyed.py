@@ -1,8 +1,9 @@
 """Random numbers that are functions of a key, not of how many were drawn before.
 
-What happens to a sample by chance (its place in the epoch, its crop, its dropout mask) may depend on the run's seed,
-the epoch and the sample's index alone: then no cut into micro-batches, ranks or workers can change it. The generator is
-SplitMix64, a fixed bijection of 64-bit words, in torch's wrapping int64 arithmetic: the same bits on every device.
+Random choices for a sample (its place in the epoch, its crop, its dropout mask) depend only on the run's seed, the
+epoch and the sample's index. No cut into micro-batches, ranks or workers can then change them. The generator is
+SplitMix64, a fixed bijection of 64-bit words, in torch's wrapping int64 arithmetic: it gives the same bits on every
+device.
 """
 
 import torch
@@ -12,17 +13,17 @@ _WORD = 1 << 64
 _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
-_BITS = 24  # of a word that become a number: float32 holds them exactly
+_BITS = 24  # bits of a word that are used for a number: float32 holds them exactly
 
 
 def _signed(word: int) -> int:
-    """A 64-bit word as the int64 that has its bits."""
+    """Return the int64 with the bits of a 64-bit word."""
     word %= _WORD
     return word - _WORD if word >= _WORD // 2 else word
 
 
 def _shifted(z: Tensor, bits: int) -> Tensor:
-    """A logical shift to the right; torch's is arithmetic and would copy the sign."""
+    """Shift to the right and fill with zeros; torch's own shift copies the sign."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -41,7 +42,7 @@ def _mix_word(z: int) -> int:
 
 
 def sample_keys(indices: Tensor, *, seed: int, epoch: int) -> Tensor:
-    """One key per sample, int64 N, on the device of `indices`.
+    """Return one key per sample, int64 N, on the device of `indices`.
 
     Example:
         >>> whole = sample_keys(torch.arange(4), seed=0, epoch=3)
@@ -52,14 +53,14 @@ def sample_keys(indices: Tensor, *, seed: int, epoch: int) -> Tensor:
 
 
 def words(keys: Tensor, draws: int, *, stream: int = 0) -> Tensor:
-    """N×draws random 64-bit words as int64. Streams are independent: one for each use of the same key."""
+    """Return N×draws random 64-bit words as int64. Streams are independent: take one for each use of a key."""
     start = _mix(keys + _signed(_mix_word(stream % _WORD)))
     counter = torch.arange(1, draws + 1, device=keys.device) * _signed(_GOLDEN)
     return _mix(start[:, None] + counter)
 
 
 def uniforms(keys: Tensor, draws: int, *, stream: int = 0) -> Tensor:
-    """N×draws numbers in [0, 1), float32, multiples of 2⁻²⁴.
+    """Return N×draws numbers in [0, 1), float32, multiples of 2⁻²⁴.
 
     Example:
         >>> u = uniforms(sample_keys(torch.arange(1000), seed=0, epoch=0), 2)
@@ -70,7 +71,7 @@ def uniforms(keys: Tensor, draws: int, *, stream: int = 0) -> Tensor:
 
 
 def integers(keys: Tensor, draws: int, *, bound: int, stream: int = 0) -> Tensor:
-    """N×draws integers from 0 to bound − 1, int64; `bound` at most 2²⁴.
+    """Return N×draws integers from 0 to bound − 1, int64; `bound` is at most 2²⁴.
 
     Example:
         >>> sorted(integers(sample_keys(torch.arange(100), seed=1, epoch=0), 1, bound=3).unique().tolist())
@@ -82,7 +83,7 @@ def integers(keys: Tensor, draws: int, *, bound: int, stream: int = 0) -> Tensor
 
 
 def permutation(samples: int, *, seed: int, epoch: int) -> Tensor:
-    """The order of `samples` indices in one epoch, int64, on the CPU.
+    """Return the order of `samples` indices in one epoch, int64, on the CPU.
 
     Example:
         >>> permutation(5, seed=0, epoch=0).sort().values

@@ -3,8 +3,8 @@
 Shapes: x is N×C×…, x_ncs the same as N×C×S (S the product of the spatial sizes); mean_nc and var_nc are N×C,
 mean_ncp N×C×P for space in P pieces.
 
-Statistics are kept in float64 where the device has it. They are N×C numbers, so it costs nothing beside the pass over
-x, and the rounding of a mean near 10,000 no longer shows in data whose spread is 0.01.
+Statistics are kept in float64 if the device has it. They are N×C numbers, so this costs nothing compared with the pass
+over x. In float32, the rounding of a mean near 10,000 would be visible in data whose spread is 0.01.
 """
 
 from typing import NamedTuple
@@ -23,12 +23,12 @@ class Moments(NamedTuple):
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
-    """The widest floating dtype of a device: float64, or float32 where there is none (MPS)."""
+    """Return the widest floating dtype of a device: float64, or float32 on MPS, which has no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype passes over x run in: float32 for half types, otherwise the dtype itself."""
+    """Return the dtype for passes over x: float32 for half types, otherwise the dtype itself."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -43,10 +43,10 @@ def over_space(values_nc: Tensor, like: Tensor) -> Tensor:
 
 
 def moments(x: Tensor) -> Moments:
-    """Mean and biased variance of every (n, c) over space, by two passes around the rounded mean.
+    """Return mean and biased variance of every (n, c) over space, by two passes around the rounded mean.
 
-    With c = round(mean(x)) and t = x − c: mean = c + mean(t) and var = mean(t²) − mean(t)². The last subtraction is
-    harmless: mean(t) is what rounding left over, so its square is far below mean(t²).
+    With c = round(mean(x)) and t = x − c: mean = c + mean(t) and var = mean(t²) − mean(t)². The last subtraction does
+    not cancel: mean(t) is the rounding error of c, so its square is far below mean(t²).
     """
     if can_block(x):
         return _moments_by_block(with_space(x))
@@ -61,7 +61,7 @@ def moments(x: Tensor) -> Moments:
 
 
 def _moments_by_block(x: Tensor) -> Moments:
-    """`moments` around a pivot per block; where blocks cut through space their moments are pooled afterwards."""
+    """Compute `moments` around a pivot per block; blocks that cut through space are pooled afterwards."""
     cuts, space = cuts_of(x), space_of(x)
     inner = next((cut for cut in cuts if cut.axis == 2), None)
     pieces = 1 if inner is None else inner.pieces
@@ -87,14 +87,14 @@ def _moments_by_block(x: Tensor) -> Moments:
 
 
 def bounded(data: Moments, dtype: torch.dtype) -> Moments:
-    """The same with variances that overflowed `dtype` at its largest number: 1/sqrt(inf)·inf would be NaN."""
+    """Replace variances that overflowed `dtype` by its largest number: 1/sqrt(inf)·inf would be NaN."""
     return Moments(data.mean, data.var.clamp(max=torch.finfo(compute_dtype(dtype)).max))
 
 
 def pool(parts: Moments, *, dim: int) -> Moments:
-    """Moments of the union of equally large parts lying along `dim`.
+    """Return the moments of the union of equally large parts along `dim`.
 
-    The mean of the means; the mean variance plus the variance of the means. Two non-negative terms, no cancellation.
+    The variance is the mean variance plus the variance of the means: two non-negative terms, no cancellation.
     """
     mean = parts.mean.mean(dim)
     spread = (parts.mean - mean.unsqueeze(dim)).square().mean(dim)
@@ -102,9 +102,9 @@ def pool(parts: Moments, *, dim: int) -> Moments:
 
 
 def merge(first: Moments, second: Moments, *, share: float) -> Moments:
-    """Moments of the union of two sets of elements, of which the second holds `share` of all.
+    """Return the moments of the union of two sets of elements; the second holds `share` of all elements.
 
-    The variances weighted, plus that between the two means: non-negative terms, nothing cancels.
+    The variance is the weighted variances plus that between the two means: non-negative terms, no cancellation.
     """
     distance = second.mean - first.mean
     var = (1 - share) * first.var + share * second.var + share * (1 - share) * distance.square()
@@ -112,7 +112,7 @@ def merge(first: Moments, second: Moments, *, share: float) -> Moments:
 
 
 def pool_micro_batches(parts_nc: Moments, *, micro_batch: int) -> Moments:
-    """Moments of successive micro-batches of m samples: N×C to ⌈N/m⌉×C; the last one may hold fewer samples."""
+    """Return moments of successive micro-batches of m samples: N×C to ⌈N/m⌉×C; the last may hold fewer samples."""
     if micro_batch == 1:
         return parts_nc
     whole = parts_nc.mean.shape[0] // micro_batch * micro_batch

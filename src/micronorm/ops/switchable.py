@@ -10,7 +10,7 @@ from micronorm.ops.moments import Moments, moments, pool
 
 
 def mix(instance_nc: Moments, batch: Moments, mean_weight: Tensor, var_weight: Tensor) -> Moments:
-    """Σ_k softmax(mean_weight)_k μ_k and Σ_k softmax(var_weight)_k σ²_k over k in (instance, layer, batch): N×C.
+    """Return Σ_k softmax(mean_weight)_k μ_k and Σ_k softmax(var_weight)_k σ²_k over k in (instance, layer, batch): N×C.
 
     `batch` is N×C or C. The layer moments are those of the union of a sample's channels.
     """
@@ -37,7 +37,7 @@ def switchable_norm(
     """Training mode: y = weight·(x − μ)/sqrt(σ² + eps) + bias, the batch part of μ, σ² over micro-batches of m samples.
 
     The running statistics average the batch part as it was used, biased variance included (as the authors' code does).
-    An empty batch moves nothing.
+    An empty batch changes nothing.
     """
     if x.shape[0] == 0:
         return switchable_norm_inference(x, weight, bias, mean_weight, var_weight, running, eps=eps), running
@@ -57,6 +57,6 @@ def switchable_norm_inference(
     *,
     eps: float = 1e-5,
 ) -> Tensor:
-    """The same with the running statistics as the batch part."""
+    """Normalize as in training, but with the running statistics as the batch part."""
     mixed_nc = mix(moments(x), Moments(running.mean, running.var), mean_weight, var_weight)
     return normalize(x, mixed_nc, weight, bias, eps=eps)

@@ -11,7 +11,7 @@ from micronorm.convert import convert
 from micronorm.engine.settings import Settings
 from micronorm.nn import BN
 from micronorm.nn.spec import NormSpec, WeightSpec
-from micronorm.recipes.networks import NETWORKS, build_network
+from micronorm.recipes.networks import NETWORKS, build_network, zero_last_norms
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Recipe:
             computed at once follows from the settings' `unit` and `largest`.
         notes: what the paper leaves open here and what was chosen, a sentence each.
         unavailable: why the row cannot be run; None where it can.
+        zero_start: start the last norm of every residual block at zero, so that each block begins as its shortcut.
     """
 
     table: str
@@ -69,6 +70,7 @@ class Recipe:
     paper: Mapping[str, float] | None = None
     notes: tuple[str, ...] = ()
     unavailable: str | None = None
+    zero_start: bool = False
 
     def __post_init__(self) -> None:
         for name, value, known in (("network", self.network, NETWORKS), ("data", self.data, DATA)):
@@ -96,6 +98,8 @@ class Recipe:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.random.default_generator.manual_seed(seed)  # not torch.manual_seed, which seeds every GPU too
             network = build_network(self.network, classes=self.classes)
+            if self.zero_start:
+                zero_last_norms(network)
         return self.equip(network)
 
     def equip(self, network: nn.Module) -> nn.Module:
@@ -121,7 +125,7 @@ class Recipe:
             True
         """
         settings = self.settings
-        return {
+        definition = {
             "network": self.network,
             "classes": self.classes,
             "norm": None if self.norm is None else repr(self.norm),
@@ -134,6 +138,8 @@ class Recipe:
             "unit": settings.unit,
             "largest": settings.largest,
         }
+        # Only where it is set: records made before the field existed keep their definition.
+        return {**definition, "zero_start": True} if self.zero_start else definition
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,11 +18,11 @@ _SMALL_TILES = dict.fromkeys(tiling.REDUCE, tiling.PassKind(tile=128, run=64, pr
 _FEW_PIECES = 3  # of several tiles each, the last of them shorter
 
 
-def _small_twice(shape: tiling.Shape, processors: int, **counts: int) -> tiling.Twice:
+def _small_twice(shape: tiling.Shape, processors: int, **counts: int) -> tiling.Whole:
     """Two groups a program where tiles can hold several, and tiles of eight positions."""
     groups = 2 if tiling.is_power(shape.size) else 1
     programs = shape.samples * -(-shape.groups // groups)
-    return tiling.Twice(groups, tiling.next_power(groups * shape.size), 8, programs, 4, 1)
+    return tiling.Whole(groups, tiling.next_power(groups * shape.size), 8, programs, 4, 1, twice=True)
 
 
 def set_scheme(monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:

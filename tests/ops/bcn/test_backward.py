@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
-from micronorm.ops.activation import Activation
+from micronorm.ops.activation import check_activation
 from micronorm.ops.bcn import group_norm_fused
 from tests.contract.layers import as_function
 from tests.ops.bcn.layers import (
@@ -188,7 +188,7 @@ def test_group_normalization_by_the_kernels_is_torchs(
     device, shape, groups, scheme, activation, affine, added, monkeypatch
 ):
     set_scheme(monkeypatch, scheme)
-    act = Activation(activation, 0.2)
+    act = check_activation(activation, 0.2)
     x, residual, g = (torch.randn(shape, dtype=torch.float64, device=device) for _ in range(3))
     if scheme == "pieces":
         x = x.contiguous(memory_format=torch.channels_last)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import micronorm as mn
-from micronorm.ops.activation import Activation
+from micronorm.ops.activation import check_activation
 from micronorm.ops.bcn import batch_channel_norm_fused, elementwise_fused, moments_by_kernel
 from micronorm.ops.moments import Moments
 from tests.ops.bcn.layers import Case, data, layer_of, outcome, set_scheme
@@ -36,7 +36,7 @@ def arguments(device, *, residual=True, activation="relu", from_batch=False, row
     [
         {},
         {"residual": False, "activation": "silu", "dtype": torch.bfloat16, "from_batch": True},
-        {"residual": True, "activation": "", "rows": (2,)},
+        {"residual": True, "activation": "identity", "rows": (2,)},
     ],
     ids=str,
 )
@@ -60,7 +60,7 @@ def test_the_other_operators_pass_opcheck(device):
     norm = layer_of(Case((2, 6, 3, 3), 2), device)
     window = norm._window
     sizes = (2, 6, 9, 2)
-    args = (numbers, mean, *sizes, window.sums, window.lost, window.ticket)
+    args = (numbers, mean, *sizes, window.sums, window.lost, window.counter)
     torch.library.opcheck(OPERATORS.gather_numbers.default, args)
 
 
@@ -131,7 +131,7 @@ def test_an_output_is_made_again_to_the_bit_from_the_numbers_it_left(device, add
     set_scheme(monkeypatch, scheme)
     x, residual = (torch.randn(2, 6, 3, 5, device=device) for _ in range(2))
     rest = (residual,) if added else ()
-    act = Activation("leaky_relu", 0.2)
+    act = check_activation("leaky_relu", 0.2)
     estimates = Moments(torch.zeros(6, device=device), torch.ones(6, device=device))
     affine = [torch.randn(n, device=device) for n in (6, 6, 2, 2)]
     y, numbers = batch_channel_norm_fused(

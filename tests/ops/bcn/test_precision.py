@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from micronorm.nn import BatchChannelNorm
-from micronorm.ops.activation import Activation
+from micronorm.ops.activation import check_activation
 from micronorm.ops.bcn import group_norm_fused
 from tests.ops.bcn.layers import Case, data, expected_of, layer_of, outcome, poison, set_scheme
 from tests.tolerances import assert_close_to_max, tolerance
@@ -181,7 +181,7 @@ def test_sums_of_a_gated_gradient_are_of_what_was_not_rounded(device, scheme, dt
     x, residual, g = (torch.randn(2, 8, 6, 6).to(dtype).to(device) for _ in range(3))
     x, residual = x.requires_grad_(), residual.requires_grad_()
     weight, bias = (torch.rand(8, device=device).requires_grad_() for _ in range(2))
-    act = Activation("leaky_relu", 0.2)  # of g·0.2 half a dtype keeps three digits
+    act = check_activation("leaky_relu", 0.2)  # of g·0.2 half a dtype keeps three digits
     y = group_norm_fused(x, weight, bias, groups=2, activation=act, residual=residual)
     found = torch.autograd.grad(y, (weight, bias), g)
     # The signs of the output that was stored: rounding may have made zeros of small ones.

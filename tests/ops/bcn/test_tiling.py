@@ -5,10 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from micronorm.ops.activation import IDENTITY
 from micronorm.ops.bcn.triton import layout, plans, tiling
+from micronorm.ops.packed import numbers_size
 from tests.ops.bcn.layers import LAYOUTS, Case, layer_of, set_scheme
 
+RULE = plans.rule(layout.Estimates.SHARED, 32, 1e-5, "identity", 0.01)
+NORM = (RULE, layout.Affine.PER_GROUP, False)
 PROCESSORS = st.sampled_from([2, 16, 132])
 
 
@@ -121,10 +123,10 @@ def test_two_passes_in_one_launch_have_whole_groups_full_rows_and_room(shape, pr
     assert tile.programs == shape.samples * shape.channels // tile.channels >= processors * 15 // 16
     assert (tile.channels if shape.channels_last else tile.space) * shape.itemsize >= tiling.NARROW
     assert tile.stages > 1
-    assert (tile.stages - 1) * tile.channels * tile.space * shape.itemsize * loads <= tiling.ON_THE_WAY
+    assert (tile.stages - 1) * tile.channels * tile.space * shape.itemsize * loads <= tiling.IN_FLIGHT
 
 
-def test_which_tensors_are_gone_over_twice_in_one_launch():
+def test_which_tensors_are_read_twice_in_one_launch():
     def found(samples, channels, space, *, channels_last=True, itemsize=2):
         shape = tiling.Shape(samples, channels, space, 32, itemsize, channels_last)
         return tiling.twice(shape, 132, tensors=1, loads=1)
@@ -141,12 +143,11 @@ def test_which_tensors_are_gone_over_twice_in_one_launch():
     assert not found(8, 64, 784)  # small ones
 
 
-def test_tensors_that_lie_differently_are_not_gone_over_twice():
-    norm = (32, 1e-5, IDENTITY, "shared", "per group", (None,) * 7)
+def test_tensors_that_lie_differently_are_not_read_twice():
     last, first = (512 * 784, 1, 512), (512 * 784, 784, 1)
-    layer = plans.Layer(64, 512, 784, last, torch.float32, torch.device("cpu"), *norm)
-    assert isinstance(plans.Forward(layer, last, last).tile, tiling.Twice)
-    assert isinstance(plans.Backward(layer, last, last, last, split=False).tile, tiling.Twice)
+    layer = plans.Layer(64, 512, 784, last, torch.float32, torch.device("cpu"), *NORM)
+    assert plans.Forward(layer, last, last).tile.twice
+    assert plans.Backward(layer, last, last, last, split=False).tile.twice
     for tile in (
         plans.Forward(layer, first, last).tile,
         plans.Backward(layer, first, None, last, split=False).tile,
@@ -180,8 +181,7 @@ def test_sums_are_cut_into_fewer_pieces_where_that_lets_the_next_pass_finish():
 
 def test_sums_that_no_pass_finishes_are_cut_as_is_best_for_them():
     strides, shape = (64 * 3136, 1, 64), tiling.Shape(1, 64, 3136, 32, 2, channels_last=True)
-    norm = (32, 1e-5, IDENTITY, "shared", "per group", (None,) * 7)
-    layer = plans.Layer(1, 64, 3136, strides, torch.bfloat16, torch.device("cpu"), *norm)
+    layer = plans.Layer(1, 64, 3136, strides, torch.bfloat16, torch.device("cpu"), *NORM)
     through_batch = plans.Backward(layer, strides, None, strides, split=True)
     assert through_batch.finishing is None
     assert through_batch.sums == tiling.sweep(shape, 2, kinds=tiling.REDUCE)
@@ -271,7 +271,7 @@ def test_a_copy_lies_as_the_tensor_it_goes_with():
 
 def test_numbers_hold_five_blocks_two_estimates_a_flag_per_group_and_the_blend():
     norm = layer_of(Case((3, 6, 4), 2), "cpu")
-    assert layout.numbers_size(3, norm.num_channels, norm.num_groups) == 5 * 18 + 2 * 6 + 3 * 2 + 1
+    assert numbers_size(3, norm.num_channels, norm.num_groups) == 5 * 18 + 2 * 6 + 3 * 2 + 1
 
 
 def test_a_part_of_a_tensor_too_large_for_32_bits_is_copied():

@@ -1,4 +1,4 @@
-"""Batch-Channel Normalization: the plain equations, the one-pass form, and how the estimates move."""
+"""Batch-Channel Normalization: the plain equations, the one-pass form, the kernels, and the estimates' updates."""
 
 from micronorm.ops.bcn.estimates import Sums, move_by_batch, move_by_window, scan, window_sums
 from micronorm.ops.bcn.fused import (

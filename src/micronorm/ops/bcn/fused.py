@@ -1,8 +1,8 @@
 """Batch-Channel Normalization and group normalization by the Triton kernels, for autograd, compilers and exporters.
 
-Eager code goes through `_Normalize`; code that is being traced gets the operators `micronorm::normalize` and
-`micronorm::normalize_backward`, which call the same functions: an operator of torch.library costs some tens of
-microseconds a call, more than a small layer takes. Triton is imported when the first kernel is called.
+Eager code uses the autograd function `_Normalize`. Traced code uses the operators `micronorm::normalize` and
+`micronorm::normalize_backward`, which call the same Python functions. Eager code does not use the operators, because a
+call costs tens of microseconds, more than a small layer takes. Triton is imported when the first kernel is called.
 """
 
 from collections.abc import Callable
@@ -12,58 +12,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from micronorm.ops.activation import IDENTITY, Activation
+from micronorm.ops.activation import IDENTITY, Activation, ActivationKind
 from micronorm.ops.bcn.onepass import batch_channel_norm, batch_statistics
-from micronorm.ops.bcn.triton.layout import numbers_size, output_like
+from micronorm.ops.bcn.triton.layout import Estimates, output_like
 from micronorm.ops.moments import Moments, bounded, compute_dtype, wide_dtype
+from micronorm.ops.packed import kept_blend, kept_estimates, numbers_size
+from micronorm.ops.private_api import fast_apply
 
 
 @cache
 def _kernels() -> Any:
-    """The module that calls the kernels, which imports triton."""
+    """Import the module that calls the kernels, and Triton with it, on first use."""
     from micronorm.ops.bcn.triton import run
 
     return run
 
 
-@cache
-def _activation(kind: str, slope: float) -> Activation:
-    """The activation; operators know strings only."""
-    return Activation(kind or None, slope)
-
-
 def _rule(mean: Tensor | None, weight: Tensor | None, groups: int, eps: float, activation: str, slope: float) -> Any:
-    """The normalization as the kernels want it."""
-    kind = "none" if weight is None else "kept"
+    """Return the normalization as the kernels take it."""
+    kind = Estimates.NONE if weight is None else Estimates.KEPT
     if mean is not None:
-        kind = "shared" if mean.ndim == 1 else "per sample"
+        kind = Estimates.SHARED if mean.ndim == 1 else Estimates.PER_SAMPLE
     return _kernels().rule(kind, groups, eps, activation, slope)
 
 
-def normalize(
-    x: Tensor,
-    residual: Tensor | None,
-    given: Tensor | None,
-    mean: Tensor | None,
-    var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    group_weight: Tensor | None,
-    group_bias: Tensor | None,
-    blend: Tensor | None,
-    groups: int,
-    eps: float,
-    activation: str,
-    slope: float,
-    from_batch: bool,
-) -> tuple[Tensor, Tensor]:
-    """y, and the small numbers that the backward and the window need.
+_TENSORS = "Tensor? mean, Tensor? var, Tensor? weight, Tensor? bias, Tensor? group_weight, Tensor? group_bias"
+_OPTIONS = "int groups, float eps, str activation, float slope, bool from_batch"
 
-    `given` are the `channel_moments` of x, where the estimates are made of them; `from_batch` concerns the backward.
+
+def normalize(x: Tensor, residual: Tensor | None, given: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+    """Return y and the packed `numbers` that the backward and the window need.
+
+    `given` are the `channel_moments` of x, if the estimates were derived from them. The rest are the blend and the
+    arguments in `_TENSORS` and `_OPTIONS`; `from_batch` is for the backward.
     """
-    rule = _rule(mean, weight, groups, eps, activation, slope)
-    norm = (mean, var, weight, bias, group_weight, group_bias, blend)
-    return _kernels().forward(x, residual, given, rule, norm)
+    *norm, groups, eps, activation, slope, _ = rest
+    rule = _rule(norm[0], norm[2], groups, eps, activation, slope)
+    return _kernels().forward(x, residual, given, rule, tuple(norm))
 
 
 def _fake(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
@@ -72,35 +57,18 @@ def _fake(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
 
 
 def normalize_backward(
-    grad: Tensor,
-    x: Tensor,
-    output: Tensor | None,
-    numbers: Tensor,
-    mean: Tensor | None,
-    var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    group_weight: Tensor | None,
-    group_bias: Tensor | None,
-    groups: int,
-    eps: float,
-    activation: str,
-    slope: float,
-    from_batch: bool,
+    grad: Tensor, x: Tensor, output: Tensor | None, numbers: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, of the residual (empty without one) and of the parameters, one after the other."""
-    affine = (weight, bias, group_weight, group_bias)
-    options = (groups, eps, activation, slope, from_batch)
-    dx, residual, parameters = _backward(grad, x, output, numbers, mean, var, *affine, *options)
+    """Return the gradients of x, of the residual (empty without one) and of the parameters, one after the other."""
+    dx, residual, parameters = _backward(grad, x, output, numbers, *rest)
     return dx, x.new_empty(0) if residual is None else residual, parameters
 
 
 def _backward(grad: Tensor, x: Tensor, output: Tensor | None, numbers: Tensor, *rest: Any) -> Any:
-    """`normalize_backward` with None for what is not there, which no operator may return."""
-    mean, var, weight, bias, group_weight, group_bias, groups, eps, activation, slope, from_batch = rest
-    rule = _rule(mean, weight, groups, eps, activation, slope)
-    norm = (mean, var, weight, bias, group_weight, group_bias, None)
-    return _kernels().backward(x, grad, output, numbers, rule, norm, from_batch)
+    """Do `normalize_backward`, but return None for a missing residual, which an operator cannot return."""
+    *norm, groups, eps, activation, slope, from_batch = rest
+    rule = _rule(norm[0], norm[2], groups, eps, activation, slope)
+    return _kernels().backward(x, grad, output, numbers, rule, (*norm, None), from_batch)
 
 
 def _fake_backward(
@@ -115,7 +83,7 @@ def _fake_backward(
 
 
 def channel_moments(x: Tensor) -> Tensor:
-    """Pivot, residue and variance of every (n, c); the mean is pivot + residue, which one number could not hold."""
+    """Return pivot, residue and variance of every (n, c); the mean is pivot + residue, too long for one number."""
     return _kernels().moments(x)
 
 
@@ -126,10 +94,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     x, residual, _, mean, var, weight, bias, group_weight, group_bias, _, *options = inputs
     y, numbers = output
     if mean is not None and mean.ndim == 1 and not options[-1]:
-        # Those of a layer, which move at a commit. The forward has left copies in the numbers, unless they are wider.
+        # The layer's own estimates, which a commit changes. The numbers hold copies, but in a narrower dtype.
         wider = mean.dtype.itemsize > numbers.dtype.itemsize
         mean, var = (mean.clone(), var.clone()) if wider else (None, None)
-    gated = y if residual is not None and options[2] else None
+    gated = y if residual is not None and options[2] != ActivationKind.IDENTITY else None
     ctx.save_for_backward(x, gated, numbers, mean, var, weight, bias, group_weight, group_bias)
     ctx.options = options
     ctx.has_residual = residual is not None
@@ -140,7 +108,7 @@ def _gradients(ctx: Any, grad: Tensor, backward: Callable) -> tuple[Any, ...]:
     if torch.is_grad_enabled():
         return _twice_differentiable(ctx, grad, saved)
     dx, residual, parameters = backward(grad, *saved, *ctx.options)
-    if ctx.has_residual and saved[1] is None:  # added and left as it is
+    if ctx.has_residual and saved[1] is None:  # no activation follows the addition
         residual = grad
     affine, own = saved[5:9], parameters.dtype
     parts = iter(parameters.split_with_sizes([p.numel() for p in affine if p is not None]))
@@ -149,29 +117,24 @@ def _gradients(ctx: Any, grad: Tensor, backward: Callable) -> tuple[Any, ...]:
 
 
 def _twice_differentiable(ctx: Any, grad: Tensor, saved: tuple[Any, ...]) -> tuple[Any, ...]:
-    """create_graph: the gradients by the one-pass form, whose own backward autograd can follow."""
+    """Compute the gradients under create_graph by the one-pass form, whose backward autograd can differentiate."""
     x, output, numbers, mean, var, weight, bias, group_weight, group_bias = saved
     affine = (weight, bias, group_weight, group_bias)
     groups, eps, kind, slope, from_batch = ctx.options
-    channels = x.shape[1]
     if mean is None and weight is not None:
-        start = 5 * x.shape[0] * channels
-        mean, var = numbers[start : start + channels], numbers[start + channels : start + 2 * channels]
+        mean, var = kept_estimates(numbers, x.shape[0], x.shape[1])
     estimates = None if from_batch or mean is None else Moments(mean, var)
-    # Autograd is asked for no gradient that nobody wants: it refuses tensors that need none.
+    # Only request gradients for inputs that require them; `torch.autograd.grad` raises for the others.
     wanted = [t is not None and t.requires_grad for t in (x, *saved[5:9])]
     with torch.enable_grad():
         if weight is None:
             y = _group_norm(x, group_weight, group_bias, groups, eps)
         else:
-            affine = (weight, bias, group_weight, group_bias)
-            y = batch_channel_norm(x, estimates, *affine, groups=groups, eps=eps, blend=numbers[-1])
+            y = batch_channel_norm(x, estimates, *affine, groups=groups, eps=eps, blend=kept_blend(numbers))
         if output is None:
-            y = y if ctx.has_residual else _activation(kind, slope)(y)
-        elif kind == "relu":
-            grad = torch.where(output > 0, grad, 0.0)
-        else:
-            grad = torch.where(output > 0, grad, grad * slope)
+            y = y if ctx.has_residual else Activation(ActivationKind(kind), slope)(y)
+        else:  # relu and leaky_relu are told from the sign of their output
+            grad = torch.where(output > 0, grad, 0.0 if kind == ActivationKind.RELU else grad * slope)
         sources = [t for t, is_wanted in zip((x, *saved[5:9]), wanted, strict=True) if is_wanted]
         found = torch.autograd.grad(y, sources, grad, create_graph=True, allow_unused=True) if sources else ()
     grads = iter(found)
@@ -180,14 +143,14 @@ def _twice_differentiable(ctx: Any, grad: Tensor, saved: tuple[Any, ...]) -> tup
 
 
 def _group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float) -> Tensor:
-    """torch's, in the dtype that the kernels compute in: on CUDA torch's takes no affine wider than x."""
+    """Return torch's group norm, computed in the kernels' dtype: on CUDA its affine must not be wider than x."""
     wide = compute_dtype(x.dtype)
     affine = (None if p is None else p.to(wide) for p in (weight, bias))
     return torch.group_norm(x.to(wide), groups, *affine, eps=eps).to(x.dtype)
 
 
 class _Normalize(torch.autograd.Function):
-    """`normalize` for eager code."""
+    """`normalize` as an autograd function, for eager code."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
@@ -205,16 +168,28 @@ class _Normalize(torch.autograd.Function):
 
 
 def _operator_backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
-    # Through the operator: this runs while a graph is being made of it.
+    # By the operator, because this function is traced into a graph.
     return _gradients(ctx, grad, torch.ops.micronorm.normalize_backward)
 
 
-_operator = torch.library.custom_op("micronorm::normalize", normalize, mutates_args=())
+# The kernels are not called under torch.func transforms, so the search for them in every argument is not needed.
+_apply = fast_apply(_Normalize)
+
+_operator = torch.library.custom_op(
+    "micronorm::normalize",
+    normalize,
+    mutates_args=(),
+    schema=f"(Tensor x, Tensor? residual, Tensor? given, {_TENSORS}, Tensor? blend, {_OPTIONS}) -> (Tensor, Tensor)",
+)
 _operator.register_fake(_fake)
 _operator.register_autograd(_operator_backward, setup_context=_save)
-torch.library.custom_op("micronorm::normalize_backward", normalize_backward, mutates_args=()).register_fake(
-    _fake_backward
-)
+torch.library.custom_op(
+    "micronorm::normalize_backward",
+    normalize_backward,
+    mutates_args=(),
+    schema=f"(Tensor grad, Tensor x, Tensor? output, Tensor numbers, {_TENSORS}, {_OPTIONS}) "
+    "-> (Tensor, Tensor, Tensor)",
+).register_fake(_fake_backward)
 torch.library.custom_op("micronorm::channel_moments", channel_moments, mutates_args=()).register_fake(
     lambda x: x.new_empty((3, x.shape[0], x.shape[1]), dtype=compute_dtype(x.dtype))
 )
@@ -224,7 +199,7 @@ torch.library.custom_op("micronorm::channel_moments", channel_moments, mutates_a
 
 
 def moments_by_kernel(x: Tensor) -> tuple[Tensor, Moments]:
-    """`channel_moments` of x and the same as float64 moments; no gradient, which the backward knows by itself."""
+    """Return `channel_moments` of x, and the same as float64 moments. They carry no gradient."""
     x = x.detach()
     given = torch.ops.micronorm.channel_moments(x) if torch.compiler.is_compiling() else channel_moments(x)
     pivot, residue, var = given.to(wide_dtype(x.device))
@@ -246,53 +221,33 @@ def batch_channel_norm_fused(
     residual: Tensor | None = None,
     moments: tuple[Tensor, Moments] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """act(BCN(x) + residual) by the kernels, and the numbers for the window; see `batch_channel_norm`.
+    """Return act(BCN(x) + residual) and the packed numbers, computed by the kernels; see `batch_channel_norm`.
 
-    `moments` are those of `moments_by_kernel`, where they are known already; `blend=None` stands for 1.
+    `moments` are those of `moments_by_kernel`, if they are known already; `blend=None` stands for 1.
     """
     from_batch = estimates is None
     if from_batch:
         moments = moments_by_kernel(x) if moments is None else moments
         estimates = Moments(*(s.squeeze(0) for s in batch_statistics(bounded(moments[1], x.dtype))))
     assert estimates is not None
-    if residual is not None and not activation.knows_its_sign:
-        # The backward tells an activation's slope from the output alone.
-        y, numbers = _call(
-            x,
-            None,
-            moments,
-            estimates,
-            (weight, bias, group_weight, group_bias),
-            blend,
-            groups,
-            eps,
-            IDENTITY,
-            from_batch,
-        )
-        return activation(y + residual), numbers
-    return _call(
-        x,
-        residual,
-        moments,
-        estimates,
-        (weight, bias, group_weight, group_bias),
-        blend,
-        groups,
-        eps,
-        activation,
-        from_batch,
-    )
+    # With a residual the backward tells the activation's derivative from the output alone.
+    separate = residual is not None and not activation.keeps_sign
+    affine = (weight, bias, group_weight, group_bias)
+    given = None if moments is None else moments[0]
+    inside = (None, IDENTITY) if separate else (residual, activation)
+    y, numbers = _call(x, inside[0], given, estimates, affine, blend, groups, eps, inside[1], from_batch)
+    return activation(y + residual) if separate else y, numbers
 
 
 def gather_fused(
     numbers: Tensor, around: Tensor, sums: Tensor, lost: Tensor, sizes: tuple[int, int, int], groups: int
 ) -> None:
-    """Add a forward of N×C×S elements, by the numbers it left, to the sums of its layer's window, by one kernel."""
+    """Add a forward of N×C×S elements to the sums of its layer's window, from the numbers it left, by one kernel."""
     _kernels().gather(numbers, around, sums, lost, sizes, groups)
 
 
 def elementwise_fused(x: Tensor, *rest: Tensor, activation: Activation) -> Tensor:
-    """The y of a forward again, to the bit, from x, the residual where there was one, and the numbers it left."""
+    """Recompute the y of a forward, to the bit, from x, the residual (if there was one) and the numbers it left."""
     *residual, numbers = rest
     return _kernels().recompute(x, residual[0] if residual else None, numbers, activation)
 
@@ -308,14 +263,14 @@ def group_norm_fused(
     residual: Tensor | None = None,
     numbers: list[Tensor] | None = None,
 ) -> Tensor:
-    """act(GN(x) + residual) by the kernels; weight and bias hold C numbers each.
+    """Return act(GN(x) + residual), computed by the kernels; weight and bias hold C numbers each.
 
-    A list given as `numbers` receives those with which `elementwise_fused` computes y again; not where the activation's
-    derivative needs its input and a residual was added, for then y is no output of the kernels.
+    A list given as `numbers` receives the numbers with which `elementwise_fused` recomputes y. It stays empty if a
+    residual was added and the activation's derivative needs its input, because then y is no output of the kernels.
     """
-    if residual is not None and not activation.knows_its_sign:
+    if residual is not None and not activation.keeps_sign:
         return activation(group_norm_fused(x, weight, bias, groups=groups, eps=eps) + residual)
-    if (weight is None) != (bias is None):  # kernels know both or none
+    if (weight is None) != (bias is None):  # kernels take both or neither
         weight = torch.ones_like(bias) if weight is None else weight  # type: ignore[arg-type]
         bias = torch.zeros_like(weight) if bias is None else bias
     y, left = _call(x, residual, None, None, (None, None, weight, bias), None, groups, eps, activation, False)
@@ -327,7 +282,7 @@ def group_norm_fused(
 def _call(
     x: Tensor,
     residual: Tensor | None,
-    moments: tuple[Tensor, Moments] | None,
+    given: Tensor | None,
     estimates: Moments | None,
     affine: tuple[Tensor | None, ...],
     blend: Tensor | None,
@@ -336,21 +291,7 @@ def _call(
     activation: Activation,
     from_batch: bool,
 ) -> tuple[Tensor, Tensor]:
-    given = None if moments is None else moments[0]
-    inputs = (
-        x,
-        residual,
-        given,
-        *(estimates or (None, None)),
-        *affine,
-        blend,
-        groups,
-        eps,
-        activation.kind or "",
-        activation.slope,
-        from_batch,
-    )
-    if torch.compiler.is_compiling():
-        return torch.ops.micronorm.normalize(*inputs)
-    # Past the look for torch.func's wrappers in every argument: kernels are not called under its transforms.
-    return super(torch.autograd.Function, _Normalize).apply(*inputs)  # type: ignore[misc]
+    """Call `normalize`: the autograd function in eager code, the operator in traced code."""
+    options = (groups, eps, activation.kind.value, activation.slope, from_batch)
+    inputs = (x, residual, given, *(estimates or (None, None)), *affine, blend, *options)
+    return torch.ops.micronorm.normalize(*inputs) if torch.compiler.is_compiling() else _apply(*inputs)

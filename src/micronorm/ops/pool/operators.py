@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from micronorm.ops.device import on_device
 from micronorm.ops.moments import compute_dtype
-from micronorm.ops.transforms import is_plain_backward
+from micronorm.ops.runtime import is_plain_backward, on_device
 
 MAX_WINDOW = 49
 """The largest product of window sizes, and of strides. The kernels are unrolled over both and take long to compile."""

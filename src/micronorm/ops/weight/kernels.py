@@ -1,7 +1,7 @@
 """The Triton kernels of Weight Standardization: one weight by its pointer, or many by tables of addresses.
 
-Imported on first use only, since it imports triton. `tiles.py` has the arithmetic, `tables.py` says what a block's
-record holds, `launch.py` calls.
+Imported on first use only, since it imports Triton. `tiles.py` has the arithmetic and the legend of names, `tables.py`
+makes the tables, `launch.py` launches.
 """
 
 # Triton's language has Python's grammar, not its types.
@@ -11,10 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from micronorm.ops.packed import Record
 from micronorm.ops.weight.tiles import backward_long, backward_tile, forward_long, forward_tile
-
-INTERPRETED = not isinstance(forward_tile, triton.runtime.JITFunction)
-"""Whether kernels run on the CPU: by TRITON_INTERPRET=1 in the environment before triton was imported."""
 
 DTYPES = {
     torch.float16: tl.float16,
@@ -22,64 +20,53 @@ DTYPES = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
 }
+ADDRESS, FAN_IN, ROWS, COLUMN, OFFSET, KIND, OWNER, _ = (tl.constexpr(field.value) for field in Record)
+RECORD = tl.constexpr(len(Record))
 
 
-# --- one weight, by its pointer --------------------------------------------------------------------------------------
+# --- one weight, by its pointer ---------------------------------------------------------------------------------------
 
 
 @triton.jit
 def forward_one(
-    w,
-    out,
-    stats,
-    channels,
-    height,
-    fan_in,
-    EPS: tl.constexpr,
-    CENTER: tl.constexpr,
-    SCALE: tl.constexpr,
-    WIDE: tl.constexpr,
-    R: tl.constexpr,
-    C: tl.constexpr,
-    LONG: tl.constexpr,
-):
-    """Standardize one weight of `height` rows: a program takes R of them."""
+    w_ptr,  # O×I in the weight's dtype
+    out_ptr,  # O×I in the dtype of the result
+    stats_ptr,  # 3×channels in WIDE
+    channels, height, fan_in,
+    EPS: tl.constexpr, CENTER: tl.constexpr, SCALE: tl.constexpr, WIDE: tl.constexpr, R: tl.constexpr,
+    C: tl.constexpr, LONG: tl.constexpr,
+):  # fmt: skip
+    """Standardize one weight of `height` rows; a program takes R of them."""
     first = tl.program_id(0) * R
     at = first.to(tl.int64) * fan_in
+    w_ptr, out_ptr, stats_ptr = w_ptr + at, out_ptr + at, stats_ptr + first
     if LONG:
-        forward_long(w + at, out + at, stats + first, channels, fan_in, EPS, CENTER, SCALE, WIDE, C)
+        forward_long(w_ptr, out_ptr, stats_ptr, channels, fan_in, EPS, CENTER, SCALE, WIDE, C)
     else:
-        rows = height - first
-        forward_tile(w + at, out + at, stats + first, channels, rows, fan_in, EPS, CENTER, SCALE, WIDE, R, C)
+        forward_tile(w_ptr, out_ptr, stats_ptr, channels, height - first, fan_in, EPS, CENTER, SCALE, WIDE, R, C)
 
 
 @triton.jit
 def backward_one(
-    w,
-    g,
-    dw,
-    stats,
-    channels,
-    height,
-    fan_in,
-    CENTER: tl.constexpr,
-    SCALE: tl.constexpr,
-    WIDE: tl.constexpr,
-    R: tl.constexpr,
-    C: tl.constexpr,
+    w_ptr,  # O×I in the weight's dtype
+    g_ptr,  # O×I in the gradient's dtype
+    dw_ptr,  # O×I in the weight's dtype
+    stats_ptr,  # 3×channels in WIDE, offset to this weight's first column
+    channels, height, fan_in,
+    CENTER: tl.constexpr, SCALE: tl.constexpr, WIDE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     LONG: tl.constexpr,
-):
-    """The gradient of one weight, whose `height` rows may be some of the `channels` that the statistics are of."""
+):  # fmt: skip
+    """Compute the gradient of one weight; the statistics may have more `channels` than its `height` rows."""
     first = tl.program_id(0) * R
     at = first.to(tl.int64) * fan_in
+    w_ptr, g_ptr, dw_ptr, stats_ptr = w_ptr + at, g_ptr + at, dw_ptr + at, stats_ptr + first
     if LONG:
-        backward_long(w + at, g + at, dw + at, stats + first, channels, fan_in, CENTER, SCALE, WIDE, C)
+        backward_long(w_ptr, g_ptr, dw_ptr, stats_ptr, channels, fan_in, CENTER, SCALE, WIDE, C)
     else:
-        rows = height - first
-        backward_tile(w + at, g + at, dw + at, stats + first, channels, rows, fan_in, CENTER, SCALE, WIDE, R, C)
+        backward_tile(w_ptr, g_ptr, dw_ptr, stats_ptr, channels, height - first, fan_in, CENTER, SCALE, WIDE, R, C)
 
 
-# --- many weights, by tables of addresses ----------------------------------------------------------------------------
+# --- many weights, by tables of addresses -----------------------------------------------------------------------------
 
 
 @triton.jit
@@ -89,34 +76,30 @@ def _pointer(address, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def _read_record(blocks_ptr):
+    """Return the fields of this program's `packed.Record`, without the padding."""
+    record_ptr = blocks_ptr + tl.program_id(0) * RECORD
+    address = tl.load(record_ptr + ADDRESS)
+    fan_in = tl.load(record_ptr + FAN_IN).to(tl.int32)
+    rows = tl.load(record_ptr + ROWS).to(tl.int32)
+    column, at, kind = tl.load(record_ptr + COLUMN), tl.load(record_ptr + OFFSET), tl.load(record_ptr + KIND)
+    return address, fan_in, rows, column, at, kind, tl.load(record_ptr + OWNER)
+
+
+@triton.jit
 def forward_many(
-    blocks,
-    outs,
-    stats,
+    blocks_ptr,  # B×8 int64, a packed.Record per program
+    outs_ptr,  # one int64 address per weight: O×I in OUT
+    stats_ptr,  # 3×channels in WIDE
     channels,
-    EPS: tl.constexpr,
-    CENTER: tl.constexpr,
-    SCALE: tl.constexpr,
-    WIDE: tl.constexpr,
-    W: tl.constexpr,
-    OUT: tl.constexpr,
-    RECORD: tl.constexpr,
-    KINDS: tl.constexpr,
-    NARROW: tl.constexpr,
-    TILE: tl.constexpr,
-    SHORT: tl.constexpr,
-    SHORT_ROWS: tl.constexpr,
-    LONG: tl.constexpr,
-):
-    """Standardize many weights: a program takes the rows of one record of `blocks`, to the addresses in `outs`."""
-    record = blocks + tl.program_id(0) * RECORD
-    address = tl.load(record)
-    fan_in = tl.load(record + 1).to(tl.int32)
-    rows = tl.load(record + 2).to(tl.int32)
-    stats += tl.load(record + 3)
-    at = tl.load(record + 4)
-    kind = tl.load(record + 5)
-    out_address = tl.load(outs + tl.load(record + 6)) + at * (OUT.primitive_bitwidth // 8)
+    EPS: tl.constexpr, CENTER: tl.constexpr, SCALE: tl.constexpr, WIDE: tl.constexpr, W: tl.constexpr,
+    OUT: tl.constexpr, KINDS: tl.constexpr, NARROW: tl.constexpr, TILE: tl.constexpr, SHORT: tl.constexpr,
+    SHORT_ROWS: tl.constexpr, LONG: tl.constexpr,
+):  # fmt: skip
+    """Standardize many weights of dtype W; a program takes the rows of one record."""
+    address, fan_in, rows, column, at, kind, owner = _read_record(blocks_ptr)
+    stats_ptr += column
+    out_address = tl.load(outs_ptr + owner) + at * (OUT.primitive_bitwidth // 8)
     # A fan-in that is visibly a multiple of 16 lets the compiler load and store 16 bytes at a time.
     even = fan_in // 16 * 16
     for k in tl.static_range(KINDS):
@@ -124,7 +107,7 @@ def forward_many(
             forward_tile(
                 _pointer(address, W, True),
                 _pointer(out_address, OUT, True),
-                stats,
+                stats_ptr,
                 channels,
                 rows,
                 even,
@@ -136,46 +119,29 @@ def forward_many(
                 NARROW << k,
             )
     if kind == KINDS:
-        w = _pointer(address, W, False)
-        out = _pointer(out_address, OUT, False)
-        forward_tile(w, out, stats, channels, rows, fan_in, EPS, CENTER, SCALE, WIDE, SHORT_ROWS, SHORT)
+        w_ptr, out_ptr = _pointer(address, W, False), _pointer(out_address, OUT, False)
+        forward_tile(w_ptr, out_ptr, stats_ptr, channels, rows, fan_in, EPS, CENTER, SCALE, WIDE, SHORT_ROWS, SHORT)
     if kind == KINDS + 1:
-        w = _pointer(address, W, False)
-        out = _pointer(out_address, OUT, False)
-        forward_long(w, out, stats, channels, fan_in, EPS, CENTER, SCALE, WIDE, LONG)
+        w_ptr, out_ptr = _pointer(address, W, False), _pointer(out_address, OUT, False)
+        forward_long(w_ptr, out_ptr, stats_ptr, channels, fan_in, EPS, CENTER, SCALE, WIDE, LONG)
 
 
 @triton.jit
 def backward_many(
-    blocks,
-    addresses,
+    blocks_ptr,  # B×8 int64, a packed.Record per program
+    addresses_ptr,  # 2×count int64: addresses of the incoming gradients (O×I in G), then of the results (O×I in W)
     count,
-    stats,
+    stats_ptr,  # 3×channels in WIDE
     channels,
-    CENTER: tl.constexpr,
-    SCALE: tl.constexpr,
-    WIDE: tl.constexpr,
-    W: tl.constexpr,
-    G: tl.constexpr,
-    RECORD: tl.constexpr,
-    KINDS: tl.constexpr,
-    NARROW: tl.constexpr,
-    TILE: tl.constexpr,
-    SHORT: tl.constexpr,
-    SHORT_ROWS: tl.constexpr,
-    LONG: tl.constexpr,
-):
-    """The gradients of many weights: `addresses` holds those of the `count` incoming gradients, then of the results."""
-    record = blocks + tl.program_id(0) * RECORD
-    address = tl.load(record)
-    fan_in = tl.load(record + 1).to(tl.int32)
-    rows = tl.load(record + 2).to(tl.int32)
-    stats += tl.load(record + 3)
-    at = tl.load(record + 4)
-    kind = tl.load(record + 5)
-    owner = tl.load(record + 6)
-    g_address = tl.load(addresses + owner) + at * (G.primitive_bitwidth // 8)
-    dw_address = tl.load(addresses + count + owner) + at * (W.primitive_bitwidth // 8)
+    CENTER: tl.constexpr, SCALE: tl.constexpr, WIDE: tl.constexpr, W: tl.constexpr, G: tl.constexpr,
+    KINDS: tl.constexpr, NARROW: tl.constexpr, TILE: tl.constexpr, SHORT: tl.constexpr,
+    SHORT_ROWS: tl.constexpr, LONG: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients of `count` weights of dtype W; a program takes the rows of one record."""
+    address, fan_in, rows, column, at, kind, owner = _read_record(blocks_ptr)
+    stats_ptr += column
+    g_address = tl.load(addresses_ptr + owner) + at * (G.primitive_bitwidth // 8)
+    dw_address = tl.load(addresses_ptr + count + owner) + at * (W.primitive_bitwidth // 8)
     even = fan_in // 16 * 16
     for k in tl.static_range(KINDS):
         if kind == k:
@@ -183,7 +149,7 @@ def backward_many(
                 _pointer(address, W, True),
                 _pointer(g_address, G, True),
                 _pointer(dw_address, W, True),
-                stats,
+                stats_ptr,
                 channels,
                 rows,
                 even,
@@ -194,8 +160,16 @@ def backward_many(
                 NARROW << k,
             )
     if kind == KINDS:
-        w, g, dw = _pointer(address, W, False), _pointer(g_address, G, False), _pointer(dw_address, W, False)
-        backward_tile(w, g, dw, stats, channels, rows, fan_in, CENTER, SCALE, WIDE, SHORT_ROWS, SHORT)
+        w_ptr, g_ptr, dw_ptr = (
+            _pointer(address, W, False),
+            _pointer(g_address, G, False),
+            _pointer(dw_address, W, False),
+        )
+        backward_tile(w_ptr, g_ptr, dw_ptr, stats_ptr, channels, rows, fan_in, CENTER, SCALE, WIDE, SHORT_ROWS, SHORT)
     if kind == KINDS + 1:
-        w, g, dw = _pointer(address, W, False), _pointer(g_address, G, False), _pointer(dw_address, W, False)
-        backward_long(w, g, dw, stats, channels, fan_in, CENTER, SCALE, WIDE, LONG)
+        w_ptr, g_ptr, dw_ptr = (
+            _pointer(address, W, False),
+            _pointer(g_address, G, False),
+            _pointer(dw_address, W, False),
+        )
+        backward_long(w_ptr, g_ptr, dw_ptr, stats_ptr, channels, fan_in, CENTER, SCALE, WIDE, LONG)

@@ -1,6 +1,6 @@
-"""Standardization of a list of weights by one launch each way.
+"""Standardization of a list of weights by one launch for the forward and one for the backward.
 
-All weights of a call are on one device and of one dtype, and their rows are dense: `standardize.py` sees to it.
+All weights of a call must be on one device, have one dtype and dense rows; `standardize.py` checks this.
 """
 
 from collections.abc import Sequence
@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from micronorm.ops.device import on_device
 from micronorm.ops.moments import compute_dtype
+from micronorm.ops.runtime import on_device
 from micronorm.ops.weight import tables
 
 
 def outputs(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Tensors for `forward` to write to."""
+    """Return tensors for `forward` to write to."""
     return [torch.empty_like(w, dtype=dtype) for w in weights]
 
 
@@ -28,18 +28,18 @@ def forward(
     eps: float,
     lasting: bool = False,
 ) -> Tensor:
-    """Write Ŵ of each weight to a tensor of the weight's strides and any floating dtype, the same for all.
+    """Write Ŵ of each weight to a given tensor.
 
     Args:
         weights: O×…, of one dtype.
-        outs: where to; all of one dtype.
+        outs: the tensors to write to, with the weights' strides; all of one floating dtype.
         center: subtract the mean.
         scale: divide by the standard deviation.
         eps: added inside the root.
         lasting: `outs` are the same tensors in every call.
 
     Returns:
-        The statistics that `backward` needs: 3×ΣO.
+        The statistics that `backward` needs: 3×ΣO, the rows of `packed.RowStat`.
     """
     kernels = _kernels()
     columns, channels = _columns(weights)
@@ -66,7 +66,7 @@ def backward(
     center: bool,
     scale: bool,
 ) -> list[Tensor | None]:
-    """The gradient of each weight, a tensor of its own in the weight's dtype and strides; None where it has none."""
+    """Return the gradient of each weight, in its dtype and strides, or None if its output has no gradient."""
     kernels = _kernels()
     columns, channels = _columns(weights)
     used = [i for i, g in enumerate(grads) if g is not None]
@@ -95,14 +95,13 @@ def backward(
 
 
 def _kernels() -> Any:
-    """On first use: importing the module imports triton."""
+    """Import the kernels, and Triton with them, on first use."""
     from micronorm.ops.weight import kernels
 
     return kernels
 
 
 _MANY = {
-    "RECORD": tables.RECORD,
     "KINDS": tables.KINDS,
     "NARROW": tables.NARROW,
     "TILE": tables.TILE,
@@ -114,7 +113,7 @@ _MANY = {
 
 
 def _columns(weights: Sequence[Tensor]) -> tuple[list[int], int]:
-    """Where each weight's statistics begin, and how many there are."""
+    """Return where each weight's statistics begin, and the total number of output channels."""
     columns, channels = [], 0
     for w in weights:
         columns.append(channels)
@@ -123,13 +122,13 @@ def _columns(weights: Sequence[Tensor]) -> tuple[list[int], int]:
 
 
 def _one(w: Tensor, channels: int) -> tuple[tuple[int], tuple[int, int, int], dict[str, int | bool]]:
-    """Grid, sizes and tile for a launch over one weight, of the `channels` that the statistics are of."""
+    """Return grid, sizes and tile for a launch over one weight; the statistics have `channels` columns."""
     height = w.shape[0]
     fan_in = w.numel() // height
     width = max(1 << (fan_in - 1).bit_length(), 16)
     long = width > tables.NARROW << (tables.KINDS - 1)
     width = tables.LONG if long else width
-    # A layer alone has few rows: smaller tiles give the device more programs.
+    # A single layer has few rows: smaller tiles make more programs.
     rows = 1 if long else max(tables.TILE // 2 // width, 1)
     tile = {"R": rows, "C": width, "LONG": long, "num_warps": 4 if width <= 2048 else 8}
     return (-(-height // rows),), (channels, height, fan_in), tile
@@ -142,7 +141,7 @@ def _blocks(weights: Sequence[Tensor], columns: Sequence[int]) -> Tensor:
 
 
 def _laid_out_as(g: Tensor, w: Tensor) -> Tensor:
-    """`g` in the strides of `w`, at an address that 16 bytes at a time can be read from."""
+    """Return `g` in the strides of `w`, at an address from which 16 bytes can be read at a time."""
     if g.data_ptr() % 16 == 0 and (g.stride() == w.stride() or (g.is_contiguous() and w.is_contiguous())):
         return g
     return torch.empty_like(w, dtype=g.dtype).copy_(g)

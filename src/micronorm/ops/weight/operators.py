@@ -1,8 +1,8 @@
-"""Standardization of a list of weights as an operation with a gradient: for eager code, and for code that is traced.
+"""Standardization of a list of weights as an operation with a gradient, for eager code and for traced code.
 
-Eager code calls the kernels from an autograd.Function, which costs microseconds where an operator of torch.library
-costs tens. A tracer sees the operator, whose outputs may not share memory: so every Ŵ and every gradient is a
-tensor of its own in both, and a parameter's `.grad` holds no other's memory.
+Eager code uses an autograd function, which costs microseconds per call where an operator of torch.library costs tens.
+Traced code uses the operator, whose outputs must not share memory. Every Ŵ and every gradient is therefore a separate
+tensor in both.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class _Standardize(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         *weights, stats = ctx.saved_tensors
         wanted = [g if need else None for g, need in zip(grads, ctx.needs_input_grad[4:], strict=True)]
-        if torch.is_grad_enabled():  # create_graph: in operations that can be differentiated again
+        if torch.is_grad_enabled():  # create_graph: use operations that can be differentiated again
             options = {"center": ctx.center, "scale": ctx.scale, "eps": ctx.eps}
             dws = [
                 None if g is None else reference.gradient(w, g, **options) for w, g in zip(weights, wanted, strict=True)
@@ -42,7 +42,7 @@ class _Standardize(torch.autograd.Function):
 def standardize(
     weights: Sequence[Tensor], *, center: bool, scale: bool, eps: float, dtype: torch.dtype
 ) -> Sequence[Tensor]:
-    """Ŵ of every weight in `dtype`; all of one device and dtype, with dense rows."""
+    """Return Ŵ of every weight in `dtype`; all weights have one device and dtype and dense rows."""
     if torch.compiler.is_compiling():
         return weight_standardize_many(list(weights), center, scale, eps, dtype)[:-1]
     outs: Any = _Standardize.apply(center, scale, eps, dtype, *weights)
@@ -53,7 +53,7 @@ def standardize(
 def weight_standardize_many(
     weights: Sequence[Tensor], center: bool, scale: bool, eps: float, dtype: torch.dtype
 ) -> list[Tensor]:
-    """Ŵ of every weight, and last the statistics for the backward."""
+    """Return Ŵ of every weight, and last the statistics for the backward."""
     outs = launch.outputs(weights, dtype)
     return [*outs, launch.forward(weights, outs, center=center, scale=scale, eps=eps)]
 
@@ -69,9 +69,9 @@ def _(weights: Sequence[Tensor], center: bool, scale: bool, eps: float, dtype: t
 def weight_standardize_many_backward(
     grads: Sequence[Tensor], weights: Sequence[Tensor], stats: Tensor, center: bool, scale: bool
 ) -> list[Tensor]:
-    """The gradient of every weight."""
+    """Return the gradient of every weight."""
     dws = launch.backward(grads, weights, stats, center=center, scale=scale)
-    return [dw for dw in dws if dw is not None]  # all of them: no gradient is missing here
+    return [dw for dw in dws if dw is not None]  # none is missing: autograd gives zeros for unused outputs
 
 
 @weight_standardize_many_backward.register_fake

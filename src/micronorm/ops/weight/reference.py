@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from micronorm.ops.moments import Moments, compute_dtype, moments
-from micronorm.ops.transforms import is_transformed
+from micronorm.ops.runtime import is_transformed
 
 
 class _Standardize(torch.autograd.Function):

@@ -1,25 +1,25 @@
-"""Weight Standardization of one weight or of a whole model's, by the reference or by a kernel."""
+"""Weight Standardization of one weight or of all weights of a model, by the reference or by a kernel."""
 
-import importlib.util
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from micronorm.ops.transforms import is_transformed
+from micronorm.ops.runtime import is_transformed, tensor_problem
 from micronorm.ops.weight import operators, reference
 
 BACKENDS = ("auto", "reference", "triton")
-TRITON = importlib.util.find_spec("triton") is not None
 _OUTPUTS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def choose_backend(w: Tensor, backend: str = "auto") -> str:
-    """What computes this weight's standardization: "reference" or "triton".
+    """Return what computes this weight's standardization: "reference" or "triton".
 
-    "auto" is "triton" on a CUDA device where triton is installed and the weight's rows are dense in memory (contiguous
-    or channels_last), "reference" otherwise and under transforms of torch.func. Asking for "triton" where it cannot be
-    is an error, on a CPU too unless Triton's interpreter is active.
+    "auto" is "triton" on a CUDA device that runs kernels, if the weight's rows are dense in memory (contiguous or
+    channels_last). Otherwise, and under torch.func transforms, it is "reference".
+
+    Raises:
+        ValueError: the backend is unknown, or is "triton" and no kernel can compute this weight.
 
     Example:
         >>> choose_backend(torch.randn(8, 4, 3, 3))
@@ -29,39 +29,25 @@ def choose_backend(w: Tensor, backend: str = "auto") -> str:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend == "reference" or (backend == "auto" and not w.is_cuda):
         return "reference"
-    obstacle = _obstacle(w)
-    if backend == "auto":
-        return "triton" if obstacle is None else "reference"
-    if obstacle is not None:
-        raise ValueError(f'backend="triton" {obstacle}; leave backend="auto" for the reference there')
-    return backend
+    problem = tensor_problem(w, transformed=is_transformed()) or _weight_problem(w)
+    if problem is None:
+        return "triton"
+    if backend == "triton":
+        raise ValueError(f'backend="triton" cannot compute this weight: {problem}; use backend="auto"')
+    return "reference"
 
 
-def _obstacle(w: Tensor) -> str | None:
-    """Why no kernel can compute this weight; None where one can."""
-    if is_transformed():
-        return "knows no transforms of torch.func and no forward-mode differentiation"
-    if not TRITON:
-        return "needs the package triton, which is not installed (pip install triton)"
-    if w.device.type not in ("cuda", "cpu"):
-        return f"needs a weight on a CUDA device, got one on {w.device}"
-    if w.device.type == "cpu" and not _interpreted():
-        return "needs a weight on a CUDA device, or TRITON_INTERPRET=1 in the environment before triton is imported"
-    if type(w) not in (Tensor, nn.Parameter) or w.dtype not in _OUTPUTS:
-        return f"knows plain tensors of the ordinary floating dtypes, got {type(w).__name__} of {w.dtype}"
+def _weight_problem(w: Tensor) -> str | None:
+    """Return why no kernel can compute this weight, or None if one can."""
+    if w.dtype not in _OUTPUTS:
+        return f"kernels take floating dtypes of at least 16 bits, got {w.dtype}"
     if not _rows_are_dense(w):
-        return f"needs rows that are dense in memory, got strides {w.stride()} for shape {tuple(w.shape)}"
+        return f"kernels need rows that are dense in memory, got strides {w.stride()} for shape {tuple(w.shape)}"
     return None
 
 
-def _interpreted() -> bool:
-    from micronorm.ops.weight import kernels
-
-    return kernels.INTERPRETED
-
-
 def _rows_are_dense(w: Tensor) -> bool:
-    """Whether each output channel's weights are one run of memory, in whatever order, one channel after the other."""
+    """Return whether the weights of each output channel are contiguous in memory, one channel after the other."""
     if w.numel() == 0:
         return False
     if w.is_contiguous():
@@ -92,8 +78,8 @@ def weight_standardize(
         center: subtract the mean.
         scale: divide by the standard deviation (or the root mean square, without `center`).
         eps: added inside the root.
-        dtype: of the result, which is computed in float32 at least and rounded once; W's own where none is given.
-        backend: "auto", "reference" or "triton"; `micronorm.ops.weight.choose_backend` says what "auto" is.
+        dtype: of the result, which is computed in float32 at least and rounded once. None is the dtype of W.
+        backend: "auto", "reference" or "triton"; see `micronorm.ops.weight.choose_backend`.
 
     Example:
         >>> w = weight_standardize(torch.randn(8, 4, 3, 3))
@@ -112,18 +98,18 @@ def weight_standardize_many(
     dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> list[Tensor]:
-    """`weight_standardize` of every weight in a list: one launch for all, and one for all their gradients.
+    """Standardize every weight in a list: one launch for all of them, and one for all their gradients.
 
-    One launch for each device and dtype among the weights that the kernel computes (`choose_backend`); those that it
-    does not are computed one by one. The gradients come when that of the last Ŵ is known.
+    Weights that the kernel computes (see `choose_backend`) take one launch per device and dtype. The others are
+    computed one by one. The gradients are computed when the gradient of the last Ŵ is known.
 
     Args:
-        weights: O×… each, as for `weight_standardize`.
-        center: as there, and so on.
-        scale: as there.
-        eps: as there.
-        dtype: as there.
-        backend: as there.
+        weights: O×… each; this and the rest as in `weight_standardize`.
+        center: subtract the mean.
+        scale: divide by the standard deviation.
+        eps: added inside the root.
+        dtype: of the results.
+        backend: "auto", "reference" or "triton".
 
     Example:
         >>> a, b = weight_standardize_many([torch.randn(8, 4), torch.randn(2, 3, 3, 3)], dtype=torch.bfloat16)

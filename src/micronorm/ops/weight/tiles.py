@@ -1,10 +1,14 @@
-"""Weight Standardization of a few rows by one program of a Triton kernel: one read of W and one write each way.
+"""Device functions for Weight Standardization: one program computes a few rows, with one read and one write of W.
 
-A tile is R rows of C columns, C ≥ the fan-in, so that a row lies in registers from its only read to its only write;
-longer rows are read again from the cache, C columns at a time. Statistics are three rows of numbers, one column per
-output channel: the mean in two parts (a number of the arithmetic's dtype, and what its rounding lost) and 1/σ.
+A tile is R rows of C columns, C ≥ the fan-in, so that a row stays in registers between its read and its write. Longer
+rows are read again from the cache, C columns at a time.
 
-The block-wide sums are in one fixed order, and no two programs write the same address: equal inputs, equal bits.
+Legend, for this file and kernels.py (O output channels, I fan-in, WIDE the dtype of the computation):
+- w_ptr, dw_ptr: rows of I elements in the weight's dtype. out_ptr (Ŵ): the same in the dtype of the result. g_ptr
+  (dL/dŴ): the same in the dtype of the incoming gradient.
+- stats_ptr: 3×`channels` in WIDE, the rows of `packed.RowStat`, offset to the column of the first output channel.
+
+Every sum has one fixed order, and no two programs write the same address: equal inputs give equal bits.
 """
 
 # Triton's language has Python's grammar, not its types.
@@ -13,10 +17,14 @@ The block-wide sums are in one fixed order, and no two programs write the same a
 import triton
 import triton.language as tl
 
+from micronorm.ops.packed import RowStat
+
+PIVOT, RESIDUE, RSTD = (tl.constexpr(row.value) for row in RowStat)
+
 
 @triton.jit
 def _widen(x, WIDE: tl.constexpr):
-    # Half types go by way of float32, on the way back too: the interpreter knows no other.
+    """Convert to WIDE; half types by way of float32, the only conversion that the interpreter has."""
     if x.dtype.primitive_bitwidth == 16:
         x = x.to(tl.float32)
     return x.to(WIDE)
@@ -24,6 +32,7 @@ def _widen(x, WIDE: tl.constexpr):
 
 @triton.jit
 def _store(pointers, x, mask):
+    """Store in the dtype of the pointers; half types by way of float32, as in `_widen`."""
     if pointers.dtype.element_ty.primitive_bitwidth == 16:
         x = x.to(tl.float32)
     tl.store(pointers, x.to(pointers.dtype.element_ty), mask=mask)
@@ -31,26 +40,18 @@ def _store(pointers, x, mask):
 
 @triton.jit
 def forward_tile(
-    w,
-    out,
-    stats,
-    channels,
-    rows,
-    fan_in,
-    EPS: tl.constexpr,
-    CENTER: tl.constexpr,
-    SCALE: tl.constexpr,
-    WIDE: tl.constexpr,
-    R: tl.constexpr,
+    w_ptr, out_ptr, stats_ptr,
+    channels, rows, fan_in,
+    EPS: tl.constexpr, CENTER: tl.constexpr, SCALE: tl.constexpr, WIDE: tl.constexpr, R: tl.constexpr,
     C: tl.constexpr,
-):
-    """Up to R rows that begin at `w`, to `out`; their statistics begin at `stats`, of `channels` columns."""
+):  # fmt: skip
+    """Standardize up to R rows, and store their statistics."""
     r = tl.arange(0, R)
     c = tl.arange(0, C)
     here = (r < rows)[:, None] & (c < fan_in)[None, :]
     offsets = r[:, None] * fan_in + c[None, :]
     n = fan_in.to(WIDE)
-    x = _widen(tl.load(w + offsets, mask=here, other=0.0), WIDE)
+    x = _widen(tl.load(w_ptr + offsets, mask=here, other=0.0), WIDE)
     pivot = tl.zeros([R], WIDE)
     residue = tl.zeros([R], WIDE)
     rstd = tl.full([R], 1.0, WIDE)
@@ -61,28 +62,21 @@ def forward_tile(
         x = tl.where(here, x - residue[:, None], 0.0)
     if SCALE:
         rstd = tl.rsqrt(tl.sum(x * x, 1) / n + EPS)
-    _store(out + offsets, x * rstd[:, None], here)
-    tl.store(stats + r, pivot, mask=r < rows)
-    tl.store(stats + channels + r, residue, mask=r < rows)
-    tl.store(stats + 2 * channels + r, rstd, mask=r < rows)
+    _store(out_ptr + offsets, x * rstd[:, None], here)
+    tl.store(stats_ptr + PIVOT * channels + r, pivot, mask=r < rows)
+    tl.store(stats_ptr + RESIDUE * channels + r, residue, mask=r < rows)
+    tl.store(stats_ptr + RSTD * channels + r, rstd, mask=r < rows)
 
 
 @triton.jit
 def forward_long(
-    w,
-    out,
-    stats,
-    channels,
-    fan_in,
-    EPS: tl.constexpr,
-    CENTER: tl.constexpr,
-    SCALE: tl.constexpr,
-    WIDE: tl.constexpr,
-    C: tl.constexpr,
-):
-    """One row of any length, in three passes. The variance is taken around the rounded mean, as in `moments`.
+    w_ptr, out_ptr, stats_ptr,
+    channels, fan_in,
+    EPS: tl.constexpr, CENTER: tl.constexpr, SCALE: tl.constexpr, WIDE: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Standardize one row of any length in three passes. The variance is taken around the rounded mean.
 
-    The loops are written with `while`: the interpreter's `range` takes no number that was loaded.
+    The loops use `while`, because the interpreter's `range` does not accept a number that was loaded.
     """
     c = tl.arange(0, C)
     n = fan_in.to(WIDE)
@@ -94,7 +88,7 @@ def forward_long(
         total = tl.zeros([C], WIDE)
         start = 0
         while start < fan_in:
-            total += _widen(tl.load(w + start + c, mask=start + c < fan_in, other=0.0), WIDE)
+            total += _widen(tl.load(w_ptr + start + c, mask=start + c < fan_in, other=0.0), WIDE)
             start += C
         pivot = tl.sum(total, 0) / n
     if CENTER or SCALE:
@@ -103,7 +97,7 @@ def forward_long(
         start = 0
         while start < fan_in:
             here = start + c < fan_in
-            t = tl.where(here, _widen(tl.load(w + start + c, mask=here, other=0.0), WIDE) - pivot, 0.0)
+            t = tl.where(here, _widen(tl.load(w_ptr + start + c, mask=here, other=0.0), WIDE) - pivot, 0.0)
             first += t
             second += t * t
             start += C
@@ -114,41 +108,32 @@ def forward_long(
     start = 0
     while start < fan_in:
         here = start + c < fan_in
-        x = _widen(tl.load(w + start + c, mask=here, other=0.0), WIDE)
-        _store(out + start + c, ((x - pivot) - residue) * rstd, here)
+        x = _widen(tl.load(w_ptr + start + c, mask=here, other=0.0), WIDE)
+        _store(out_ptr + start + c, ((x - pivot) - residue) * rstd, here)
         start += C
-    tl.store(stats, pivot)
-    tl.store(stats + channels, residue)
-    tl.store(stats + 2 * channels, rstd)
+    tl.store(stats_ptr + PIVOT * channels, pivot)
+    tl.store(stats_ptr + RESIDUE * channels, residue)
+    tl.store(stats_ptr + RSTD * channels, rstd)
 
 
 @triton.jit
 def backward_tile(
-    w,
-    g,
-    dw,
-    stats,
-    channels,
-    rows,
-    fan_in,
-    CENTER: tl.constexpr,
-    SCALE: tl.constexpr,
-    WIDE: tl.constexpr,
-    R: tl.constexpr,
-    C: tl.constexpr,
-):
-    """dW = (g − mean(g) − Ŵ·mean(g·Ŵ))/σ for up to R rows; without `center` the first mean goes, without `scale` Ŵ."""
+    w_ptr, g_ptr, dw_ptr, stats_ptr,
+    channels, rows, fan_in,
+    CENTER: tl.constexpr, SCALE: tl.constexpr, WIDE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Compute dW = (g − mean(g) − Ŵ·mean(g·Ŵ))/σ for up to R rows; without CENTER or SCALE their terms vanish."""
     r = tl.arange(0, R)
     c = tl.arange(0, C)
     here = (r < rows)[:, None] & (c < fan_in)[None, :]
     offsets = r[:, None] * fan_in + c[None, :]
     n = fan_in.to(WIDE)
-    d = _widen(tl.load(g + offsets, mask=here, other=0.0), WIDE)
+    d = _widen(tl.load(g_ptr + offsets, mask=here, other=0.0), WIDE)
     if SCALE:
-        x = _widen(tl.load(w + offsets, mask=here, other=0.0), WIDE)
-        pivot = tl.load(stats + r, mask=r < rows, other=0.0)
-        residue = tl.load(stats + channels + r, mask=r < rows, other=0.0)
-        rstd = tl.load(stats + 2 * channels + r, mask=r < rows, other=0.0)
+        x = _widen(tl.load(w_ptr + offsets, mask=here, other=0.0), WIDE)
+        pivot = tl.load(stats_ptr + PIVOT * channels + r, mask=r < rows, other=0.0)
+        residue = tl.load(stats_ptr + RESIDUE * channels + r, mask=r < rows, other=0.0)
+        rstd = tl.load(stats_ptr + RSTD * channels + r, mask=r < rows, other=0.0)
         x = ((x - pivot[:, None]) - residue[:, None]) * rstd[:, None]
         along = tl.sum(d * x, 1) / n  # beyond a row's end d is zero
         if CENTER:
@@ -156,37 +141,30 @@ def backward_tile(
         d = (d - x * along[:, None]) * rstd[:, None]
     else:
         d = d - (tl.sum(d, 1) / n)[:, None]
-    _store(dw + offsets, d, here)
+    _store(dw_ptr + offsets, d, here)
 
 
 @triton.jit
 def backward_long(
-    w,
-    g,
-    dw,
-    stats,
-    channels,
-    fan_in,
-    CENTER: tl.constexpr,
-    SCALE: tl.constexpr,
-    WIDE: tl.constexpr,
-    C: tl.constexpr,
-):
-    """`backward_tile` for one row of any length, in two passes."""
+    w_ptr, g_ptr, dw_ptr, stats_ptr,
+    channels, fan_in,
+    CENTER: tl.constexpr, SCALE: tl.constexpr, WIDE: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Compute `backward_tile` for one row of any length, in two passes."""
     c = tl.arange(0, C)
     n = fan_in.to(WIDE)
-    pivot = tl.load(stats)
-    residue = tl.load(stats + channels)
-    rstd = tl.load(stats + 2 * channels)
+    pivot = tl.load(stats_ptr + PIVOT * channels)
+    residue = tl.load(stats_ptr + RESIDUE * channels)
+    rstd = tl.load(stats_ptr + RSTD * channels)
     first = tl.zeros([C], WIDE)
     second = tl.zeros([C], WIDE)
     start = 0
     while start < fan_in:
         here = start + c < fan_in
-        d = _widen(tl.load(g + start + c, mask=here, other=0.0), WIDE)
+        d = _widen(tl.load(g_ptr + start + c, mask=here, other=0.0), WIDE)
         first += d
         if SCALE:
-            x = _widen(tl.load(w + start + c, mask=here, other=0.0), WIDE)
+            x = _widen(tl.load(w_ptr + start + c, mask=here, other=0.0), WIDE)
             second += d * (((x - pivot) - residue) * rstd)
         start += C
     mean = tl.sum(first, 0) / n
@@ -194,11 +172,11 @@ def backward_long(
     start = 0
     while start < fan_in:
         here = start + c < fan_in
-        d = _widen(tl.load(g + start + c, mask=here, other=0.0), WIDE)
+        d = _widen(tl.load(g_ptr + start + c, mask=here, other=0.0), WIDE)
         if CENTER:
             d = d - mean
         if SCALE:
-            x = _widen(tl.load(w + start + c, mask=here, other=0.0), WIDE)
+            x = _widen(tl.load(w_ptr + start + c, mask=here, other=0.0), WIDE)
             d = (d - (((x - pivot) - residue) * rstd) * along) * rstd
-        _store(dw + start + c, d, here)
+        _store(dw_ptr + start + c, d, here)
         start += C

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from micronorm.diagnostics.statdiff import stat_diff
+from micronorm.diagnostics.channels import stat_diff
 from micronorm.recipes.figures.figure import Figure, Request, Work
 from micronorm.recipes.figures.style import COLOURS, TEXT, caption, panel, tidy
 

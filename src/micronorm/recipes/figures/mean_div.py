@@ -10,7 +10,7 @@ from torch import nn
 
 from micronorm.diagnostics.lipschitz import gradient_shares
 from micronorm.nn import WS
-from micronorm.nn.sharing import SharedWeights
+from micronorm.nn.per_step.shared_weights import SharedWeights
 from micronorm.recipes.figures import sweep
 from micronorm.recipes.figures.figure import Figure, Work
 from micronorm.recipes.figures.style import COLOURS, TEXT, caption, panel, tidy

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from micronorm.diagnostics.statdiff import stat_diff
+from micronorm.diagnostics.channels import stat_diff
 from micronorm.nn import LN, WS
 from micronorm.recipes.figures import sweep
 from micronorm.recipes.figures.figure import Figure, Work

@@ -1,1 +1,1 @@
-"""Batch-Channel Normalization, and group normalization with it, in Triton kernels."""
+"""Triton kernels for Batch-Channel Normalization and group normalization."""

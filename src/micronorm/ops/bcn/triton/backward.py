@@ -1,9 +1,11 @@
-"""The backward in one launch, and the sum over samples after it. The legend of names is in pieces.py.
+"""The kernels of the backward.
 
-With g = dL/du, u being what enters the activation, every kernel works on
-t = x − pivot; `sum_g` and `sum_gt` are Σg and Σg·t over space, from which all else follows. `shares` holds one row of
-numbers per sample, its part of the gradients of γ^b, β^b (C each, where there are estimates) and of γ^c, β^c (one per
-group, or per channel in group normalization); `slopes` holds three blocks of N×C: dx = slope·g + curve·t + shift.
+In one launch: `backward_whole`. In two or three: `backward_part`, then `backward_numbers` and `backward_apply`, or
+`backward_apply` alone (FINISHES). `backward_batch` adds what flows through the batch's own moments, and
+`sums.sum_samples` adds up the parameters' gradients. The legend of names, shapes and pointers is in pieces.py.
+
+g is dL/du, where u enters the activation, and t = x − pivot. `sum_g` and `sum_gt` are Σg and Σg·t over space, from
+which everything else follows.
 """
 
 # Called outside a kernel these raise, which is all that pyright sees of them.
@@ -11,217 +13,158 @@ group, or per channel in group normalization); `slopes` holds three blocks of N�
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from micronorm.ops.bcn.triton.loops import sums, write_gradient
-from micronorm.ops.bcn.triton.pieces import COUNTS, IDENTITY, gate, gradients
+from micronorm.ops.bcn.triton.loops import spread, sums, write_gradient
+from micronorm.ops.bcn.triton.pieces import (
+    COUNTS,
+    IDENTITY,
+    PIVOT,
+    RESIDUE,
+    begin,
+    both,
+    gate,
+    gradients,
+    load_coefficients,
+    number_at,
+    piece_of,
+    tile_at,
+    whole_groups,
+)
+from micronorm.ops.packed import Slope
+
+CURVE, SHIFT = tl.constexpr(Slope.CURVE.value), tl.constexpr(Slope.SHIFT.value)
+SLOPE_BLOCK = tl.constexpr(Slope.SLOPE.value)
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def backward_whole(
-    x_ptr,
-    g_ptr,
-    y_ptr,
-    dx_ptr,
-    dr_ptr,
-    numbers_ptr,
-    shares_ptr,
-    mean_ptr,
-    var_ptr,
-    weight_ptr,
-    bias_ptr,
-    group_weight_ptr,
-    samples,
-    channels,
-    space,
-    x_n,
-    x_c,
-    x_s,
-    g_n,
-    g_c,
-    g_s,
-    y_n,
-    y_c,
-    y_s,
-    d_n,
-    d_c,
-    d_s,
-    EPS: tl.constexpr,
-    ESTIMATES: tl.constexpr,
-    AFFINE: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SLOPE: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    SPACE: tl.constexpr,
-    ALIGN: tl.constexpr,
-    C_UNIT: tl.constexpr,
-    S_UNIT: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """The whole backward where a sample's groups fit on chip: x and the gradient are read once."""
-    if EARLY:  # not before the launch before this one is done
-        gdc_wait()
-        gdc_launch_dependents()
+    x_ptr,  # N×C×S, dtype of the input
+    g_ptr,  # N×C×S, dL/dy, dtype of the input
+    y_ptr,  # N×C×S, dtype of the input; x without HAS_RESIDUAL
+    dx_ptr,  # N×C×S, dtype of the input
+    dr_ptr,  # N×C×S, dL/dresidual, dtype of the input; dx without HAS_RESIDUAL
+    numbers_ptr,  # packed.numbers_size entries in F
+    shares_ptr,  # N×columns in F
+    mean_ptr, var_ptr,  # C or N×C, any floating dtype
+    weight_ptr, bias_ptr,  # C, any floating dtype
+    group_weight_ptr,  # G or C, any floating dtype
+    samples, channels, space,
+    x_n, x_c, x_s, g_n, g_c, g_s, y_n, y_c, y_s, d_n, d_c, d_s,
+    EPS: tl.constexpr, ESTIMATES: tl.constexpr, AFFINE: tl.constexpr, ACTIVATION: tl.constexpr,
+    SLOPE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
+    CHANNELS: tl.constexpr, SPACE: tl.constexpr, STAGES: tl.constexpr, TWICE: tl.constexpr, ALIGN: tl.constexpr,
+    C_UNIT: tl.constexpr, S_UNIT: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Compute the whole backward. A program holds its groups on chip, or with TWICE reads them twice."""
+    begin(EARLY)
     dtype: tl.constexpr = numbers_ptr.dtype.element_ty
-    x_n, x_c, x_s = x_n * ALIGN, x_c * C_UNIT, x_s * S_UNIT
-    g_n, g_c, g_s = g_n * ALIGN, g_c * C_UNIT, g_s * S_UNIT
-    y_n, y_c, y_s = y_n * ALIGN, y_c * C_UNIT, y_s * S_UNIT
-    d_n, d_c, d_s = d_n * ALIGN, d_c * C_UNIT, d_s * S_UNIT
+    x = (x_n * ALIGN, x_c * C_UNIT, x_s * S_UNIT)
+    g = (g_n * ALIGN, g_c * C_UNIT, g_s * S_UNIT)
+    y = (y_n * ALIGN, y_c * C_UNIT, y_s * S_UNIT)
+    d = (d_n * ALIGN, d_c * C_UNIT, d_s * S_UNIT)
     channels, space = channels * S_UNIT, space * C_UNIT
-    WIDTH: tl.constexpr = GROUPS * SIZE
-    blocks = tl.cdiv(channels, WIDTH)
-    program = tl.num_programs(0) - 1 - tl.program_id(0)
-    n = program // blocks
-    local = tl.arange(0, CHANNELS)
-    c = (program % blocks) * WIDTH + local
-    valid_c = (local < WIDTH) & (c < channels)
+    n, c, valid_c = whole_groups(tl.num_programs(0) - 1 - tl.program_id(0), channels, GROUPS, SIZE, CHANNELS)
+    far = n.to(tl.int64)
+    x_ptr += far * x[0]
+    g_ptr += far * g[0]
+    y_ptr += far * y[0]
+    dx_ptr += far * d[0]
+    dr_ptr += far * d[0]
+    norm = (mean_ptr, var_ptr, weight_ptr, bias_ptr, group_weight_ptr)
+    place, sizes = (n, c, valid_c, valid_c), (samples, channels)
     s = tl.arange(0, SPACE)
     valid_cs = valid_c[:, None] & (s < space)[None, :]
-    far = n.to(tl.int64)
-    x_cs = tl.load(x_ptr + far * x_n + c[:, None] * x_c + s[None, :] * x_s, valid_cs, 0).to(dtype)
-    g_cs = tl.load(g_ptr + far * g_n + c[:, None] * g_c + s[None, :] * g_s, valid_cs, 0).to(dtype)
-    block = samples * channels
-    at = n * channels + c
-    pivot_c = tl.load(numbers_ptr + at, valid_c, 0)
-    t_cs = tl.where(valid_cs, x_cs - pivot_c[:, None], 0.0)
-    if HAS_RESIDUAL:
-        u_cs = tl.load(y_ptr + far * y_n + c[:, None] * y_c + s[None, :] * y_s, valid_cs, 0).to(dtype)
+    if TWICE:
+        coefficients = load_coefficients(numbers_ptr, n, c, valid_c, sizes)
+        pointers, strides = (x_ptr, g_ptr, y_ptr, dr_ptr), (x, g, y, d)
+        sum_g_c, sum_gt_c = sums(
+            pointers,
+            strides,
+            coefficients,
+            c,
+            valid_c,
+            0,
+            space,
+            ACTIVATION,
+            SLOPE,
+            HAS_RESIDUAL,
+            CHANNELS,
+            SPACE,
+            STAGES,
+        )
     else:
-        scale_c = tl.load(numbers_ptr + 3 * block + at, valid_c, 0)
-        offset_c = tl.load(numbers_ptr + 4 * block + at, valid_c, 0)
-        # The very expression of the forward, so that the mask is the forward's to the last bit.
-        u_cs = tl.fma(t_cs, scale_c[:, None], tl.broadcast_to(offset_c[:, None], [CHANNELS, SPACE]))
-    g_cs = tl.where(valid_cs, gate(g_cs, u_cs, ACTIVATION, SLOPE), 0.0)
-    slope_c, curve_c, shift_c = gradients(
-        tl.sum(g_cs, 1),
-        tl.sum(tl.fma(g_cs, t_cs, tl.zeros_like(g_cs)), 1),
-        numbers_ptr,
-        shares_ptr,
-        mean_ptr,
-        var_ptr,
-        weight_ptr,
-        bias_ptr,
-        group_weight_ptr,
-        n,
-        c,
-        valid_c,
-        valid_c,
-        samples,
-        channels,
-        space,
-        EPS,
-        ESTIMATES,
-        AFFINE,
-        GROUPS,
-        SIZE,
-        CHANNELS,
+        x_cs = tl.load(tile_at(x_ptr, x, c, s), valid_cs, 0).to(dtype)
+        g_cs = tl.load(tile_at(g_ptr, g, c, s), valid_cs, 0).to(dtype)
+        coefficients = load_coefficients(numbers_ptr, n, c, valid_c, sizes)
+        t_cs = tl.where(valid_cs, x_cs - coefficients[0][:, None], 0.0)
+        if HAS_RESIDUAL:
+            u_cs = tl.load(tile_at(y_ptr, y, c, s), valid_cs, 0).to(dtype)
+        else:
+            # The forward's own expression, so that the mask equals the forward's to the last bit.
+            u_cs = tl.fma(t_cs, coefficients[1][:, None], spread(coefficients[2], t_cs))
+        g_cs = tl.where(valid_cs, gate(g_cs, u_cs, ACTIVATION, SLOPE), 0.0)
+        sum_g_c = tl.sum(g_cs, 1)
+        sum_gt_c = tl.sum(tl.fma(g_cs, t_cs, tl.zeros_like(g_cs)), 1)
+    slopes = gradients(
+        sum_g_c, sum_gt_c, numbers_ptr, shares_ptr, norm, place, sizes, space, EPS, ESTIMATES, AFFINE, GROUPS, SIZE
     )
-    at_cs = far * d_n + c[:, None] * d_c + s[None, :] * d_s
-    if HAS_RESIDUAL:
-        tl.store(dr_ptr + at_cs, g_cs.to(dr_ptr.dtype.element_ty), valid_cs)
-    dx_cs = tl.fma(
-        g_cs, slope_c[:, None], tl.fma(t_cs, curve_c[:, None], tl.broadcast_to(shift_c[:, None], [CHANNELS, SPACE]))
-    )
-    tl.store(dx_ptr + at_cs, dx_cs.to(dx_ptr.dtype.element_ty), valid_cs)
+    if TWICE:
+        if HAS_RESIDUAL:  # other threads have gated the gradient and stored it
+            tl.debug_barrier()
+            incoming, incoming_strides = dr_ptr, d
+            LATER: tl.constexpr = IDENTITY
+        else:
+            incoming, incoming_strides = g_ptr, g
+            LATER: tl.constexpr = ACTIVATION
+        pointers, strides = (x_ptr, incoming, dx_ptr), (x, incoming_strides, d)
+        write_gradient(pointers, strides, coefficients, slopes, c, valid_c, 0, space, LATER, SLOPE, SPACE, STAGES)
+    else:
+        slope_c, curve_c, shift_c = slopes
+        if HAS_RESIDUAL:
+            tl.store(tile_at(dr_ptr, d, c, s), g_cs.to(dr_ptr.dtype.element_ty), valid_cs)
+        dx_cs = tl.fma(g_cs, slope_c[:, None], tl.fma(t_cs, curve_c[:, None], spread(shift_c, t_cs)))
+        tl.store(tile_at(dx_ptr, d, c, s), dx_cs.to(dx_ptr.dtype.element_ty), valid_cs)
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def backward_twice(
-    x_ptr,
-    g_ptr,
-    y_ptr,
-    dx_ptr,
-    dr_ptr,
-    numbers_ptr,
-    shares_ptr,
-    mean_ptr,
-    var_ptr,
-    weight_ptr,
-    bias_ptr,
-    group_weight_ptr,
-    samples,
-    channels,
-    space,
-    x_n,
-    x_c,
-    x_s,
-    g_n,
-    g_c,
-    g_s,
-    y_n,
-    y_c,
-    y_s,
-    d_n,
-    d_c,
-    d_s,
-    EPS: tl.constexpr,
-    ESTIMATES: tl.constexpr,
-    AFFINE: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SLOPE: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    SPACE: tl.constexpr,
-    STAGES: tl.constexpr,
-    ALIGN: tl.constexpr,
-    C_UNIT: tl.constexpr,
-    S_UNIT: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """The whole backward of a sample's groups that do not fit on chip: all is read twice, then from the cache."""
-    if EARLY:  # not before the launch before this one is done
-        gdc_wait()
-        gdc_launch_dependents()
-    dtype: tl.constexpr = numbers_ptr.dtype.element_ty
-    x_n, x_c, x_s = x_n * ALIGN, x_c * C_UNIT, x_s * S_UNIT
-    g_n, g_c, g_s = g_n * ALIGN, g_c * C_UNIT, g_s * S_UNIT
-    y_n, y_c, y_s = y_n * ALIGN, y_c * C_UNIT, y_s * S_UNIT
-    d_n, d_c, d_s = d_n * ALIGN, d_c * C_UNIT, d_s * S_UNIT
+def backward_part(
+    x_ptr,  # N×C×S, dtype of the input
+    g_ptr,  # N×C×S, dL/dy, dtype of the input
+    y_ptr,  # N×C×S, dtype of the input; x without HAS_RESIDUAL
+    dr_ptr,  # N×C×S, dL/dresidual, dtype of the input; dx without HAS_RESIDUAL
+    numbers_ptr,  # packed.numbers_size entries in F
+    parts_ptr,  # 2×N×pieces×C in F: Σg, then Σg·t
+    samples, channels, space,
+    x_n, x_c, x_s, g_n, g_c, g_s, y_n, y_c, y_s, d_n, d_c, d_s,
+    pieces, piece, blocks,
+    ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    ALIGN: tl.constexpr, C_UNIT: tl.constexpr, S_UNIT: tl.constexpr, CHANNELS: tl.constexpr,
+    SPACE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Compute Σg and Σg·t over one piece of space; with a residual, store its gradient g for the elementwise pass."""
+    begin(EARLY)
+    x = (x_n * ALIGN, x_c * C_UNIT, x_s * S_UNIT)
+    g = (g_n * ALIGN, g_c * C_UNIT, g_s * S_UNIT)
+    y = (y_n * ALIGN, y_c * C_UNIT, y_s * S_UNIT)
+    d = (d_n * ALIGN, d_c * C_UNIT, d_s * S_UNIT)
     channels, space = channels * S_UNIT, space * C_UNIT
-    WIDTH: tl.constexpr = GROUPS * SIZE
-    blocks = tl.cdiv(channels, WIDTH)
-    program = tl.num_programs(0) - 1 - tl.program_id(0)
-    n = program // blocks
-    local = tl.arange(0, CHANNELS)
-    c = (program % blocks) * WIDTH + local
-    valid_c = (local < WIDTH) & (c < channels)
+    n, p, b = piece_of(tl.program_id(0), pieces, blocks, CHANNELS_LAST)
+    c = b * CHANNELS + tl.arange(0, CHANNELS)
+    valid_c = c < channels
+    coefficients = load_coefficients(numbers_ptr, n, c, valid_c, (samples, channels))
+    start = p * piece
+    end = start + tl.minimum(piece, space - start)
     far = n.to(tl.int64)
-    x_ptr += far * x_n
-    g_ptr += far * g_n
-    y_ptr += far * y_n
-    dx_ptr += far * d_n
-    dr_ptr += far * d_n
-    block = samples * channels
-    at = n * channels + c
-    pivot_c = tl.load(numbers_ptr + at, valid_c, 0)
-    scale_c = tl.load(numbers_ptr + 3 * block + at, valid_c, 0)
-    offset_c = tl.load(numbers_ptr + 4 * block + at, valid_c, 0)
+    pointers = (x_ptr + far * x[0], g_ptr + far * g[0], y_ptr + far * y[0], dr_ptr + far * d[0])
+    strides = (x, g, y, d)
     sum_g_c, sum_gt_c = sums(
-        x_ptr,
-        g_ptr,
-        y_ptr,
-        dr_ptr,
-        pivot_c,
-        scale_c,
-        offset_c,
+        pointers,
+        strides,
+        coefficients,
         c,
         valid_c,
-        0,
-        space,
-        x_c,
-        x_s,
-        g_c,
-        g_s,
-        y_c,
-        y_s,
-        d_c,
-        d_s,
-        dtype,
+        start,
+        end,
         ACTIVATION,
         SLOPE,
         HAS_RESIDUAL,
@@ -229,78 +172,129 @@ def backward_twice(
         SPACE,
         STAGES,
     )
-    slope_c, curve_c, shift_c = gradients(
-        sum_g_c,
-        sum_gt_c,
-        numbers_ptr,
-        shares_ptr,
-        mean_ptr,
-        var_ptr,
-        weight_ptr,
-        bias_ptr,
-        group_weight_ptr,
-        n,
-        c,
-        valid_c,
-        valid_c,
-        samples,
-        channels,
-        space,
-        EPS,
-        ESTIMATES,
-        AFFINE,
-        GROUPS,
-        SIZE,
-        CHANNELS,
-    )
-    if HAS_RESIDUAL:  # gated and stored by the sums, by other threads
-        tl.debug_barrier()
-        g_ptr, g_c, g_s = dr_ptr, d_c, d_s
-        LATER: tl.constexpr = IDENTITY
-    else:
-        LATER: tl.constexpr = ACTIVATION
-    write_gradient(
-        x_ptr,
-        g_ptr,
-        dx_ptr,
-        pivot_c,
-        scale_c,
-        offset_c,
-        slope_c,
-        curve_c,
-        shift_c,
-        c,
-        valid_c,
-        0,
-        space,
-        x_c,
-        x_s,
-        g_c,
-        g_s,
-        d_c,
-        d_s,
-        dtype,
-        LATER,
-        SLOPE,
-        CHANNELS,
-        SPACE,
-        STAGES,
-    )
+    at = (n * pieces + p) * channels + c
+    tl.store(parts_ptr + at, sum_g_c, valid_c)
+    tl.store(parts_ptr + samples * pieces * channels + at, sum_gt_c, valid_c)
+
+
+@triton.jit
+def _added(parts_ptr, n, c, valid_c, sizes, pieces, PIECES: tl.constexpr):
+    """Return the sums of a sample from those of its pieces."""
+    p = tl.arange(0, PIECES)
+    valid_cp = valid_c[:, None] & (p < pieces)[None, :]
+    at_cp = (n * pieces + p)[None, :] * sizes[1] + c[:, None]
+    sum_g_c = tl.sum(tl.load(parts_ptr + at_cp, valid_cp, 0), 1)
+    return sum_g_c, tl.sum(tl.load(parts_ptr + sizes[0] * pieces * sizes[1] + at_cp, valid_cp, 0), 1)
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def sum_samples(
-    shares_ptr, totals_ptr, samples, columns, SAMPLES: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr
-):
-    """The sum over samples of every column, in one order whatever the grid."""
-    if EARLY:  # not before the launch before this one is done
-        gdc_wait()
-        gdc_launch_dependents()
-    dtype: tl.constexpr = shares_ptr.dtype.element_ty
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    sums = tl.zeros([SAMPLES, COLUMNS], dtype)
-    for first in range(0, samples, SAMPLES):
-        n = first + tl.arange(0, SAMPLES)
-        valid = (n < samples)[:, None] & (column < columns)[None, :]
-        sums += tl.load(shares_ptr + n[:, None] * columns + column[None, :], valid, 0)
-    tl.store(totals_ptr + column, tl.sum(sums, 0), column < columns)
+def backward_numbers(
+    parts_ptr,  # 2×N×pieces×C in F
+    numbers_ptr,  # packed.numbers_size entries in F
+    slopes_ptr,  # 3×N×C in F
+    shares_ptr,  # N×columns in F
+    mean_ptr, var_ptr,  # C or N×C, any floating dtype
+    weight_ptr, bias_ptr,  # C, any floating dtype
+    group_weight_ptr,  # G or C, any floating dtype
+    samples, channels, space, pieces,
+    EPS: tl.constexpr, ESTIMATES: tl.constexpr, AFFINE: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
+    CHANNELS: tl.constexpr, PIECES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Do the N×C arithmetic of the backward, from the sums of the pieces."""
+    begin(EARLY)
+    n, c, valid_c = whole_groups(tl.program_id(0), channels, GROUPS, SIZE, CHANNELS)
+    norm = (mean_ptr, var_ptr, weight_ptr, bias_ptr, group_weight_ptr)
+    place, sizes = (n, c, valid_c, valid_c), (samples, channels)
+    sum_g_c, sum_gt_c = _added(parts_ptr, n, c, valid_c, sizes, pieces, PIECES)
+    slope_c, curve_c, shift_c = gradients(
+        sum_g_c, sum_gt_c, numbers_ptr, shares_ptr, norm, place, sizes, space, EPS, ESTIMATES, AFFINE, GROUPS, SIZE
+    )
+    tl.store(number_at(slopes_ptr, SLOPE_BLOCK, n, c, sizes), slope_c, valid_c)
+    tl.store(number_at(slopes_ptr, CURVE, n, c, sizes), curve_c, valid_c)
+    tl.store(number_at(slopes_ptr, SHIFT, n, c, sizes), shift_c, valid_c)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def backward_apply(
+    x_ptr,  # N×C×S, dtype of the input
+    g_ptr,  # N×C×S, dL/dy or the stored dL/dresidual, dtype of the input
+    dx_ptr,  # N×C×S, dtype of the input
+    parts_ptr,  # with FINISHES 2×N×part_pieces×C in F; otherwise the slopes, 3×N×C in F
+    numbers_ptr,  # packed.numbers_size entries in F
+    shares_ptr,  # N×columns in F
+    mean_ptr, var_ptr,  # C or N×C, any floating dtype
+    weight_ptr, bias_ptr,  # C, any floating dtype
+    group_weight_ptr,  # G or C, any floating dtype
+    samples, channels, space,
+    x_n, x_c, x_s, g_n, g_c, g_s, d_n, d_c, d_s,
+    part_pieces, pieces, piece, blocks,
+    EPS: tl.constexpr, ESTIMATES: tl.constexpr, AFFINE: tl.constexpr, ACTIVATION: tl.constexpr,
+    SLOPE: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr, ALIGN: tl.constexpr, C_UNIT: tl.constexpr, S_UNIT: tl.constexpr,
+    CHANNELS: tl.constexpr, SPACE: tl.constexpr, STAGES: tl.constexpr, FINISHES: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """Compute dx = slope·g + curve·(x − pivot) + shift, element by element.
+
+    Programs go from the end: what the pass before this one read last is still in the cache.
+    FINISHES: the slopes are not computed yet, and every program does the arithmetic of its own groups first. The
+    pointers after `numbers_ptr` are used only then.
+    """
+    begin(EARLY)
+    x = (x_n * ALIGN, x_c * C_UNIT, x_s * S_UNIT)
+    g = (g_n * ALIGN, g_c * C_UNIT, g_s * S_UNIT)
+    d = (d_n * ALIGN, d_c * C_UNIT, d_s * S_UNIT)
+    channels, space = channels * S_UNIT, space * C_UNIT
+    n, p, b = piece_of(tl.num_programs(0) - 1 - tl.program_id(0), pieces, blocks, CHANNELS_LAST)
+    c = b * CHANNELS + tl.arange(0, CHANNELS)
+    valid_c = c < channels
+    sizes = (samples, channels)
+    if FINISHES:
+        sum_g_c, sum_gt_c = _added(parts_ptr, n, c, valid_c, sizes, part_pieces, PIECES)
+        norm = (mean_ptr, var_ptr, weight_ptr, bias_ptr, group_weight_ptr)
+        place = (n, c, valid_c, both(valid_c, p == 0))
+        slopes = gradients(
+            sum_g_c, sum_gt_c, numbers_ptr, shares_ptr, norm, place, sizes, space, EPS, ESTIMATES, AFFINE, GROUPS, SIZE
+        )
+    else:
+        slope_c = tl.load(number_at(parts_ptr, SLOPE_BLOCK, n, c, sizes), valid_c, 0)
+        curve_c = tl.load(number_at(parts_ptr, CURVE, n, c, sizes), valid_c, 0)
+        slopes = (slope_c, curve_c, tl.load(number_at(parts_ptr, SHIFT, n, c, sizes), valid_c, 0))
+    coefficients = load_coefficients(numbers_ptr, n, c, valid_c, sizes)
+    start = p * piece
+    end = start + tl.minimum(piece, space - start)
+    far = n.to(tl.int64)
+    pointers, strides = (x_ptr + far * x[0], g_ptr + far * g[0], dx_ptr + far * d[0]), (x, g, d)
+    write_gradient(pointers, strides, coefficients, slopes, c, valid_c, start, end, ACTIVATION, SLOPE, SPACE, STAGES)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def backward_batch(
+    numbers_ptr,  # packed.numbers_size entries in F
+    slopes_ptr,  # 3×N×C in F
+    totals_ptr,  # columns in F; begins with the gradients of γ^b and β^b
+    mean_ptr, var_ptr, weight_ptr,  # C, any floating dtype
+    samples, channels, space,
+    EPS: tl.constexpr, CHANNELS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Add to the slopes what flows through the batch's own moments."""
+    begin(EARLY)
+    dtype: tl.constexpr = numbers_ptr.dtype.element_ty
+    n = tl.program_id(0)
+    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    valid_c = c < channels
+    sizes = (samples, channels)
+    pivot_c = tl.load(number_at(numbers_ptr, PIVOT, n, c, sizes), valid_c, 0)
+    residue_c = tl.load(number_at(numbers_ptr, RESIDUE, n, c, sizes), valid_c, 0)
+    rstd_c = tl.rsqrt(tl.load(var_ptr + c, valid_c, 0).to(dtype) + EPS)
+    distance_c = ((pivot_c - tl.load(mean_ptr + c, valid_c, 0)) + residue_c).to(dtype)
+    a_c = tl.load(weight_ptr + c, valid_c, 0).to(dtype) * rstd_c
+    # dL/dμ̂ = −a·dL/dβ^b and dL/dσ̂² = −a·rstd/2 · dL/dγ^b, shared by all elements of the batch
+    d_var_c = -tl.load(totals_ptr + c, valid_c, 0) * a_c * rstd_c / samples
+    d_mean_c = -tl.load(totals_ptr + channels + c, valid_c, 0) * a_c / samples
+    curve_c = d_var_c / space
+    shift_c = tl.fma(d_var_c, distance_c, d_mean_c) / space - curve_c * residue_c
+    curve_ptr = number_at(slopes_ptr, CURVE, n, c, sizes)
+    shift_ptr = number_at(slopes_ptr, SHIFT, n, c, sizes)
+    tl.store(curve_ptr, tl.load(curve_ptr, valid_c, 0) + curve_c, valid_c)
+    tl.store(shift_ptr, tl.load(shift_ptr, valid_c, 0) + shift_c, valid_c)

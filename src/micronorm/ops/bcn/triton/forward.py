@@ -1,6 +1,8 @@
-"""The forward in one launch, which reads x once where its groups fit on chip. The legend of names is in pieces.py.
+"""The kernels of the forward.
 
-Programs go from the last sample to the first: the end of x is what the layer before has left in the cache.
+In one launch: `forward_whole`. In two or three: `moments_part`, then `forward_numbers` and `forward_apply`, or
+`forward_apply` alone (FINISHES). Statistics that are needed first: `moments_part` and `moments_merge`.
+The legend of names, shapes and pointers is in pieces.py.
 """
 
 # Called outside a kernel these raise, which is all that pyright sees of them.
@@ -8,241 +10,242 @@ Programs go from the last sample to the first: the end of x is what the layer be
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from micronorm.ops.bcn.triton.loops import moments, write_output
-from micronorm.ops.bcn.triton.pieces import COUNTS, activate, split_mean, write_numbers
+from micronorm.ops.bcn.triton.loops import moments, store_output, write_output
+from micronorm.ops.bcn.triton.pieces import (
+    COUNTS,
+    PIVOT,
+    RESIDUE,
+    VAR,
+    begin,
+    both,
+    load_coefficients,
+    load_moments,
+    number_at,
+    piece_of,
+    split_mean,
+    tile_at,
+    whole_groups,
+    write_numbers,
+)
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def forward_whole(
-    x_ptr,
-    residual_ptr,
-    y_ptr,
-    numbers_ptr,
-    mean_ptr,
-    var_ptr,
-    weight_ptr,
-    bias_ptr,
-    group_weight_ptr,
-    group_bias_ptr,
-    blend_ptr,
-    samples,
-    channels,
-    space,
-    x_n,
-    x_c,
-    x_s,
-    r_n,
-    r_c,
-    r_s,
-    y_n,
-    y_c,
-    y_s,
-    EPS: tl.constexpr,
-    ESTIMATES: tl.constexpr,
-    AFFINE: tl.constexpr,
-    HAS_BLEND: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SLOPE: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    SPACE: tl.constexpr,
-    ALIGN: tl.constexpr,
-    C_UNIT: tl.constexpr,
-    S_UNIT: tl.constexpr,
-    MAX: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """The whole forward where a sample's groups fit on chip: x is read once."""
-    if EARLY:  # not before the launch before this one is done
-        gdc_wait()
-        gdc_launch_dependents()
+    x_ptr,  # N×C×S, dtype of the input
+    residual_ptr,  # N×C×S, dtype of the input; x without HAS_RESIDUAL
+    y_ptr,  # N×C×S, dtype of the input
+    numbers_ptr,  # packed.numbers_size entries in F
+    mean_ptr, var_ptr,  # C or N×C, any floating dtype
+    weight_ptr, bias_ptr,  # C, any floating dtype
+    group_weight_ptr, group_bias_ptr,  # G or C, any floating dtype
+    blend_ptr,  # 1, any floating dtype
+    samples, channels, space,
+    x_n, x_c, x_s, r_n, r_c, r_s, y_n, y_c, y_s,
+    EPS: tl.constexpr, ESTIMATES: tl.constexpr, AFFINE: tl.constexpr, HAS_BLEND: tl.constexpr,
+    ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GROUPS: tl.constexpr,
+    SIZE: tl.constexpr, CHANNELS: tl.constexpr, SPACE: tl.constexpr, STAGES: tl.constexpr, TWICE: tl.constexpr,
+    ALIGN: tl.constexpr, C_UNIT: tl.constexpr, S_UNIT: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Compute the whole forward. A program holds its groups on chip, or with TWICE reads them twice.
+
+    Programs go from the last sample to the first: the layer before has left the end of x in the cache.
+    """
+    begin(EARLY)
     dtype: tl.constexpr = numbers_ptr.dtype.element_ty
-    x_n, x_c, x_s = x_n * ALIGN, x_c * C_UNIT, x_s * S_UNIT
-    r_n, r_c, r_s = r_n * ALIGN, r_c * C_UNIT, r_s * S_UNIT
-    y_n, y_c, y_s = y_n * ALIGN, y_c * C_UNIT, y_s * S_UNIT
+    x = (x_n * ALIGN, x_c * C_UNIT, x_s * S_UNIT)
+    r = (r_n * ALIGN, r_c * C_UNIT, r_s * S_UNIT)
+    y = (y_n * ALIGN, y_c * C_UNIT, y_s * S_UNIT)
     channels, space = channels * S_UNIT, space * C_UNIT
-    WIDTH: tl.constexpr = GROUPS * SIZE
-    blocks = tl.cdiv(channels, WIDTH)
-    program = tl.num_programs(0) - 1 - tl.program_id(0)
-    n = program // blocks
-    local = tl.arange(0, CHANNELS)
-    c = (program % blocks) * WIDTH + local
-    valid_c = (local < WIDTH) & (c < channels)
+    n, c, valid_c = whole_groups(tl.num_programs(0) - 1 - tl.program_id(0), channels, GROUPS, SIZE, CHANNELS)
+    far = n.to(tl.int64)
+    pointers = (x_ptr + far * x[0], residual_ptr + far * r[0], y_ptr + far * y[0])
     s = tl.arange(0, SPACE)
     valid_cs = valid_c[:, None] & (s < space)[None, :]
-    x_ptr += n.to(tl.int64) * x_n
-    x_cs = tl.load(x_ptr + c[:, None] * x_c + s[None, :] * x_s, valid_cs, 0).to(dtype)
-    first_c = tl.load(x_ptr + c * x_c, valid_c, 0).to(dtype)
-
-    t_cs = tl.where(valid_cs, x_cs - first_c[:, None], 0.0)
-    mean_c = tl.sum(t_cs, 1) / space
-    d_cs = tl.where(valid_cs, t_cs - mean_c[:, None], 0.0)
-    raw_var_c = tl.sum(tl.fma(d_cs, d_cs, tl.zeros_like(d_cs)), 1) / space
+    if TWICE:
+        first_c, mean_c, square_c = moments(pointers[0], x, c, valid_c, 0, space, dtype, CHANNELS, SPACE, STAGES)
+        raw_var_c = square_c / space
+    else:
+        x_cs = tl.load(tile_at(pointers[0], x, c, s), valid_cs, 0).to(dtype)
+        first_c = tl.load(pointers[0] + c * x[1], valid_c, 0).to(dtype)
+        t_cs = tl.where(valid_cs, x_cs - first_c[:, None], 0.0)
+        mean_c = tl.sum(t_cs, 1) / space
+        d_cs = tl.where(valid_cs, t_cs - mean_c[:, None], 0.0)
+        raw_var_c = tl.sum(tl.fma(d_cs, d_cs, tl.zeros_like(d_cs)), 1) / space
     pivot_c, residue_c = split_mean(first_c, mean_c)
-    write_numbers(
-        numbers_ptr,
-        pivot_c,
-        residue_c,
-        raw_var_c,
-        mean_ptr,
-        var_ptr,
-        weight_ptr,
-        bias_ptr,
-        group_weight_ptr,
-        group_bias_ptr,
-        blend_ptr,
-        n,
-        c,
-        valid_c,
-        valid_c,
-        samples,
-        channels,
-        EPS,
-        ESTIMATES,
-        AFFINE,
-        HAS_BLEND,
-        GROUPS,
-        SIZE,
-        CHANNELS,
-        MAX,
-    )
-    tl.debug_barrier()  # what the elementwise kernel would find, for `recompute` to give the same bits
-    block = samples * channels
-    at = n * channels + c
-    pivot_c = tl.load(numbers_ptr + at, valid_c, 0)
-    scale_c = tl.load(numbers_ptr + 3 * block + at, valid_c, 0)
-    offset_c = tl.load(numbers_ptr + 4 * block + at, valid_c, 0)
-    u_cs = tl.fma(x_cs - pivot_c[:, None], scale_c[:, None], tl.broadcast_to(offset_c[:, None], [CHANNELS, SPACE]))
-    if HAS_RESIDUAL:
-        residual_ptr += n.to(tl.int64) * r_n
-        u_cs += tl.load(residual_ptr + c[:, None] * r_c + s[None, :] * r_s, valid_cs, 0).to(dtype)
-    y_ptr += n.to(tl.int64) * y_n
-    y_cs = activate(u_cs, ACTIVATION, SLOPE)
-    tl.store(y_ptr + c[:, None] * y_c + s[None, :] * y_s, y_cs.to(y_ptr.dtype.element_ty), valid_cs)
+    data = (pivot_c, residue_c, raw_var_c)
+    norm = (mean_ptr, var_ptr, weight_ptr, bias_ptr, group_weight_ptr, group_bias_ptr, blend_ptr)
+    place, sizes = (n, c, valid_c, valid_c), (samples, channels)
+    write_numbers(numbers_ptr, data, norm, place, sizes, EPS, ESTIMATES, AFFINE, HAS_BLEND, GROUPS, SIZE)
+    tl.debug_barrier()  # read what the elementwise kernel would read, so that `recompute` gives the same bits
+    coefficients = load_coefficients(numbers_ptr, n, c, valid_c, sizes)
+    strides = (x, r, y)
+    if TWICE:
+        write_output(
+            pointers, strides, coefficients, c, valid_c, 0, space, ACTIVATION, SLOPE, HAS_RESIDUAL, SPACE, STAGES
+        )
+    else:
+        store_output(x_cs, pointers, strides, coefficients, c, s, valid_cs, ACTIVATION, SLOPE, HAS_RESIDUAL)
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def forward_twice(
-    x_ptr,
-    residual_ptr,
-    y_ptr,
-    numbers_ptr,
-    mean_ptr,
-    var_ptr,
-    weight_ptr,
-    bias_ptr,
-    group_weight_ptr,
-    group_bias_ptr,
-    blend_ptr,
-    samples,
-    channels,
-    space,
-    x_n,
-    x_c,
-    x_s,
-    r_n,
-    r_c,
-    r_s,
-    y_n,
-    y_c,
-    y_s,
-    EPS: tl.constexpr,
-    ESTIMATES: tl.constexpr,
-    AFFINE: tl.constexpr,
-    HAS_BLEND: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SLOPE: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    SPACE: tl.constexpr,
-    STAGES: tl.constexpr,
-    ALIGN: tl.constexpr,
-    C_UNIT: tl.constexpr,
-    S_UNIT: tl.constexpr,
-    MAX: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """The whole forward where a sample's groups do not fit on chip: x is read twice, the second time from the cache."""
-    if EARLY:  # not before the launch before this one is done
-        gdc_wait()
-        gdc_launch_dependents()
-    dtype: tl.constexpr = numbers_ptr.dtype.element_ty
-    x_n, x_c, x_s = x_n * ALIGN, x_c * C_UNIT, x_s * S_UNIT
-    r_n, r_c, r_s = r_n * ALIGN, r_c * C_UNIT, r_s * S_UNIT
-    y_n, y_c, y_s = y_n * ALIGN, y_c * C_UNIT, y_s * S_UNIT
+def moments_part(
+    x_ptr,  # N×C×S, dtype of the input
+    parts_ptr,  # 2×N×pieces×C in F: means, then squared deviations
+    samples, channels, space,
+    x_n, x_c, x_s,
+    pieces, piece, blocks,
+    CHANNELS_LAST: tl.constexpr, ALIGN: tl.constexpr, C_UNIT: tl.constexpr, S_UNIT: tl.constexpr,
+    CHANNELS: tl.constexpr, SPACE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Compute the mean, around the sample's first element, and the sum of squared deviations of one piece of space.
+
+    Programs go from the end, which the layer before has written last. The elementwise pass begins where this one ends.
+    """
+    begin(EARLY)
+    dtype: tl.constexpr = parts_ptr.dtype.element_ty
+    x = (x_n * ALIGN, x_c * C_UNIT, x_s * S_UNIT)
     channels, space = channels * S_UNIT, space * C_UNIT
-    WIDTH: tl.constexpr = GROUPS * SIZE
-    blocks = tl.cdiv(channels, WIDTH)
-    program = tl.num_programs(0) - 1 - tl.program_id(0)
-    n = program // blocks
-    local = tl.arange(0, CHANNELS)
-    c = (program % blocks) * WIDTH + local
-    valid_c = (local < WIDTH) & (c < channels)
-    x_ptr += n.to(tl.int64) * x_n
-    first_c, mean_c, square_c = moments(x_ptr, c, valid_c, 0, space, x_c, x_s, dtype, CHANNELS, SPACE, STAGES)
+    n, p, b = piece_of(tl.num_programs(0) - 1 - tl.program_id(0), pieces, blocks, CHANNELS_LAST)
+    c = b * CHANNELS + tl.arange(0, CHANNELS)
+    valid_c = c < channels
+    start = p * piece
+    end = start + tl.minimum(piece, space - start)
+    x_ptr += n.to(tl.int64) * x[0]
+    _, mean_c, square_c = moments(x_ptr, x, c, valid_c, start, end, dtype, CHANNELS, SPACE, STAGES)
+    at = (n * pieces + p) * channels + c
+    tl.store(parts_ptr + at, mean_c, valid_c)
+    tl.store(parts_ptr + samples * pieces * channels + at, square_c, valid_c)
+
+
+@triton.jit
+def _merged(x_ptr, x, parts_ptr, n, c, valid_c, sizes, space, pieces, piece, PIECES: tl.constexpr):
+    """Return pivot, residue and variance of a sample from the moments of its pieces."""
+    dtype: tl.constexpr = parts_ptr.dtype.element_ty
+    samples, channels = sizes
+    first_c = tl.load(x_ptr + n.to(tl.int64) * x[0] + c * x[1], valid_c, 0).to(dtype)
+    p = tl.arange(0, PIECES)
+    valid_cp = valid_c[:, None] & (p < pieces)[None, :]
+    at_cp = (n * pieces + p)[None, :] * channels + c[:, None]
+    mean_cp = tl.load(parts_ptr + at_cp, valid_cp, 0)
+    square_cp = tl.load(parts_ptr + samples * pieces * channels + at_cp, valid_cp, 0)
+    count_p = tl.where(p < pieces, tl.minimum(space - p * piece, piece), 0).to(dtype)
+    mean_c = tl.sum(tl.fma(mean_cp, count_p[None, :], tl.zeros_like(mean_cp)), 1) / space
+    apart_cp = tl.where(valid_cp, mean_cp - mean_c[:, None], 0.0)
+    var_c = tl.sum(tl.fma(apart_cp * apart_cp, count_p[None, :], square_cp), 1) / space
     pivot_c, residue_c = split_mean(first_c, mean_c)
-    raw_var_c = square_c / space
-    write_numbers(
-        numbers_ptr,
-        pivot_c,
-        residue_c,
-        raw_var_c,
-        mean_ptr,
-        var_ptr,
-        weight_ptr,
-        bias_ptr,
-        group_weight_ptr,
-        group_bias_ptr,
-        blend_ptr,
-        n,
-        c,
-        valid_c,
-        valid_c,
-        samples,
-        channels,
-        EPS,
-        ESTIMATES,
-        AFFINE,
-        HAS_BLEND,
-        GROUPS,
-        SIZE,
-        CHANNELS,
-        MAX,
+    return pivot_c, residue_c, var_c
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def moments_merge(
+    x_ptr,  # N×C×S, dtype of the input
+    parts_ptr,  # 2×N×pieces×C in F
+    numbers_ptr,  # 3×N×C in F: pivot, residue and variance
+    samples, channels, space,
+    x_n, x_c,
+    pieces, piece,
+    CHANNELS: tl.constexpr, PIECES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Compute pivot, residue and variance alone, for statistics that are derived from them before the normalization."""
+    begin(EARLY)
+    n = tl.program_id(0)
+    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    valid_c = c < channels
+    sizes = (samples, channels)
+    pivot_c, residue_c, var_c = _merged(
+        x_ptr, (x_n, x_c), parts_ptr, n, c, valid_c, sizes, space, pieces, piece, PIECES
     )
-    tl.debug_barrier()  # what the elementwise kernel would find, for `recompute` to give the same bits
-    block = samples * channels
-    at = n * channels + c
-    pivot_c = tl.load(numbers_ptr + at, valid_c, 0)
-    scale_c = tl.load(numbers_ptr + 3 * block + at, valid_c, 0)
-    offset_c = tl.load(numbers_ptr + 4 * block + at, valid_c, 0)
+    tl.store(number_at(numbers_ptr, PIVOT, n, c, sizes), pivot_c, valid_c)
+    tl.store(number_at(numbers_ptr, RESIDUE, n, c, sizes), residue_c, valid_c)
+    tl.store(number_at(numbers_ptr, VAR, n, c, sizes), var_c, valid_c)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def forward_numbers(
+    x_ptr,  # N×C×S, dtype of the input
+    parts_ptr,  # 2×N×pieces×C in F; not read without HAS_PARTS
+    numbers_ptr,  # packed.numbers_size entries in F
+    mean_ptr, var_ptr,  # C or N×C, any floating dtype
+    weight_ptr, bias_ptr,  # C, any floating dtype
+    group_weight_ptr, group_bias_ptr,  # G or C, any floating dtype
+    blend_ptr,  # 1, any floating dtype
+    samples, channels, space,
+    x_n, x_c,
+    pieces, piece,
+    EPS: tl.constexpr, ESTIMATES: tl.constexpr, AFFINE: tl.constexpr, HAS_BLEND: tl.constexpr,
+    HAS_PARTS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, CHANNELS: tl.constexpr,
+    PIECES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Do the N×C arithmetic of the forward, from the moments of the pieces or from moments already in `numbers`."""
+    begin(EARLY)
+    n, c, valid_c = whole_groups(tl.program_id(0), channels, GROUPS, SIZE, CHANNELS)
+    sizes = (samples, channels)
+    if HAS_PARTS:
+        data = _merged(x_ptr, (x_n, x_c), parts_ptr, n, c, valid_c, sizes, space, pieces, piece, PIECES)
+    else:
+        data = load_moments(numbers_ptr, n, c, valid_c, sizes)
+    norm = (mean_ptr, var_ptr, weight_ptr, bias_ptr, group_weight_ptr, group_bias_ptr, blend_ptr)
+    place = (n, c, valid_c, valid_c)
+    write_numbers(numbers_ptr, data, norm, place, sizes, EPS, ESTIMATES, AFFINE, HAS_BLEND, GROUPS, SIZE)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def forward_apply(
+    x_ptr,  # N×C×S, dtype of the input
+    residual_ptr,  # N×C×S, dtype of the input; x without HAS_RESIDUAL
+    y_ptr,  # N×C×S, dtype of the input
+    parts_ptr,  # with FINISHES 2×N×part_pieces×C in F, then 3×CHANNELS for each program
+    numbers_ptr,  # packed.numbers_size entries in F
+    mean_ptr, var_ptr,  # C or N×C, any floating dtype
+    weight_ptr, bias_ptr,  # C, any floating dtype
+    group_weight_ptr, group_bias_ptr,  # G or C, any floating dtype
+    blend_ptr,  # 1, any floating dtype
+    samples, channels, space,
+    x_n, x_c, x_s, r_n, r_c, r_s, y_n, y_c, y_s,
+    part_pieces, part_piece, pieces, piece, blocks,
+    EPS: tl.constexpr, ESTIMATES: tl.constexpr, AFFINE: tl.constexpr, HAS_BLEND: tl.constexpr,
+    ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GROUPS: tl.constexpr,
+    SIZE: tl.constexpr, PIECES: tl.constexpr, CHANNELS_LAST: tl.constexpr, ALIGN: tl.constexpr,
+    C_UNIT: tl.constexpr, S_UNIT: tl.constexpr, CHANNELS: tl.constexpr, SPACE: tl.constexpr,
+    STAGES: tl.constexpr, FINISHES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Compute y = act(scale·(x − pivot) + offset [+ residual]), element by element.
+
+    FINISHES: `numbers` are not computed yet, and every program does the arithmetic of its own groups first. The
+    pointers after `numbers_ptr` are read only then.
+    """
+    begin(EARLY)
+    x = (x_n * ALIGN, x_c * C_UNIT, x_s * S_UNIT)
+    r = (r_n * ALIGN, r_c * C_UNIT, r_s * S_UNIT)
+    y = (y_n * ALIGN, y_c * C_UNIT, y_s * S_UNIT)
+    channels, space = channels * S_UNIT, space * C_UNIT
+    n, p, b = piece_of(tl.program_id(0), pieces, blocks, CHANNELS_LAST)
+    c = b * CHANNELS + tl.arange(0, CHANNELS)
+    valid_c = c < channels
+    sizes = (samples, channels)
+    if FINISHES:
+        data = _merged(x_ptr, x, parts_ptr, n, c, valid_c, sizes, space, part_pieces, part_piece, PIECES)
+        norm = (mean_ptr, var_ptr, weight_ptr, bias_ptr, group_weight_ptr, group_bias_ptr, blend_ptr)
+        place = (n, c, valid_c, both(valid_c, p == 0))
+        scale_c, offset_c = write_numbers(
+            numbers_ptr, data, norm, place, sizes, EPS, ESTIMATES, AFFINE, HAS_BLEND, GROUPS, SIZE
+        )
+        # Other programs of this sample store the same values in `numbers`. To read back its own, each program has some
+        # memory behind the parts.
+        own_ptr = parts_ptr + 2 * samples * part_pieces * channels + tl.program_id(0) * (3 * CHANNELS)
+        own_ptr += tl.arange(0, CHANNELS)
+        tl.store(own_ptr, data[0])
+        tl.store(own_ptr + CHANNELS, scale_c)
+        tl.store(own_ptr + 2 * CHANNELS, offset_c)
+        tl.debug_barrier()
+        coefficients = (tl.load(own_ptr), tl.load(own_ptr + CHANNELS), tl.load(own_ptr + 2 * CHANNELS))
+    else:
+        coefficients = load_coefficients(numbers_ptr, n, c, valid_c, sizes)
+    start = p * piece
+    end = start + tl.minimum(piece, space - start)
+    far = n.to(tl.int64)
+    pointers = (x_ptr + far * x[0], residual_ptr + far * r[0], y_ptr + far * y[0])
     write_output(
-        x_ptr,
-        residual_ptr + n.to(tl.int64) * r_n,
-        y_ptr + n.to(tl.int64) * y_n,
-        pivot_c,
-        scale_c,
-        offset_c,
-        c,
-        valid_c,
-        0,
-        space,
-        x_c,
-        x_s,
-        r_c,
-        r_s,
-        y_c,
-        y_s,
-        dtype,
-        ACTIVATION,
-        SLOPE,
-        HAS_RESIDUAL,
-        CHANNELS,
-        SPACE,
-        STAGES,
+        pointers, (x, r, y), coefficients, c, valid_c, start, end, ACTIVATION, SLOPE, HAS_RESIDUAL, SPACE, STAGES
     )

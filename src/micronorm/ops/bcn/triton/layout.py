@@ -1,15 +1,37 @@
-"""How tensors lie in memory, as kernels see it: N×C×S by three strides. Needs no triton."""
+"""What the kernels assume about a normalization and about memory: N×C×S tensors, given by three strides.
+
+Importing this file does not import Triton.
+"""
+
+from enum import StrEnum
 
 import torch
 from torch import Tensor
 
 Strides = tuple[int, int, int]
 
-_FARTHEST = 2**31  # kernels count within a sample in 32 bits
+_FARTHEST = 2**31  # kernels index within a sample with 32 bits
+
+
+class Estimates(StrEnum):
+    """The statistics that the channels are normalized with."""
+
+    NONE = "none"  # group normalization
+    SHARED = "shared"  # C numbers each
+    PER_SAMPLE = "per sample"  # N×C numbers each
+    KEPT = "kept"  # shared ones, which the forward has copied to `numbers`
+
+
+class Affine(StrEnum):
+    """The size of the affine parameters γ^c and β^c after the group normalization."""
+
+    NONE = "none"
+    PER_GROUP = "per group"
+    PER_CHANNEL = "per channel"
 
 
 def strides_of(x: Tensor) -> Strides | None:
-    """The strides of x seen as N×C×S; None where its spatial axes are not one, or reach too far for kernels."""
+    """Return the strides of x as N×C×S, or None if its spatial axes are not one axis or reach too far for kernels."""
     shape, strides = x.shape, x.stride()
     space_stride, extent = 1, 1
     for axis in range(len(strides) - 1, 1, -1):
@@ -27,7 +49,7 @@ def strides_of(x: Tensor) -> Strides | None:
 
 
 def laid_out(x: Tensor, like: Tensor | None = None) -> Tensor:
-    """x, or a dense copy of it (in the memory format of `like`) where it cannot be read as N×C×S."""
+    """Return x, or a dense copy (in the memory format of `like`) if kernels cannot read it as N×C×S."""
     if x.is_contiguous() or strides_of(x) is not None:
         return x
     copy = torch.empty_like(x if like is None else like, dtype=x.dtype)
@@ -35,24 +57,19 @@ def laid_out(x: Tensor, like: Tensor | None = None) -> Tensor:
 
 
 def source(x: Tensor) -> Tensor:
-    """x, or a copy of it, that kernels can read and whose `empty_like` they can write, an `output_like` of x."""
+    """Return x, or a copy, such that kernels can read it and can write its `empty_like`."""
     x = laid_out(x)
     return x if output_strides(x) is not None else x.contiguous()
 
 
 def output_strides(x: Tensor) -> Strides | None:
-    """The strides of an `empty_like` of x, as those of x."""
+    """Return the strides of an `empty_like` of x as N×C×S."""
     return strides_of(torch.empty_like(x, device="meta"))
 
 
 def output_like(x: Tensor) -> Tensor:
-    """An empty tensor for the result: dense, in the memory format of x where kernels can write that."""
+    """Return an empty tensor for the result: dense, in the memory format of x if kernels can write that."""
     y = torch.empty_like(x)
     if y.is_contiguous() or strides_of(y) is not None:
         return y
     return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def numbers_size(samples: int, channels: int, groups: int) -> int:
-    """How many numbers a forward leaves; see pieces.py."""
-    return 5 * samples * channels + 2 * channels + samples * groups + 1

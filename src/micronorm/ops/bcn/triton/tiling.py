@@ -1,13 +1,13 @@
-"""Which part of the work a program gets: plain integers, so that every choice can be read and tested without a GPU.
+"""The choice of tiles: which part of the work each program gets. Plain integers, which can be tested without a GPU.
 
-Three schemes. *Whole*: a program holds some groups of one sample on chip and reads them once; one launch. *Twice*: a
-program goes over its groups twice, the second time from the end, where the cache still holds what was read last; one
-launch too. *Split*: space is cut into pieces; one kernel reduces every piece, a small one does the N×C arithmetic, and
-an elementwise one goes over x again, from the end as well.
+There are three schemes. *Whole*: a program holds some groups of one sample on chip and reads them once; one launch.
+*Twice*: a program reads its groups twice, the second time from the end, which is still in the cache; one launch.
+*Split*: space is cut into pieces; one kernel reduces every piece, a small one does the N×C arithmetic, and an
+elementwise one reads x again, from the end as well.
 
-Whole is for tensors that take about as long to launch as to read. On larger ones its programs, which must load
-everything before they can store anything, keep the memory less busy than two passes do. Twice needs as many groups as
-there are processors; few large samples are for split. Measured on one H200, bf16, 64×512×28×28, forward: 59 µs whole,
+Whole is for tensors that take about as long to launch as to read. On larger ones its programs must load everything
+before they can store anything, which uses less of the memory bandwidth than two passes do. Twice needs as many groups
+as there are processors; split is for few large samples. Measured on one H200, bf16, 64×512×28×28, forward: 59 µs whole,
 49 split, 44 twice.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 
 class Shape(NamedTuple):
-    """What a choice depends on: the sizes, the bytes of an element, and whether channels are adjacent in memory."""
+    """The sizes, the bytes of an element, and whether channels are adjacent in memory: what a choice depends on."""
 
     samples: int
     channels: int
@@ -27,56 +27,45 @@ class Shape(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Channels per group."""
+        """Return the channels per group."""
         return self.channels // self.groups
 
     @property
     def layout(self) -> str:
-        """What lies side by side in memory: channels, or long or short rows of space."""
+        """Return what is adjacent in memory: channels, or long or short rows of space."""
         if self.channels_last:
             return "channels last"
         return "channels first" if self.space > 1024 else "short rows"
 
     @property
     def bytes(self) -> int:
-        """Of the whole tensor."""
+        """Return the size of the whole tensor."""
         return self.samples * self.channels * self.space * self.itemsize
 
 
 class Whole(NamedTuple):
-    """`groups` whole groups a program, as a tile of channels × space, both powers of two."""
+    """One launch: a program takes `groups` whole groups, by tiles of channels × space, both powers of two.
+
+    One tile holds all of the groups' space, or with `twice` the program reads them twice, tile by tile.
+    """
 
     groups: int
     channels: int
     space: int
     programs: int
     warps: int
+    stages: int = 1
+    twice: bool = False
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What a kernel is compiled for."""
-        return {"GROUPS": self.groups, "CHANNELS": self.channels, "SPACE": self.space}
-
-
-class Twice(NamedTuple):
-    """`groups` whole groups a program, by tiles of channels × space, both powers of two, along their space."""
-
-    groups: int
-    channels: int
-    space: int
-    programs: int
-    warps: int
-    stages: int
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        """What a kernel is compiled for."""
+        """Return the constants that a kernel is compiled for."""
         tile = {"GROUPS": self.groups, "CHANNELS": self.channels, "SPACE": self.space}
-        return tile | {"STAGES": self.stages}
+        return tile | {"STAGES": self.stages, "TWICE": self.twice}
 
 
 class Numbers(NamedTuple):
-    """The N×C arithmetic: `groups` whole groups a program, `channels` the power of two that holds them."""
+    """The N×C arithmetic: each program takes `groups` whole groups; `channels` is the power of two that holds them."""
 
     groups: int
     channels: int
@@ -84,7 +73,7 @@ class Numbers(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """A pass over x in pieces of `piece` positions, by tiles of channels × space; `blocks` of channels."""
+    """A pass over x in `pieces` of `piece` positions and `blocks` of channels, by tiles of channels × space."""
 
     channels: int
     space: int
@@ -98,21 +87,25 @@ class Pass(NamedTuple):
 
     @property
     def cut(self) -> tuple[int, int, int]:
-        """How a kernel finds its place from the number of its program."""
+        """Return the numbers from which a program finds its place."""
         return self.pieces, self.piece, self.blocks
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What a kernel is compiled for."""
+        """Return the constants that a kernel is compiled for."""
         tile = {"CHANNELS": self.channels, "SPACE": self.space, "CHANNELS_LAST": self.channels_last}
         return tile | {"STAGES": self.stages}
 
 
 class PassKind(NamedTuple):
-    """How a kind of pass likes its work.
+    """Tile sizes and warp counts for a kind of pass.
 
-    `tile`: elements of a tile; `run`: bytes of it that lie side by side in memory; `programs`: per processor, at most
-    where space is cut for their sake; `warps` and `stages`: of a program and of its loop.
+    Args:
+        tile: elements of a tile.
+        run: bytes of a tile that are adjacent in memory.
+        programs: programs per processor, at most, if space is cut to have more of them.
+        warps: warps of a program.
+        stages: pipeline stages of a program's loop.
     """
 
     tile: int
@@ -122,9 +115,9 @@ class PassKind(NamedTuple):
     stages: int = 1
 
 
-# By `Shape.layout`. Measured on one H200, bf16, over the shapes of `micronorm bench`: a reduction along channels wants
-# one wave of programs that keep several tiles on the way, one along space programs of one warp, and an elementwise pass
-# many short programs.
+# By `Shape.layout`. Measured on one H200, bf16, over the shapes of `micronorm bench`. Best were: for a reduction along
+# channels, one wave of programs that keep several loads in flight; along space, programs of one warp; for an
+# elementwise pass, many short programs.
 REDUCE = {
     "channels last": PassKind(tile=2048, run=128, programs=5, warps=4, stages=4),
     "channels first": PassKind(tile=512, run=1024, programs=32, warps=1, stages=3),
@@ -137,71 +130,60 @@ ELEMENTWISE = {
 }
 MOST_PIECES = 512
 
-
-class TwiceKind(NamedTuple):
-    """How a program that goes over its groups twice likes its work.
-
-    `tile` and `run` as in `PassKind`, `run` at most; `programs`: per processor, at least.
-    """
-
-    tile: int
-    run: int
-    programs: int
-    warps: int
-    stages: int
-
-
-# Along channels, for one tensor (forward) and two (backward), by the longest space. Measured as above.
+# Tile sizes and warp counts for kernels that read each group twice. Here `run` is the most bytes, and `programs` the
+# fewest programs per processor. Measured as above.
+# Along channels, for one tensor (forward) and two (backward), by the largest space.
 TWICE = {
-    1: {256: TwiceKind(2048, 128, 2, 2, 3), 1024: TwiceKind(4096, 256, 2, 4, 4), 4096: TwiceKind(8192, 128, 2, 8, 5)},
-    2: {256: TwiceKind(2048, 256, 2, 4, 4), 1024: TwiceKind(4096, 256, 2, 4, 4), 4096: TwiceKind(4096, 256, 2, 4, 4)},
+    1: {256: PassKind(2048, 128, 2, 2, 3), 1024: PassKind(4096, 256, 2, 4, 4), 4096: PassKind(8192, 128, 2, 8, 5)},
+    2: {256: PassKind(2048, 256, 2, 4, 4), 1024: PassKind(4096, 256, 2, 4, 4), 4096: PassKind(4096, 256, 2, 4, 4)},
 }
-# Where that would be narrow: one program a processor, with as much on the way from memory as two have elsewhere.
-TWICE_ALONE = TwiceKind(4096, 128, 1, 8, 6)
+# If those tiles would be too narrow: one program per processor, with as many loads in flight as two have elsewhere.
+TWICE_ALONE = PassKind(4096, 128, 1, 8, 6)
 # Along space, by the most elements of a group.
-TWICE_ALONG_SPACE = {16384: TwiceKind(2048, 2048, 2, 4, 3), 1 << 31: TwiceKind(4096, 4096, 2, 8, 6)}
-TWICE_BYTES = 5 << 20  # of the smallest tensor it is for, along channels; along space the whole scheme is as fast
-NARROW = 64  # fewer bytes side by side are read too slowly
-ON_THE_WAY = 96 << 10  # bytes a program may have on the way from memory: processors have room for that
+TWICE_ALONG_SPACE = {16384: PassKind(2048, 2048, 2, 4, 3), 1 << 31: PassKind(4096, 4096, 2, 8, 6)}
+TWICE_BYTES = 5 << 20  # smaller tensors use another scheme, along channels; along space whole is as fast as twice
+NARROW = 64  # fewer adjacent bytes are read too slowly
+IN_FLIGHT = 96 << 10  # bytes that a program may be loading at once: a processor has room for that
 
-# Elements of a tile that fit on chip beside what else a program holds; up to what size programs with two tensors there
-# are many enough on a processor to keep it busy; and up to what size reading parts of sectors costs less than a launch.
+# Elements of a tile: the most that fit on chip beside a program's other data; the most for two tensors, so that enough
+# programs share a processor to keep it busy; and the most for which reading parts of sectors costs less than a launch.
 WHOLE_TILE = 16384
 SMALL_TILE = 8192
 THIN_TILE = 4096
-# Tensors up to this size are launched more than they are read.
+# Up to this size, the launch of a tensor takes longer than reading it.
 SMALL_BYTES = 16 << 20
-SECTOR = 32  # bytes of memory that travel together
+SECTOR = 32  # bytes that are loaded together
 NUMBERS_TILE = 8192
 SAMPLES_TILE = 2048
-# Of `finish`, channels last: sums of pieces that each of its programs reads, and elements of a piece. Measured on one
-# H200: 2×256×50×84, forward, takes 14.9 µs with 44 pieces, 7.9 with 15, 8.6 with 8, and 12.9 with 66 and no finish.
+# For `finish`, channels last: the most sums of pieces that each program reads, and the most elements of a piece.
+# Measured on one H200: 2×256×50×84, forward, takes 14.9 µs with 44 pieces, 7.9 with 15, 8.6 with 8, and 12.9 with 66
+# and no finish.
 FINISH_TILE = 2048
 FINISH_PIECE = 32768
 
 
 def next_power(n: int) -> int:
-    """The smallest power of two that is not below n."""
+    """Return the smallest power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 def is_power(n: int) -> bool:
-    """Whether n is a power of two."""
+    """Return whether n is a power of two."""
     return n & (n - 1) == 0
 
 
 def whole(shape: Shape, processors: int, *, tensors: int) -> Whole | None:
-    """The tile of the whole scheme, or None where the split one is better or a group does not fit on chip.
+    """Return the tile of the whole scheme, or None if the split scheme is better or a group does not fit on chip.
 
-    `tensors` are held there at once: one in the forward, two in the backward. A thread has 128 of their elements, half
-    as many where processors would be idle: the fewer warps share a sum, the less they wait for each other.
+    `tensors` is how many are held on chip: one in the forward, two in the backward. A thread has 128 of their elements,
+    or half as many if processors would be idle: the fewer warps share a sum, the less they wait for each other.
     """
     space, size = next_power(shape.space), shape.size
     if shape.bytes > SMALL_BYTES or next_power(size) * space > WHOLE_TILE:
         return None
     groups = 1
     if is_power(size):
-        # More groups a program while tiles are small and processors busy, or while rows of a tile are parts of sectors.
+        # More groups per program while tiles are small and processors busy, or while rows are parts of sectors.
         while groups < shape.groups and 2 * groups * size * space <= WHOLE_TILE:
             narrow = shape.channels_last and groups * size * shape.itemsize < 4 * SECTOR
             programs = shape.samples * -(-shape.groups // (2 * groups))
@@ -225,10 +207,10 @@ def whole(shape: Shape, processors: int, *, tensors: int) -> Whole | None:
     return Whole(groups, next_power(width), space, programs, warps)
 
 
-def twice(shape: Shape, processors: int, *, tensors: int, loads: int) -> Twice | None:
-    """The tile of the scheme of two passes in one launch, or None where another is better.
+def twice(shape: Shape, processors: int, *, tensors: int, loads: int) -> Whole | None:
+    """Return the tile of the scheme that reads groups twice in one launch, or None if another scheme is better.
 
-    `tensors` as in `whole`; `loads` is how many a pass reads at once, at most.
+    `tensors` as in `whole`; `loads` is how many tensors a pass reads at once, at most.
     """
     if shape.bytes <= (TWICE_BYTES if shape.channels_last else SMALL_BYTES) or shape.itemsize > 4:
         return None
@@ -241,8 +223,8 @@ def twice(shape: Shape, processors: int, *, tensors: int, loads: int) -> Twice |
     return next((tile for tile in tiles if tile is not None), None)
 
 
-def _twice(shape: Shape, processors: int, kind: TwiceKind, loads: int) -> Twice | None:
-    """The widest tile of this kind that leaves every processor its programs, or nearly."""
+def _twice(shape: Shape, processors: int, kind: PassKind, loads: int) -> Whole | None:
+    """Return the widest tile of this kind that leaves (nearly) enough programs for every processor, or None."""
     enough = kind.programs * processors * 15 // 16
     width = kind.run // shape.itemsize if shape.channels_last else shape.size
     while width > shape.size and (shape.channels % width or shape.samples * shape.channels // width < enough):
@@ -252,22 +234,22 @@ def _twice(shape: Shape, processors: int, kind: TwiceKind, loads: int) -> Twice 
     fits = is_power(width) and width % shape.size == 0 and shape.channels % width == 0
     if not fits or programs < enough or beside < NARROW or shape.space <= 4 * space:
         return None
-    stages = min(kind.stages, 1 + ON_THE_WAY // (loads * kind.tile * shape.itemsize))
-    return Twice(width // shape.size, width, space, programs, kind.warps, stages)
+    stages = min(kind.stages, 1 + IN_FLIGHT // (loads * kind.tile * shape.itemsize))
+    return Whole(width // shape.size, width, space, programs, kind.warps, stages, twice=True)
 
 
-def in_one_launch(shape: Shape, processors: int, *, tensors: int, loads: int, alike: bool) -> Twice | Whole | None:
-    """The tile of a whole forward or backward in one launch, or None where it is split.
+def in_one_launch(shape: Shape, processors: int, *, tensors: int, loads: int, alike: bool) -> Whole | None:
+    """Return the tile of a forward or backward in one launch, or None if it is split.
 
-    Tensors are `alike` where the same lies side by side in all: others would be turned around on chip, beside what is
-    on the way from memory, for which there is no room.
+    `alike` says whether the same axis is adjacent in memory in all tensors. Otherwise they would be transposed on chip,
+    for which there is no room beside the loads in flight.
     """
     tile = twice(shape, processors, tensors=tensors, loads=loads) if alike else None
     return tile or whole(shape, processors, tensors=tensors)
 
 
 def numbers(shape: Shape, pieces: int) -> Numbers:
-    """Whole groups of some channels a program, few enough for their pieces to fit beside them."""
+    """Return the tile of the N×C arithmetic: whole groups, few enough for the sums of their pieces to fit."""
     size, groups = shape.size, 1
     if is_power(size):
         while groups < shape.groups and 2 * groups * size * next_power(pieces) <= NUMBERS_TILE and groups * size < 128:
@@ -276,13 +258,13 @@ def numbers(shape: Shape, pieces: int) -> Numbers:
 
 
 def over_samples(samples: int, columns: int) -> tuple[int, int]:
-    """Rows and columns of a tile of sums over samples: all samples at once up to 128, for loops wait for the memory."""
+    """Return rows and columns of a tile of sums over samples: up to 128 samples at once, because loops are slow."""
     rows = min(next_power(samples), 128)
     return rows, min(next_power(columns), SAMPLES_TILE // rows, 64)
 
 
 def finishing_width(shape: Shape) -> int | None:
-    """The channels of a tile of `finish`; None where its arithmetic would be repeated too often."""
+    """Return the channels of a tile of `finish`, or None if its arithmetic would be repeated too often."""
     if shape.bytes > SMALL_BYTES or not is_power(shape.size):
         return None
     run = ELEMENTWISE[shape.layout].run // shape.itemsize
@@ -291,7 +273,7 @@ def finishing_width(shape: Shape) -> int | None:
 
 
 def reduction(shape: Shape, processors: int) -> Pass:
-    """The pass of sums: in few enough pieces for `finish` to do the rest, where none gets too long for that."""
+    """Return the pass of sums, in few enough pieces for `finish` if the pieces do not get too long for that."""
     best = sweep(shape, processors, kinds=REDUCE)
     width = finishing_width(shape)
     if width is None or width > FINISH_TILE or not shape.channels_last:
@@ -304,9 +286,9 @@ def reduction(shape: Shape, processors: int) -> Pass:
 
 
 def finish(shape: Shape, processors: int, pieces: int) -> Pass | None:
-    """The elementwise pass by tiles of whole groups, whose programs do the N×C arithmetic themselves; None where not.
+    """Return the elementwise pass whose programs do the N×C arithmetic of their own groups, or None if it is slower.
 
-    It spares a launch, and every program repeats that arithmetic: for small tensors, with few pieces a channel.
+    It saves a launch, but every program repeats the arithmetic: it is for small tensors with few pieces per channel.
     """
     width = finishing_width(shape)
     if width is None or width * next_power(pieces) > (FINISH_TILE if shape.channels_last else NUMBERS_TILE):
@@ -323,9 +305,9 @@ def finish(shape: Shape, processors: int, pieces: int) -> Pass | None:
 
 
 def sweep(shape: Shape, processors: int, *, kinds: Mapping[str, PassKind], most: int | None = None) -> Pass:
-    """Tiles along the memory, and pieces, at most `most`, so that every processor has some programs."""
+    """Return a pass with tiles along the memory, and pieces (at most `most`) so that every processor has programs."""
     kind = kinds[shape.layout]
-    # Smaller tiles rather than idle processors.
+    # Smaller tiles are better than idle processors.
     while kind.tile > 1024 and shape.samples * shape.channels * shape.space < kind.tile * processors:
         kind = kind._replace(tile=kind.tile // 2, warps=max(kind.warps // 2, 4))
     along, across = (shape.channels, shape.space) if shape.channels_last else (shape.space, shape.channels)

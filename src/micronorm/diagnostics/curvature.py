@@ -1,0 +1,390 @@
+"""The curvature of the loss: Hessians of a weight and of the centred weight, and smoothness along a step.
+
+For one output channel with fan-in I, Ẇ = P·W with P = 1 − (1/I)·11ᵀ (label `eq:9`). The loss is a function of Ẇ by
+Ŵ = Ẇ/sqrt(mean Ẇ² + ε) (label `eq:10`), for any Ẇ, centred or not. P is linear, so the Hessians H by W and Ḣ by Ẇ
+satisfy, with or without ε,
+
+    H = P·Ḣ·P,   H·1 = 0 and so Σ H = 0,
+    ‖H‖² = ‖Ḣ‖² − (2/I)‖Ḣ·1‖² + (1/I²)(1ᵀḢ1)² ≤ ‖Ḣ‖² − (1/I²)(1ᵀḢ1)²,
+
+in squared Frobenius norms. The inequality (label `eq:27`, where the squares are missing) follows from
+‖Ḣ·1‖² ≥ (1/I)(1ᵀḢ1)². See Sec. `sec:eowotl`.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from micronorm.commit.snapshot import preserved
+from micronorm.diagnostics.weights import from_rows, over_rows, rows_of, weight_layers
+from micronorm.nn.inputs import check_count
+from micronorm.nn.reparameterized import _WS, Reparameterized
+from micronorm.ops.weight import weight_standardize
+
+Loss = Callable[[], Tensor]
+"""Runs the model and returns the loss, one number. Each call must compute the same function of the parameters."""
+
+LARGEST_EXACT = 1024
+"""The largest fan-in that `exact_hessians` accepts by default. It costs that many backward passes, twice."""
+
+
+# --- Hessians --------------------------------------------------------------------------------------------------------
+
+
+class Bound(NamedTuple):
+    """The terms of label `eq:27`, in squared Frobenius norms.
+
+    Args:
+        raw: ‖H‖².
+        centered: ‖Ḣ‖².
+        removed: ‖Ḣ‖² − ‖H‖² by the identity, (2/I)‖Ḣ·1‖² − (1/I²)(1ᵀḢ1)².
+        least: the paper's lower bound of `removed`, (1/I²)(1ᵀḢ1)².
+    """
+
+    raw: float
+    centered: float
+    removed: float
+    least: float
+
+    @property
+    def slack(self) -> float:
+        """Return how far ‖H‖² is below the bound. It is never negative, apart from rounding."""
+        return self.centered - self.least - self.raw
+
+
+@dataclass(frozen=True, eq=False)
+class Hessians:
+    """The I×I Hessians of one output channel, by W (`raw`) and by Ẇ (`centered`), each from second derivatives."""
+
+    raw: Tensor
+    centered: Tensor
+
+    def projection_error(self) -> float:
+        """Return max|H − P·Ḣ·P|, relative to max|Ḣ|; NaN if Ḣ is zero."""
+        return float((self.raw - project(self.centered)).abs().max() / self.centered.abs().max())
+
+    def row_sum(self) -> float:
+        """Return max|H·1|, relative to max|Ḣ|."""
+        return float(self.raw.sum(1).abs().max() / self.centered.abs().max())
+
+    def bound(self) -> Bound:
+        """Return the terms of label `eq:27`."""
+        squares = float(self.raw.square().sum()), float(self.centered.square().sum())
+        return Bound(*squares, *_removed(self.centered.sum(1)))
+
+
+class Estimate(NamedTuple):
+    """A mean over random probes and its standard error."""
+
+    value: float
+    error: float
+
+
+@dataclass(frozen=True)
+class HessianEstimates:
+    """Hutchinson's estimates for one output channel: tr H = E[vᵀHv] and ‖H‖² = E[‖Hv‖²] for random signs v.
+
+    H and Ḣ use the same probes, so their difference has less noise than either. `removed` (‖Ḣ‖² − ‖H‖²) and `least`
+    (its lower bound in the paper) are exact, because they follow from one product Ḣ·1.
+    """
+
+    raw_trace: Estimate
+    centered_trace: Estimate
+    raw_square: Estimate
+    centered_square: Estimate
+    removed: float
+    least: float
+    probes: int
+
+
+def project(hessian: Tensor) -> Tensor:
+    """Return P·H·P: the matrix with centred rows and columns.
+
+    Example:
+        >>> project(torch.tensor([[2.0, 0.0], [0.0, 0.0]]))
+        tensor([[ 0.5000, -0.5000],
+                [-0.5000,  0.5000]])
+    """
+    rows = hessian - hessian.mean(1, keepdim=True)
+    return rows - rows.mean(0, keepdim=True)
+
+
+def exact_hessians(model: nn.Module, loss: Loss, layer: str, channel: int, *, largest: int = LARGEST_EXACT) -> Hessians:
+    """Return the Hessians of one output channel of a layer, by 2·I backward passes.
+
+    The layer must be a WS layer that centers, or a plain one. For a plain layer, Ḣ is the Hessian of its own weight and
+    H is what centering would make of it, with the mean absorbed. The model is not changed. The computation uses the
+    model's dtype; second derivatives need float64.
+
+    Args:
+        model: the network.
+        loss: runs the model and returns the loss.
+        layer: the name of the layer.
+        channel: the output channel.
+        largest: the largest fan-in to accept. Use `estimate_hessians` for larger ones.
+
+    Example:
+        >>> model = nn.Linear(3, 2)
+        >>> found = exact_hessians(model, lambda: model(torch.eye(3)).square().sum(), "", 0)
+        >>> found.centered.diagonal()
+        tensor([2., 2., 2.])
+        >>> round(found.bound().least, 3), round(found.bound().removed, 3)  # Σ Ḣ = 6, and all of it is removed
+        (4.0, 4.0)
+    """
+    module = _layer(model, layer, channel)
+    fan_in = rows_of(module, module.weight)[0].numel()
+    if fan_in > largest:
+        raise ValueError(
+            f"{layer!r} has a fan-in of {fan_in}, above largest={largest}: its Hessians would take {2 * fan_in} "
+            "backward passes; use estimate_hessians, or raise `largest`"
+        )
+    identity = torch.eye(fan_in, dtype=module.weight.dtype, device=module.weight.device)
+    return Hessians(*_products(model, loss, module, channel, identity, identity))
+
+
+def estimate_hessians(
+    model: nn.Module,
+    loss: Loss,
+    layer: str,
+    channel: int,
+    *,
+    probes: int = 32,
+    generator: torch.Generator | None = None,
+) -> HessianEstimates:
+    """Return traces and squared Frobenius norms of one output channel's Hessians, by 2·probes + 1 backward passes.
+
+    Args:
+        model: the network, which is not changed.
+        loss: runs the model and returns the loss.
+        layer: the name of the layer, as in `exact_hessians`.
+        channel: the output channel.
+        probes: the number of random vectors, at least 2. Errors fall as 1/sqrt(probes).
+        generator: a CPU generator for the signs; torch's global one by default.
+
+    Example:
+        >>> model = nn.Linear(3, 2)
+        >>> found = estimate_hessians(model, lambda: model(torch.eye(3)).square().sum(), "", 0, probes=4)
+        >>> found.centered_trace  # a diagonal Hessian gives the same for all signs
+        Estimate(value=6.0, error=0.0)
+    """
+    check_count("probes", probes)
+    if probes < 2:
+        raise ValueError(f"a standard error needs at least 2 probes, got {probes}")
+    module = _layer(model, layer, channel)
+    fan_in = rows_of(module, module.weight)[0].numel()
+    signs = torch.randint(2, (probes, fan_in), generator=generator).mul_(2).sub_(1).to(module.weight)
+    ones = torch.ones_like(signs[:1])
+    raw, centered = _products(model, loss, module, channel, signs, torch.cat([signs, ones]))
+    centered, of_ones = centered[:-1], centered[-1]
+    return HessianEstimates(
+        _estimate((raw * signs).sum(1)),
+        _estimate((centered * signs).sum(1)),
+        _estimate(raw.square().sum(1)),
+        _estimate(centered.square().sum(1)),
+        *_removed(of_ones),
+        probes,
+    )
+
+
+def _estimate(samples: Tensor) -> Estimate:
+    samples = samples.to("cpu", torch.float64)
+    return Estimate(float(samples.mean()), float(samples.std() / len(samples) ** 0.5))
+
+
+def _removed(of_ones: Tensor) -> tuple[float, float]:
+    """Return what centering removes from ‖Ḣ‖², and the paper's lower bound of it, given Ḣ·1."""
+    fan_in, total = len(of_ones), float(of_ones.sum())
+    least = total**2 / fan_in**2
+    return 2 / fan_in * float(of_ones.square().sum()) - least, least
+
+
+def _layer(model: nn.Module, name: str, channel: int) -> Any:
+    layers = weight_layers(model)
+    layer = layers.get(name)
+    if layer is None:
+        known = ", ".join(map(repr, list(layers)[:5])) + (", …" if len(layers) > 5 else "")
+        raise ValueError(f"the model has no convolution or linear layer {name!r}; it has {known or 'none'}")
+    if isinstance(layer, Reparameterized) and not (isinstance(layer, _WS) and layer.center):
+        raise ValueError(
+            f"{name!r} is a {type(layer).__name__} that does not center its weight by eq:9; Ẇ is defined for WS layers "
+            "with center=True and for plain layers"
+        )
+    channels = rows_of(layer, layer.weight).shape[0]
+    if not 0 <= channel < channels:
+        raise ValueError(f"{name!r} has output channels 0 to {channels - 1}, got {channel}")
+    return layer
+
+
+def _products(
+    model: nn.Module, loss: Loss, layer: Any, channel: int, by_raw: Tensor, by_centered: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return H·v for each row v of `by_raw`, and Ḣ·v for each row of `by_centered`, by one forward each."""
+    rows = rows_of(layer, layer.weight.detach())
+    mean = rows.flatten(1).mean(1)
+    found = []
+    with preserved(model) as snapshot, torch.enable_grad():
+        for centered, vectors in ((False, by_raw), (True, by_centered)):
+            snapshot.restore()
+            start = (rows - over_rows(mean, rows) if centered else rows).clone().requires_grad_()
+            with _weight_replaced(layer, _effective_weight(layer, start, mean, centered=centered)):
+                value = check_loss(loss())
+            found.append(_hessian_products(value, start, channel, vectors))
+    return found[0], found[1]
+
+
+def _effective_weight(layer: Any, rows: Tensor, mean: Tensor, *, centered: bool) -> Tensor:
+    """Return the weight a layer computes with, as a function of W or of Ẇ (by rows)."""
+    if not isinstance(layer, _WS):  # centering alone, with the mean added back
+        moved = rows if centered else rows - rows.mean(tuple(range(1, rows.ndim)), keepdim=True)
+        return from_rows(layer, moved + over_rows(mean, rows))
+    # Ẇ is not centred again: eq:10 alone applies to it.
+    what = weight_standardize(rows, center=not centered, scale=layer.scale, eps=layer.eps, backend="reference")
+    if layer.absorbed_mean is not None and layer.absorbed_scale is not None:
+        kept, scale = (b.to(what.dtype) for b in (layer.absorbed_mean, layer.absorbed_scale))
+        what = over_rows(kept, what) + what * over_rows(scale, what)
+    return from_rows(layer, what)
+
+
+def _hessian_products(value: Tensor, start: Tensor, channel: int, vectors: Tensor) -> Tensor:
+    (grad,) = torch.autograd.grad(value, start, create_graph=True, allow_unused=True)
+    if grad is None:
+        raise ValueError("the loss does not depend on the layer's weight; does loss() run the layer?")
+    if not grad.requires_grad:  # the loss is linear in the weight
+        return torch.zeros_like(vectors)
+    products = []
+    for vector in vectors:
+        (product,) = torch.autograd.grad(
+            grad[channel].flatten(), start, vector, retain_graph=True, materialize_grads=True
+        )
+        products.append(product[channel].flatten())
+    return torch.stack(products)
+
+
+@contextlib.contextmanager
+def _weight_replaced(layer: Any, weight: Tensor) -> Iterator[None]:
+    """Let the layer compute with this weight inside the block."""
+    if isinstance(layer, Reparameterized):
+        before = layer.shared_weight
+        layer.shared_weight = weight
+        try:
+            yield
+        finally:
+            layer.shared_weight = before
+        return
+    parameters = dict(layer._parameters)
+    del layer._parameters["weight"]
+    vars(layer)["weight"] = weight
+    try:
+        yield
+    finally:
+        del vars(layer)["weight"]
+        layer._parameters.clear()  # restore the order too, because optimizers and state dicts depend on it
+        layer._parameters.update(parameters)
+
+
+# --- smoothness along a step -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Smoothness:
+    """The loss and its gradient along a step against the gradient g.
+
+    Args:
+        steps: the step sizes η.
+        loss: L(θ).
+        gradient: ‖g‖.
+        losses: L(θ − ηg) for each η.
+        distances: ‖∇L(θ − ηg) − g‖ for each η (gradient predictiveness).
+    """
+
+    steps: tuple[float, ...]
+    loss: float
+    gradient: float
+    losses: tuple[float, ...]
+    distances: tuple[float, ...]
+
+    @property
+    def loss_range(self) -> tuple[float, float]:
+        """Return the smallest and the largest loss along the step, without the start; NaN if any loss is NaN."""
+        return _extreme(min, self.losses), _extreme(max, self.losses)
+
+    @property
+    def distance_range(self) -> tuple[float, float]:
+        """Return the smallest and the largest distance of the gradient from g."""
+        return _extreme(min, self.distances), _extreme(max, self.distances)
+
+    @property
+    def beta(self) -> float:
+        """Return the largest distance per length moved, a lower bound of the gradient's Lipschitz constant."""
+        moved = [step * self.gradient for step in self.steps]
+        return _extreme(max, [d / m if m else math.nan for d, m in zip(self.distances, moved, strict=True)])
+
+
+def smoothness(model: nn.Module, loss: Loss, steps: Sequence[float]) -> Smoothness:
+    """Return losses and gradients along a step, as in the literature on why BatchNorm works (ref. `whybnworks`).
+
+    Each evaluation starts from the same buffers, windows and random states, and the model is not changed. `.grad` and
+    the optimizer are not used: a step is η times the plain gradient. The cost is one forward and backward for each step
+    size, and one more. Pass the `module` of a DDP model. `loss` must not keep its graph.
+
+    Args:
+        model: in the mode that the loss needs.
+        loss: runs the model and returns the loss.
+        steps: the step sizes η, above 0. Multiples of the learning rate are usual.
+
+    Example:
+        >>> model = nn.Linear(4, 1, bias=False)
+        >>> x = torch.eye(4)
+        >>> found = smoothness(model, lambda: model(x).square().sum() / 2, [0.5, 1.0])
+        >>> round(found.beta, 4), found.losses[1] < 1e-10  # the Hessian is the identity
+        (1.0, True)
+    """
+    sizes = tuple(float(step) for step in steps)
+    if not sizes or not all(0 < size < math.inf for size in sizes):
+        raise ValueError(f"steps must be one or more finite numbers above 0, got {list(steps)}")
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise ValueError("no parameter of the model requires a gradient")
+    with preserved(model) as snapshot, torch.enable_grad():
+        start, direction = _evaluate(loss, parameters)
+        losses, distances = [], []
+        for size in sizes:
+            snapshot.restore()
+            with torch.no_grad():
+                for p, g in zip(parameters, direction, strict=True):
+                    p.sub_(g, alpha=size)
+            value, there = _evaluate(loss, parameters)
+            losses.append(value)
+            distances.append(_norm([a - b for a, b in zip(there, direction, strict=True)]))
+    return Smoothness(sizes, start, _norm(direction), tuple(losses), tuple(distances))
+
+
+def _evaluate(loss: Loss, parameters: list[nn.Parameter]) -> tuple[float, list[Tensor]]:
+    value = check_loss(loss())
+    grads = torch.autograd.grad(value, parameters, allow_unused=True)
+    found = [torch.zeros_like(p) if g is None else g.detach() for g, p in zip(grads, parameters, strict=True)]
+    return float(value.detach()), found
+
+
+def check_loss(value: Any) -> Tensor:
+    """Return the loss as a scalar. Raise unless it is one number that depends on a parameter."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"loss() must return a tensor, got {type(value).__name__}")
+    if value.numel() != 1:
+        raise ValueError(f"loss() must return one number, got shape {tuple(value.shape)}; sum or average it")
+    if not value.requires_grad:
+        raise ValueError("the loss does not depend on any parameter: was it detached, or computed under no_grad?")
+    return value.reshape(())
+
+
+def _norm(tensors: list[Tensor]) -> float:
+    return math.sqrt(math.fsum(float(t.to(torch.float64).square().sum()) for t in tensors))
+
+
+def _extreme(choose: Callable[[Sequence[float]], float], values: Sequence[float]) -> float:
+    return math.nan if any(map(math.isnan, values)) else choose(values)

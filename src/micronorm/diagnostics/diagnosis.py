@@ -1,0 +1,258 @@
+"""`diagnose`: which layers of a network are near an elimination singularity, and what to do about them.
+
+A layer is reported for its first problem in the order of `PROBLEMS`, because the later ones usually follow from it.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, get_args
+
+from torch import nn
+
+from micronorm.diagnostics.activations import ZERO_BELOW_ZERO
+from micronorm.diagnostics.criteria import Measure, Problem, Thresholds, advise, has_enough_data, measure_problems
+from micronorm.diagnostics.norm_stats import NormStatistics, StatisticsSource, measure_norms
+from micronorm.diagnostics.weights import PAPER_RESNET50, input_uses
+from micronorm.nn.weight import WSConv1d, WSConv2d, WSConv3d
+
+PROBLEMS: tuple[Problem, ...] = get_args(Problem)
+
+TITLES: dict[Problem, str] = {
+    "non_finite": "has values that are not finite",
+    "estimates": "normalizes by estimates that are far from the data",
+    "stat_diff": "normalizes channels together that differ too much",
+    "dead": "has dead channels",
+    "rare": "has under-represented channels",
+}
+
+
+@dataclass(frozen=True)
+class LayerFinding:
+    """A problem of one layer: the numbers that show it, the remedy, and its expected effect.
+
+    `severity` is the figure over its threshold. `channels` are those at fault.
+    """
+
+    layer: str
+    norm: str
+    problem: Problem
+    severity: float
+    evidence: dict[str, Any]
+    channels: tuple[int, ...]
+    remedy: str
+    effect: str
+
+    def __str__(self) -> str:
+        numbers = "; ".join(
+            f"{name}: {f'{value:.3g}' if isinstance(value, float) else value}" for name, value in self.evidence.items()
+        )
+        return (
+            f"{self.layer or 'the model'} ({self.norm}) {TITLES[self.problem]} [{self.problem}]\n"
+            f"  evidence: {numbers}\n  fix: {self.remedy}\n  effect: {self.effect}"
+        )
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The findings of `diagnose`, in the order in which the layers run. It is true if there are none.
+
+    Fix the first finding first: the later ones may follow from it. `judged` counts the norms with enough samples and a
+    known activation; for the others, only finite values and estimates are checked. `severities` holds each layer's
+    largest figure over its threshold.
+    """
+
+    findings: list[LayerFinding]
+    statistics: dict[str, NormStatistics]
+    judged: int
+    severities: dict[str, float] = field(default_factory=dict)
+    input_uses: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Return whether there are no findings."""
+        return not self.findings
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def summary(self) -> str:
+        """Return the diagnosis in a sentence or two."""
+        norms = len(self.statistics)
+        behind_relu = [stats for stats in self.statistics.values() if stats.activation in ZERO_BELOW_ZERO]
+        dead, rare = (sum(int(getattr(stats, kind).sum()) for stats in behind_relu) for kind in ("dead", "rare"))
+        totals = (
+            f"{self.judged} of {norms} norms judged; {dead} dead and {rare} under-represented channels behind ReLUs "
+            "in all"
+        )
+        if self.findings:
+            where = ", ".join(finding.layer or "the model" for finding in self.findings[:3])
+            more = f" and {len(self.findings) - 3} more" if len(self.findings) > 3 else ""
+            head = "1 LAYER IS" if len(self.findings) == 1 else f"{len(self.findings)} LAYERS ARE"
+            return f"{head} IN TROUBLE: {where}{more}. {totals}."
+        if self.judged:
+            return f"No layer is near an elimination singularity. {totals}."
+        if any(stats.activation for stats in self.statistics.values()):
+            return f"Nothing could be judged: there were too few samples for any of {norms} norms."
+        return f"Nothing could be judged: no activation was found behind any of {norms} norms."
+
+    def table(self, rows: int = 10) -> str:
+        """Return the worst layers, one per line. `limit` is the layer's largest figure over its threshold."""
+        head = ("layer", "norm", "then", "limit", "StatDiff", "σ_mean", "σ_std", "active", "dead", "rare", "of", "")
+        problems = {finding.layer: finding.problem for finding in self.findings}
+        worst = sorted(self.statistics, key=lambda name: -self.severities.get(name, 0.0))[:rows]
+        lines = [head, *(self._line(name, problems.get(name, "")) for name in worst)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        text_columns = (0, 1, 2, len(head) - 1)
+
+        def cell(i: int, text: str) -> str:
+            return text.ljust(widths[i]) if i in text_columns else text.rjust(widths[i])
+
+        return "\n".join("  ".join(cell(i, text) for i, text in enumerate(line)).rstrip() for line in lines)
+
+    def _line(self, name: str, problem: str) -> tuple[str, ...]:
+        stats = self.statistics[name]
+        figures = stats.figures()
+        then = f"{'+ ' if stats.residual else ''}{stats.activation or '?'}"
+        numbers = [f"{figures[key]:.2f}" for key in ("stat_diff_worst", "sigma_mean", "sigma_std", "active")]
+        counts = [str(figures[key]) for key in ("dead", "rare", "channels")]
+        severity = f"{self.severities.get(name, 0.0):.0%}"
+        return (name or "the model", stats.norm, then, severity, *numbers, *counts, problem)
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [self.summary(), *(str(finding) for finding in self.findings), *(f"note: {note}" for note in self.notes)]
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the diagnosis in the types of JSON. Numbers that are not finite become text."""
+        return _jsonable(
+            {
+                "ok": self.ok,
+                "summary": self.summary(),
+                "judged": self.judged,
+                "severities": self.severities,
+                "findings": [asdict(finding) for finding in self.findings],
+                "layers": {name: _layer_row(stats) for name, stats in self.statistics.items()},
+                "input_use": self.input_uses,
+                "notes": self.notes,
+            }
+        )
+
+
+def _layer_row(stats: NormStatistics) -> dict[str, Any]:
+    data = {"samples": stats.samples, "positions": stats.positions}
+    return {**stats.figures(), "activation": stats.activation, "residual": stats.residual, **data}
+
+
+def diagnose(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    statistics: StatisticsSource = "estimates",
+    trained: bool = True,
+    thresholds: Thresholds | None = None,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+) -> Diagnosis:
+    """Measure the norms of a model on some data and report those near an elimination singularity.
+
+    Args:
+        model: as in `measure_norms`, which does not change it.
+        batches: as in `measure_norms`. A finding about channels needs at least 32 samples of the network's own data.
+        statistics: as in `measure_norms`.
+        trained: whether running estimates should match the data; those of a new network do not.
+        thresholds: the limits beyond which a layer is reported.
+        forward: as in `measure_norms`.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU())
+        >>> batches = [torch.randn(32, 3, 8, 8)]
+        >>> bool(diagnose(model, batches))
+        True
+        >>> with torch.no_grad():
+        ...     model[0].bias[:2] += 100  # two of the four channels of a group, far from the others
+        >>> diagnosis = diagnose(model, batches)
+        >>> [(finding.layer, finding.problem) for finding in diagnosis.findings]
+        [('1', 'stat_diff')]
+    """
+    measured = measure_norms(model, batches, statistics=statistics, forward=forward)
+    diagnosis = judge(measured, standardized=_is_standardized(model), trained=trained, thresholds=thresholds)
+    uses = input_uses(model)
+    if uses:
+        mean = sum(uses.values()) / len(uses)
+        several = f"{len(uses)} layers" if len(uses) > 1 else "one layer"
+        diagnosis.notes.append(
+            f"min/mean use of input channels, averaged over {several}: {mean:.2f} (the paper's trained ResNet-50: "
+            f"{PAPER_RESNET50}); no finding depends on it"
+        )
+    return replace(diagnosis, input_uses=uses)
+
+
+def judge(
+    measured: Mapping[str, NormStatistics],
+    *,
+    standardized: bool = False,
+    trained: bool = True,
+    thresholds: Thresholds | None = None,
+) -> Diagnosis:
+    """Return the diagnosis for the statistics that `measure_norms` returned.
+
+    StatDiff is judged for norms with a known activation, dead and rare channels for norms followed by a ReLU. Both need
+    as many samples and positions as `Thresholds` says. Estimates and finite values are always judged.
+
+    Args:
+        measured: the result of `measure_norms`.
+        standardized: whether the convolutions use Weight Standardization, so that no remedy suggests it.
+        trained: as in `diagnose`.
+        thresholds: as in `diagnose`.
+    """
+    limits = thresholds or Thresholds()
+    findings, few, severities = [], [], {}
+    for name, stats in measured.items():
+        measures = measure_problems(stats, limits, trained=trained)
+        severities[name] = max((one.severity for one in measures.values()), default=0.0)
+        found = _first_problem(measures)
+        if found is not None:
+            problem, one = found
+            remedy, effect = advise(problem, stats, standardized, name=name, channels=one.channels)
+            findings.append(
+                LayerFinding(name, stats.norm, problem, one.severity, one.evidence, one.channels, remedy, effect)
+            )
+        elif stats.activation is not None and not has_enough_data(stats, limits):
+            few.append(name)
+    followed = sum(stats.activation is not None for stats in measured.values())
+    notes = []
+    if few:
+        notes.append(
+            f"{len(few)} layers saw fewer than {limits.samples} samples or {limits.positions} positions, too few to "
+            f"judge their channels: {', '.join(few[:3])}{', …' if len(few) > 3 else ''}. Use more images."
+        )
+    if followed < len(measured):
+        notes.append(f"{len(measured) - followed} norms have no known activation behind them: listed, but not judged")
+    return Diagnosis(findings, dict(measured), followed - len(few), severities, notes=notes)
+
+
+def _first_problem(measures: Mapping[Problem, Measure]) -> tuple[Problem, Measure] | None:
+    for problem in PROBLEMS:
+        measure = measures.get(problem)
+        if measure is not None and measure.severity > 1:
+            return problem, measure
+    return None
+
+
+def _is_standardized(model: nn.Module) -> bool:
+    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
+    ours = sum(isinstance(module, WSConv1d | WSConv2d | WSConv3d) for module in convolutions)
+    return bool(convolutions) and 2 * ours >= len(convolutions)  # a plan leaves some convolutions plain
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _jsonable(v) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no infinity
+    return value

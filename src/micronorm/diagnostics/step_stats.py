@@ -1,0 +1,339 @@
+"""The statistics of one observed optimizer step, recorded by hooks that change nothing.
+
+Everything is summed over micro-batches by counts, so it does not depend on how the step was cut. The numbers stay on
+their devices until `StepStatistics.read` transfers them at once.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from micronorm.diagnostics.channels import RunningMoments, count_positive, dead_channels, rare_channels
+from micronorm.diagnostics.lipschitz import (
+    TERMS,
+    GradientSum,
+    Standardization,
+    gradient_shares,
+    observe_weight,
+    standardization_of,
+)
+from micronorm.diagnostics.norm_stats import norm_row
+from micronorm.diagnostics.norms import NormLayer, as_norm_layer
+from micronorm.diagnostics.weights import rows_of, weight_layers
+from micronorm.nn.checkpointing import inside_backward
+from micronorm.nn.passive_hook import PassiveHook
+from micronorm.nn.reparameterized import Reparameterized
+from micronorm.ops.bcn import batch_channel_norm
+from micronorm.ops.moments import Moments, as_ncs, compute_dtype, moments, wide_dtype
+
+_HISTOGRAM_WEIGHTS = 1024  # weights of a layer in its histogram
+
+Row = dict[str, Any]
+
+
+def observable_weights(model: nn.Module) -> dict[str, Any]:
+    """Return the layers whose weights can be observed. A sharded model has none: reading a shard needs all ranks."""
+    sharded = any(hasattr(parameter, "placements") for parameter in model.parameters())
+    return {} if sharded else weight_layers(model)
+
+
+# --- norms -----------------------------------------------------------------------------------------------------------
+
+
+class NormSums:
+    """The moments of one norm's inputs and normalized channels, and its positive outputs, summed over forwards."""
+
+    def __init__(self, norm: NormLayer) -> None:
+        self.norm = norm
+        # Side by side: the input, the values that are normalized together, and the normalized values.
+        self._moments = RunningMoments()
+        self._positive: Tensor | None = None
+        self._outputs = 0  # per channel
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether no forward was added."""
+        return self._moments.count == 0
+
+    def add(self, x: Tensor, output: Tensor, *, alone: bool) -> None:
+        """Add one forward. `alone` says that the forward did not add a residual to the output."""
+        x = self.norm.channels_first(x)
+        data = _moments(x)
+        grouped, normalized = self.norm.normalize(x, data)
+        positions = x.numel() // data.mean.numel()
+        parts = [data, normalized] if grouped is data else [data, grouped, normalized]
+        self._moments.add(Moments(*(torch.cat(part, 1) for part in zip(*parts, strict=True))), positions=positions)
+        y = self.norm.channels_first(output) if alone else _own_output(self.norm, x, data)
+        if y is not None and y.shape == x.shape:
+            positive = count_positive(y)
+            self._positive = positive if self._positive is None else self._positive + positive
+            self._outputs += data.mean.shape[0] * positions
+
+    def tensors(self) -> list[Tensor]:
+        """Return what `row` needs, on the device."""
+        found = list(self._moments.moments)
+        return found if self._positive is None else [*found, self._positive]
+
+    def row(self, numbers: Sequence[Tensor]) -> Row:
+        """Return the row of kind "norm" of `micronorm.records`, given the numbers on the host."""
+        parts = [Moments(*part) for part in zip(*(t.split(self.norm.channels) for t in numbers[:2]), strict=True)]
+        row = norm_row(type(self.norm.module).__name__, self.norm.groups, parts[-2], parts[-1], eps=self.norm.eps)
+        if len(numbers) > 2:
+            active = numbers[2] / self._outputs
+            row |= {
+                "active": float(active.mean()),
+                "dead": int(dead_channels(active).sum()),
+                "rare": int(rare_channels(active).sum()),
+            }
+        return row
+
+    def channel_means(self, numbers: Sequence[Tensor]) -> Tensor:
+        """Return the means of the input's channels, on the host."""
+        return numbers[0][: self.norm.channels]
+
+
+def _moments(x: Tensor) -> Moments:
+    """Return the moments of x; on a GPU by one launch, which is accurate enough for an observation."""
+    if x.device.type == "cpu":
+        return moments(x)
+    var, mean = torch.var_mean(as_ncs(x).to(compute_dtype(x.dtype)), -1, correction=0)
+    wide = wide_dtype(x.device)
+    return Moments(mean.to(wide), var.to(wide))
+
+
+def _own_output(norm: NormLayer, x: Tensor, data: Moments) -> Tensor | None:
+    """Return the norm's output without the residual that its forward added, or None if the family is not known."""
+    layer = norm.module
+    if norm.family == "group":
+        return torch.group_norm(x, layer.num_groups, layer.weight, layer.bias, layer.eps)
+    if norm.family != "batch-channel":
+        return None
+    estimates = None if norm.uses_batch else norm.estimates()
+    affine = (layer.weight, layer.bias, layer.group_weight, layer.group_bias)
+    options: dict[str, Any] = {"groups": layer.num_groups, "eps": layer.eps, "blend": layer.blend}
+    return batch_channel_norm(x, estimates, *affine, **options, data=data)
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------
+
+
+class WeightStatistics:
+    """The gradient shares and norms of all weights with a gradient, before the optimizer changes them.
+
+    Rows of equal length are processed together for all layers, because launching operations is what this costs.
+    """
+
+    def __init__(self, layers: Mapping[str, Any], sums: Mapping[str, GradientSum], *, histograms: bool) -> None:
+        self._reparameterized = set(sums)
+        members: dict[Any, list[tuple[str, Tensor, Tensor]]] = {}
+        for name, layer in layers.items():
+            gradient = sums[name].total if name in sums else layer.weight.grad
+            if gradient is not None and layer.weight.grad is not None:
+                how, g = standardization_of(layer, gradient)
+                w, g = rows_of(layer, layer.weight.detach()).flatten(1), g.flatten(1)
+                members.setdefault((how, w.shape[1], w.device, w.dtype, g.dtype), []).append((name, w, g))
+        self._members = [(key[0], [(name, len(w)) for name, w, _ in parts]) for key, parts in members.items()]
+        self._shares = [_shares(key[0], parts) for key, parts in members.items()]
+        self._names = [name for _, parts in self._members for name, _ in parts]
+        weights = [layers[name].weight for name in self._names]
+        # The norm of the parameter's own gradient: that of the effective weight may carry a loss scale.
+        self._norms: list[Tensor] = []
+        if weights:
+            self._norms = [*torch._foreach_norm(weights), *torch._foreach_norm([weight.grad for weight in weights])]
+        self._samples = [_sample(weight) for weight in weights] if histograms else []
+
+    def tensors(self) -> list[Tensor]:
+        """Return what `rows` and `histograms` need, on the device."""
+        return [*self._shares, *self._norms, *self._samples]
+
+    def rows(self, numbers: Sequence[Tensor], *, loss_scale: float) -> dict[str, Row]:
+        """Return the rows of kind "weight" of `micronorm.records` by layer, given the numbers on the host."""
+        first, count = len(self._shares), len(self._names)
+        norms, grads = numbers[first : first + count], numbers[first + count : first + 2 * count]
+        rows: dict[str, Row] = {}
+        squares: dict[str, Tensor] = {}
+        for (how, parts), shares in zip(self._members, numbers, strict=False):
+            sizes = [size for _, size in parts]
+            for (name, _), totals in zip(parts, _totals(shares, sizes), strict=True):
+                rows[name] = {"kind": "weight", "weight": how.method, **dict(zip(TERMS, totals, strict=True))}
+            squares |= {name: square for (name, _), square in zip(parts, shares[-1].split(sizes), strict=True)}
+        for name, norm, grad in zip(self._names, norms, grads, strict=True):
+            rows[name] |= {"norm": float(norm), "grad": float(grad) / loss_scale}
+        if any(grad.isfinite() and not squares[n].isfinite().all() for n, grad in zip(self._names, grads, strict=True)):
+            # The sums still hold gradients of a skipped step, also for layers where they are finite.
+            rows = {name: row for name, row in rows.items() if name not in self._reparameterized}
+        return rows
+
+    def histograms(self, numbers: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return some weights of each layer, if they were requested."""
+        samples = numbers[len(self._shares) + len(self._norms) :]
+        return dict(zip(self._names, samples, strict=True)) if samples else {}
+
+
+def _shares(how: Standardization, parts: Sequence[tuple[str, Tensor, Tensor]]) -> Tensor:
+    """Return the four shares of every row and its ‖∇Ŵ‖², 5×R."""
+    w, g = (torch.cat(values) for values in list(zip(*parts, strict=True))[1:])
+    shares = gradient_shares(w, g, center=how.center, scale=how.scale, eps=how.eps)
+    return torch.stack([*(getattr(shares, name) for name in TERMS), shares.square])
+
+
+def _totals(shares: Tensor, sizes: Sequence[int]) -> list[list[float]]:
+    """Return the shares of each layer's ‖∇Ŵ‖²: its rows weighed by their own, without rows that have no gradient."""
+    terms, square = shares[:-1], shares[-1]
+    index = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    weighed = torch.where(square == 0, 0.0, terms * square)  # a row without gradient has 0/0; other NaN stay
+    sums = torch.zeros(len(terms), len(sizes), dtype=terms.dtype).index_add_(1, index, weighed)
+    return (sums / torch.zeros(len(sizes), dtype=terms.dtype).index_add_(0, index, square)).T.tolist()
+
+
+def _sample(weight: Tensor) -> Tensor:
+    """Return a copy of up to `_HISTOGRAM_WEIGHTS` weights at equal distances in memory."""
+    flat = weight.detach()
+    if not flat.is_contiguous():  # order the axes by stride, so that reshape returns a view
+        flat = flat.permute(sorted(range(flat.ndim), key=flat.stride, reverse=True))
+    flat = flat.reshape(-1)
+    return flat[:: -(-flat.numel() // _HISTOGRAM_WEIGHTS)].clone()
+
+
+# --- one step --------------------------------------------------------------------------------------------------------
+
+
+class StepRecorder:
+    """Record the norms and weights of a model during one step.
+
+    Args:
+        model: the model, without a wrapper.
+        is_active: returns whether the present forward counts.
+    """
+
+    def __init__(self, model: nn.Module, *, is_active: Callable[[], bool]) -> None:
+        self.model, self._is_active = model, is_active
+        self.norms: dict[str, NormSums] = {}
+        self.gradients: dict[str, GradientSum] = {}
+        self.weights = observable_weights(model)
+        self.forwards = 0  # of norms; of the model if it has no norms
+        self.names: list[str] = []
+        self._with_grad: nn.Parameter | None = None  # a parameter that got a gradient since the last step
+        self._stops: list[Callable[[], None]] = []
+        for name, module in model.named_modules():
+            self.names.append(name)
+            norm = as_norm_layer(module)
+            if norm is not None:
+                self.norms[name] = NormSums(norm)
+                hook = PassiveHook(self._norm_hook(name))
+                self._stops.append(module.register_forward_hook(hook, with_kwargs=True).remove)
+        for name, layer in self.weights.items():
+            if isinstance(layer, Reparameterized):
+                self.gradients[name] = GradientSum()
+                self._stops.append(observe_weight(layer, self._weight_hook(name)))
+                self._stops.append(self.gradients[name].close)
+                if layer.weight.is_leaf and layer.weight.requires_grad:
+                    self._stops.append(layer.weight.register_post_accumulate_grad_hook(self._after_grad).remove)
+        if not self.norms:
+            self._stops.append(model.register_forward_hook(PassiveHook(self._model_hook)).remove)
+
+    def _norm_hook(self, name: str) -> Callable[..., None]:
+        def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if torch.compiler.is_compiling() or not self._is_active() or inside_backward():
+                return
+            sums = self.norms[name]
+            x = args[0] if args else kwargs.get("input", kwargs.get("x"))
+            if not isinstance(x, Tensor) or not sums.norm.accepts(x) or _has_no_values(x):
+                return
+            with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+                sums.add(x.detach(), output.detach(), alone=kwargs.get("residual") is None)
+            self.forwards += 1
+
+        return observe
+
+    def _weight_hook(self, name: str) -> Callable[[Tensor], None]:
+        def observe(weight: Tensor) -> None:
+            if self._is_active():
+                self._forget_skipped_step()
+                self.gradients[name].watch(weight)
+
+        return observe
+
+    def _model_hook(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.forwards += self._is_active() and not torch.compiler.is_compiling()
+
+    def _after_grad(self, parameter: nn.Parameter) -> None:
+        self._with_grad = parameter
+
+    def _forget_skipped_step(self) -> None:
+        """Clear the gradients of a step that a GradScaler skipped: no hook ran, but `zero_grad` was called."""
+        if self._with_grad is not None and self._with_grad.grad is None and not inside_backward():
+            self._with_grad = None
+            self.clear_gradients()
+
+    def clear(self) -> None:
+        """Forget everything recorded. The hooks stay."""
+        for name, sums in self.norms.items():
+            self.norms[name] = NormSums(sums.norm)
+        self.clear_gradients()
+        self.forwards = 0
+
+    def clear_gradients(self) -> None:
+        """Forget the recorded gradients."""
+        for gradient in self.gradients.values():
+            gradient.total = None
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        while self._stops:
+            self._stops.pop()()
+
+
+def _has_no_values(x: Tensor) -> bool:
+    """Return whether x is symbolic, or belongs to a forward that is being captured and runs later."""
+    capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    return x.is_meta or capturing or torch._C._are_functorch_transforms_active()
+
+
+class StepStatistics:
+    """The statistics of a recorded step, on their devices.
+
+    Args:
+        recorder: the record of the step.
+        scale: the loss scale of the gradients, or None.
+        weights: whether to compute statistics of the weights, which the optimizer must not have changed yet.
+        histograms: whether to keep values for histograms.
+    """
+
+    def __init__(self, recorder: StepRecorder, *, scale: Tensor | None, weights: bool, histograms: bool) -> None:
+        self.norms = {name: sums for name, sums in recorder.norms.items() if not sums.is_empty}
+        self.weights = WeightStatistics(recorder.weights if weights else {}, recorder.gradients, histograms=histograms)
+        self.scale, self.with_histograms, self.forwards = scale, histograms, recorder.forwards
+        self.parts = [*(sums.tensors() for sums in self.norms.values()), self.weights.tensors()]
+        self.order = list(recorder.names)
+
+    def read(self) -> tuple[dict[str, Row], dict[str, Tensor]]:
+        """Return the rows by layer, and the values for histograms. This waits for the devices once."""
+        scales = [] if self.scale is None else [self.scale]
+        flat = iter(_to_host([*(tensor for part in self.parts for tensor in part), *scales]))
+        *of_norms, of_weights = [[next(flat) for _ in part] for part in self.parts]
+        loss_scale = float(next(flat)) if scales else 1.0
+        rows = self.weights.rows(of_weights, loss_scale=loss_scale)
+        histograms = {f"weights/{name}": values for name, values in self.weights.histograms(of_weights).items()}
+        for (name, sums), numbers in zip(self.norms.items(), of_norms, strict=True):
+            rows[name] = sums.row(numbers)
+            if self.with_histograms:
+                histograms[f"channel_means/{name}"] = sums.channel_means(numbers)
+        return {name: rows[name] for name in self.order if name in rows}, histograms
+
+
+def _to_host(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the tensors in float64 on the CPU, by one transfer per device."""
+    tensors = list(tensors)
+    by_device: dict[torch.device, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        by_device.setdefault(tensor.device, []).append(i)
+    found: dict[int, Tensor] = {}
+    for device, places in by_device.items():
+        parts = [tensors[i] for i in places]
+        flat = torch.cat([part.reshape(-1).to(wide_dtype(device)) for part in parts]).to("cpu", torch.float64)
+        for i, part, values in zip(places, parts, flat.split([part.numel() for part in parts]), strict=True):
+            found[i] = values.reshape(part.shape)
+    return [found[i] for i in range(len(tensors))]

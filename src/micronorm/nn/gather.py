@@ -1,0 +1,215 @@
+"""What a training forward of BatchChannelNorm does with its statistics, by mode.
+
+"step" adds them to the layer's window, "batch" and "sequential" move the estimates. Whether activation checkpointing
+repeats this forward, whether gathering is paused, the rate, and the number of forwards are read when the forward
+*runs*. For compiled graphs these functions are custom operators, so none of these values is traced and none causes a
+recompilation. Eager code calls the functions directly.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from micronorm.nn.checkpointing import inside_backward
+from micronorm.nn.window import MAX_SCANNED, ScannedForward, Window, find_window
+from micronorm.ops.bcn import batch_statistics, gather_fused, move_by_batch, scan, window_sums
+from micronorm.ops.moments import Moments, bounded
+from micronorm.ops.private_api import functorch_transforms_active
+
+BATCH_MOMENTUM = 0.1
+"""The momentum of "batch" layers whose rate is not a number, as in nn.BatchNorm2d."""
+
+# Groups with fewer elements keep little but the signs of their values.
+_FEW_ELEMENTS = 4
+
+
+def gather(
+    mean: Tensor,
+    var: Tensor,
+    around: Tensor,
+    elements: int,
+    group_elements: int,
+    sums: Tensor,
+    lost: Tensor,
+    counter: Tensor,
+) -> None:
+    """Add one forward to the window of a "step" layer, unless its sums are not finite."""
+    window = find_window(counter)
+    if window is None or not _gathers(window, group_elements):
+        return
+    _count_forward(window)
+    contribution = torch.cat(window_sums(Moments(mean, var), elements=elements, around=around))
+    finite = contribution.isfinite().all()
+    sums.add_(torch.where(finite, contribution, 0.0))
+    lost[0].add_(finite.logical_not())
+
+
+def gather_numbers(
+    numbers: Tensor,
+    around: Tensor,
+    samples: int,
+    channels: int,
+    elements: int,
+    groups: int,
+    sums: Tensor,
+    lost: Tensor,
+    counter: Tensor,
+) -> None:
+    """Do the same from the numbers that the kernels of a forward returned, by one more kernel."""
+    window = find_window(counter)
+    if window is not None:
+        gather_by_kernel(window, numbers, around, (samples, channels, elements), groups)
+
+
+def gather_by_kernel(window: Window, numbers: Tensor, around: Tensor, sizes: tuple[int, int, int], groups: int) -> None:
+    """Add a forward of N×C×S elements to the window of a "step" layer, by a kernel."""
+    if torch.compiler.is_compiling():
+        torch.ops.micronorm.gather_numbers(numbers, around, *sizes, groups, window.sums, window.lost, window.counter)
+    elif _gathers(window, sizes[2] * (sizes[1] // groups)):
+        _count_forward(window)
+        gather_fused(numbers, around, window.sums, window.lost, sizes, groups)
+
+
+def sequential_estimates(
+    mean: Tensor,
+    var: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    micro_batch: int,
+    group_elements: int,
+    lost: Tensor,
+    counter: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Move the estimates of a "sequential" layer, and return those that each sample is normalized with."""
+    data = bounded(Moments(mean, var), running_var.dtype)
+    running = Moments(running_mean, running_var)
+    window = find_window(counter)
+    if window is not None and _gathers(window, group_elements):
+        per_sample, last = scan(running, data, rate=_sequential_rate(window), micro_batch=micro_batch)
+        _move(running, last, lost)
+        window.scanned.append(ScannedForward(data, per_sample))
+        counter[0] += 1
+    elif window is not None and inside_backward() and not window.paused:
+        per_sample = _estimates_of_first_pass(window, data)
+    else:
+        per_sample = Moments(*(r.to(mean.dtype).expand(mean.shape[0], -1) for r in running))
+    return per_sample.mean.clone(), per_sample.var.clone()
+
+
+def track_batch(
+    mean: Tensor,
+    var: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    elements: int,
+    group_elements: int,
+    lost: Tensor,
+    counter: Tensor,
+) -> None:
+    """Move the running statistics of a "batch" layer by one forward."""
+    window = find_window(counter)
+    if window is None or not _gathers(window, group_elements):
+        return
+    running = Moments(running_mean, running_var)
+    momentum = window.rate if isinstance(window.rate, float) else BATCH_MOMENTUM
+    batch = Moments(*(s.squeeze(0) for s in batch_statistics(bounded(Moments(mean, var), running_var.dtype))))
+    _move(running, move_by_batch(running, batch, elements=elements * mean.shape[0], momentum=momentum), lost)
+    counter[0] += 1
+
+
+def run(function: Callable, *args: object) -> Any:
+    """Call one of the functions above, or the operator of the same name while a graph is being compiled.
+
+    Raises:
+        RuntimeError: under a transform of torch.func, which forbids layers to change their state.
+    """
+    if torch.compiler.is_compiling():
+        return getattr(torch.ops.micronorm, function.__name__)(*args)
+    if functorch_transforms_active():
+        raise RuntimeError(
+            "a BatchChannelNorm in training mode keeps statistics of what it sees, and transforms of torch.func (grad, "
+            'vmap, jvp, ...) let no layer keep anything; call model.eval() for them, which in "step" mode changes no '
+            "output, or freeze the layer by layer.requires_grad_(False)"
+        )
+    return function(*args)
+
+
+def _gathers(window: Window, group_elements: int) -> bool:
+    """Return whether this forward counts: not while paused, nor if checkpointing repeats it. Warn of small groups."""
+    if group_elements < _FEW_ELEMENTS and not window.warned:
+        window.warned = True
+        warnings.warn(
+            f"{window.describe()} normalizes over groups of {group_elements} elements: little but their signs is left. "
+            "Use fewer groups where maps are this small.",
+            UserWarning,
+            stacklevel=2,
+        )
+    return not (window.paused or inside_backward())
+
+
+def _count_forward(window: Window) -> None:
+    """Count a forward of the window, or raise if too many came without a commit."""
+    counts = window.counter.numpy()  # faster than indexing the tensor, which takes microseconds
+    if counts[0] >= window.control.max_forwards:
+        raise RuntimeError(
+            f"{window.describe()} has gathered {counts[0]} training forwards without a commit: its estimates do "
+            "not move. A torch.optim optimizer that holds the layer's weight commits when it steps; for any other loop "
+            "keep handle = mn.attach(model, rate=...) and call handle.commit() after each update. Forwards that do not "
+            "train belong after model.eval(), or into `with handle.paused():` where they need train mode. A layer that "
+            "no optimizer holds is frozen by layer.requires_grad_(False). If a step really takes more forwards, raise "
+            "the limit: mn.attach(model, max_forwards=...)."
+        )
+    counts[0] += 1
+
+
+def _sequential_rate(window: Window) -> float | Tensor:
+    """Return the rate of a "sequential" forward, which needs it before the optimizer steps."""
+    if isinstance(window.rate, float):
+        return window.rate
+    if window.control.learning_rate is None:
+        raise RuntimeError(
+            f'{window.describe()} is in "sequential" mode with rate="lr": its forward needs the learning rate before '
+            "the optimizer steps. Call mn.attach(model, optimizer), or give the layer a float rate in [0, 1]."
+        )
+    return window.control.learning_rate()
+
+
+def _move(running: Moments, new: Moments, lost: Tensor) -> None:
+    """Write both estimates, or neither if any number is not finite in the buffers' dtype."""
+    mean, var = new.mean.to(running.mean.dtype), new.var.to(running.var.dtype)
+    finite = mean.isfinite().all() & var.isfinite().all()
+    running.mean.copy_(torch.where(finite, mean, running.mean))
+    running.var.copy_(torch.where(finite, var, running.var))
+    lost[0].add_(finite.logical_not())
+
+
+def _estimates_of_first_pass(window: Window, data: Moments) -> Moments:
+    """Return the estimates of the earlier forward that activation checkpointing is repeating."""
+    alike = [forward for forward in window.scanned if all(map(torch.equal, forward.data, data))]
+    if len(alike) != 1:
+        raise RuntimeError(
+            f'{window.describe()} is in "sequential" mode and a checkpointed forward is being recomputed, but '
+            f"{len(alike) or 'none'} of the passes since the last step (the latest {MAX_SCANNED} are kept) match it: "
+            "the estimates to repeat are unknown. Run the backward before the optimizer steps, with distinct inputs, "
+            'or use statistics="step".'
+        )
+    return alike[0].estimates
+
+
+def _register(function: Callable, mutates: str, fake: Callable[..., Any] = lambda *args: None) -> None:
+    """Register a function as an operator of its name, which compiled graphs call."""
+    operator = torch.library.custom_op(f"micronorm::{function.__name__}", function, mutates_args=mutates.split())
+    operator.register_fake(fake)
+
+
+_register(gather, "sums lost counter")
+_register(gather_numbers, "sums lost counter")
+_register(track_batch, "running_mean running_var lost counter")
+_register(
+    sequential_estimates,
+    "running_mean running_var lost counter",
+    lambda mean, var, *args: (torch.empty_like(mean), torch.empty_like(var)),
+)
