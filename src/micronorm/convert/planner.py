@@ -49,7 +49,7 @@ class Planner:
         self.allowed = {
             module: filter is None or bool(filter(module, names[0])) for module, names in self.names.items()
         }
-        self.norms = {module: norm for module in self.names if (norm := describe_norm(module)) is not None}
+        self.norms = {module: old for module in self.names if (old := describe_norm(module)) is not None}
 
     def plan(self, example_inputs: Any) -> Plan:
         """Return the plan. Norms come first: a convolution is standardized if its output reaches a converted norm."""
