@@ -16,10 +16,11 @@ from typer.testing import CliRunner
 
 from micronorm import records
 from micronorm.cli import app
-from micronorm.cli.train import Variation, _launcher, run_recipe
+from micronorm.cli.train import _launcher
 from micronorm.engine.checkpoint import checkpoints
 from micronorm.engine.settings import Execution
 from micronorm.recipes import find
+from micronorm.recipes.run import Variation, run_recipe
 from tests.engine.tiny import contents
 from tests.processes import finish, micronorm, start
 from tests.tolerances import assert_close_to_max, tolerance

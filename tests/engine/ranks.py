@@ -10,16 +10,18 @@ import gc
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import micronorm as mn
+from micronorm.engine import trial
 from micronorm.engine.checkpoint import digest
 from micronorm.engine.evaluate import evaluate
-from micronorm.engine.listener import Silent
+from micronorm.engine.listener import Listener
 from micronorm.engine.loop import _TrainingRun, train
-from micronorm.engine.parallel import Alone, Replicated, Wishes
+from micronorm.engine.parallel import OneRank, ReplicatedRanks, Requests, open_ranks
 from micronorm.engine.settings import Execution
 from micronorm.engine.state import load_rest_of_state, load_whole_state, rest_of_state, whole_state
 from micronorm.engine.step import Step
@@ -32,9 +34,9 @@ from tests.engine.tasks import (
     Toy,
     make_step,
     operations,
-    portion,
     random_places,
     settings,
+    step_inputs,
 )
 from tests.networks import SmallResNet
 
@@ -52,7 +54,7 @@ def time_limit() -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def fresh_step(size: int, parallel: Alone) -> Step:
+def fresh_step(size: int, parallel: OneRank) -> Step:
     """The network of the laws with dropout and a layer nobody uses, the same on every rank."""
     torch.manual_seed(0)
     model = Dropping(mn.BCN(groups=2))
@@ -62,7 +64,7 @@ def fresh_step(size: int, parallel: Alone) -> Step:
 
 def shared_out(step: Step, samples: int = SAMPLES) -> Any:
     indices = torch.arange(samples)[step.parallel.share(samples)]
-    return portion(step.task, indices, samples=samples)  # type: ignore[arg-type]
+    return step_inputs(step.task, indices, samples=samples)  # type: ignore[arg-type]
 
 
 def everything(rank: int, world: int, failures: int, runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -70,15 +72,15 @@ def everything(rank: int, world: int, failures: int, runs: list[dict[str, Any]])
     with time_limit():
         found = {"memory": memory(rank, world, failures), "errors": errors(rank, world)}
         found["figures"], found["batches"] = batch_figures(), whole_batches()
-        found["resumed"] = resumed()
+        found["resumed"], found["detections"], found["averaged"] = resumed(), detections(), averaged()
         return {**found, "law": [law(**run) for run in runs], "fitting": fitting()}
 
 
 def memory(rank: int, world: int, failures: int) -> dict[str, Any]:
     """One rank in turn fails at a random operation, then all end like a run that had halves from the beginning."""
-    clean = fresh_step(2, Replicated(CPU))
+    clean = fresh_step(2, ReplicatedRanks(CPU))
     clean(shared_out(clean))
-    phases = operations(fresh_step(4, Replicated(CPU)), shared_out(clean))
+    phases = operations(fresh_step(4, ReplicatedRanks(CPU)), shared_out(clean))
     gc.freeze()  # every rollback collects garbage, and most of what it looks at came with the imports
     found: dict[str, Any] = {
         "clean": digest(clean.model.state_dict()),
@@ -87,12 +89,12 @@ def memory(rank: int, world: int, failures: int) -> dict[str, Any]:
         "phases": [],
     }
     for k, at in enumerate(random_places(phases, failures, seed=world)):
-        step = fresh_step(4, Replicated(CPU))
+        step = fresh_step(4, ReplicatedRanks(CPU))
         with Failures(step, *([at] if k % world == rank else [])):
-            result = step(shared_out(step), Wishes(save=rank == world - 1))
+            result = step(shared_out(step), Requests(save=rank == world - 1))
         found["failed"].append([digest(step.model.state_dict()), result.micro_batch, len(result.messages)])
         found["phases"].append(phases[at])
-        assert result.wishes == Wishes(save=True)
+        assert result.requests == Requests(save=True)
     return found
 
 
@@ -112,7 +114,7 @@ def errors(rank: int, world: int) -> dict[str, str]:
         assert all(parameter.grad is None for parameter in step.model.parameters())
 
     last = rank == world - 1
-    parallel = Replicated(CPU)
+    parallel = ReplicatedRanks(CPU)
     note("forward", fresh_step(4, parallel), *([30] if last else []), error=KeyError("a column"))
     note("backward", fresh_step(4, parallel), *([900] if last else []), error=KeyError("a column"))
     # memory on one rank, something else on another
@@ -133,7 +135,7 @@ def errors(rank: int, world: int) -> dict[str, str]:
 def batch_figures() -> dict[str, Any]:
     """Figures of a network whose running statistics differ from rank to rank."""
     torch.manual_seed(0)
-    step = make_step(SmallResNet(mn.BN()), Toy(), 4, parallel=Replicated(CPU))
+    step = make_step(SmallResNet(mn.BN()), Toy(), 4, parallel=ReplicatedRanks(CPU))
     for _ in range(3):
         step(shared_out(step))
     before = digest(step.model.state_dict())
@@ -187,7 +189,7 @@ def _resumed(norm: Any, dtype: torch.dtype) -> list[str]:
     def fresh() -> Step:
         torch.manual_seed(0)
         model = nn.Sequential(Passing(), SmallResNet(norm, channels=4))
-        return make_step(model, task, 2, parallel=Replicated(CPU), dtype=dtype)
+        return make_step(model, task, 2, parallel=ReplicatedRanks(CPU), dtype=dtype)
 
     ran = fresh()
     task.overflow = dtype == torch.float16
@@ -211,7 +213,46 @@ class Counting(Toy):
         return {**super().figures(sums), "count": sums["count"]}
 
 
-class Rows(Silent):
+class Detections:
+    """A score that is a list of objects of different sizes."""
+
+    def __init__(self) -> None:
+        self.found: list[dict[str, Any]] = []
+
+    def merge(self, other: "Detections") -> None:
+        self.found += other.found
+
+    def figures(self) -> dict[str, float]:
+        boxes = torch.cat([found["boxes"] for found in sorted(self.found, key=lambda found: found["image"])])
+        return {"images": len(self.found), "boxes": len(boxes), "first": boxes[0, 0].item()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"found": self.found}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.found = state["found"]
+
+
+class Detecting(Toy):
+    """Finds one box more in an image than its label says."""
+
+    new_score = Detections  # type: ignore[assignment]
+
+    def score(self, model: nn.Module, batch: tuple[Any, ...]) -> Any:
+        score = Detections()
+        for image, label in zip(*batch, strict=True):
+            boxes = image.flatten()[: 4 * int(label) + 4].reshape(-1, 4)
+            score.found.append({"image": image.sum().item(), "boxes": boxes, "names": ["a"] * len(boxes)})
+        return score
+
+
+def detections() -> dict[str, float]:
+    """Figures of a score that is a list of objects, over all ranks."""
+    step = make_step(SmallResNet(mn.GN(groups=2)), Detecting(test=5), 4, parallel=open_ranks(CPU, "ddp"))
+    return evaluate(step, seed=0)
+
+
+class Rows(Listener):
     """Keeps what it is told."""
 
     def __init__(self) -> None:
@@ -250,10 +291,21 @@ def law(*, samples: int, test: int, execution: dict[str, Any]) -> dict[str, Any]
     }
 
 
+def averaged() -> list[dict[str, float]]:
+    """Figures of runs with a moving average, replicated and sharded."""
+    found = []
+    for parallel in ("ddp", "fsdp"):
+        chosen = settings(step_batch=7, ema=0.5)
+        execution = Execution(device=CPU, parallel=parallel)  # type: ignore[arg-type]
+        found.append(train(law_network(), Toy(14, 5), chosen, execution).figures)
+    return found
+
+
 def fitting() -> int:
     """Shares of four and five samples, on both sides of the limit up to which nothing is tried out."""
-    run = _TrainingRun(SmallResNet(), Toy(), settings(step_batch=9), Execution(device=CPU), None, Silent())
-    run.device = torch.device("cuda")  # the only place where it is asked for
-    run.step.fit = lambda *args: 1  # type: ignore[method-assign]
-    run._fit(shared_out(run.step, samples=9))
+    run = _TrainingRun(SmallResNet(), Toy(), settings(step_batch=9), Execution(device=CPU), None, Listener())
+    run.step.device = torch.device("cuda")  # the only place where it is asked for
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trial, "largest_fitting", lambda *args: 1)
+        trial.choose_micro_batch(run.step, shared_out(run.step, samples=9))
     return run.step.micro_batch.size

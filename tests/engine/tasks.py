@@ -16,11 +16,12 @@ from micronorm.engine.checkpoint import digest
 from micronorm.engine.dropout import key_dropout
 from micronorm.engine.microbatch import MicroBatch
 from micronorm.engine.optimization import SGD, Constant
-from micronorm.engine.parallel import Alone
+from micronorm.engine.parallel import OneRank
 from micronorm.engine.settings import Settings
 from micronorm.engine.state import rest_of_state, whole_state
-from micronorm.engine.step import Portion, Step
+from micronorm.engine.step import Step, StepInputs
 from micronorm.ops.keyed import sample_keys, uniforms
+from micronorm.tasks.scores import SumScore
 from tests.networks import SmallResNet, samples
 
 CPU = torch.device("cpu")
@@ -55,6 +56,9 @@ class Images:
 class Toy:
     """Cross entropy of five classes."""
 
+    sample = "image"
+    evaluation_batch = 256
+
     def __init__(self, train: int = 24, test: int = 10) -> None:
         self.train, self.test = Images(train), Images(test, seed=1)
 
@@ -64,9 +68,15 @@ class Toy:
         loss = F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels, reduction="sum")
         return Sum(loss, len(labels), {"wrong": (logits.argmax(1) != labels).sum()})
 
-    def score(self, model: nn.Module, batch: tuple[Any, ...]) -> dict[str, Tensor]:
+    def new_score(self) -> SumScore:
+        return SumScore(self.figures)
+
+    def score(self, model: nn.Module, batch: tuple[Any, ...]) -> SumScore:
         loss = self.loss(model, batch)
-        return {"count": torch.tensor(loss.count), "loss": loss.sum, **loss.counts}
+        return SumScore(self.figures, {"count": torch.tensor(loss.count), "loss": loss.sum, **loss.counts})
+
+    def examples(self, model: nn.Module) -> list[dict[str, Any]]:
+        return []
 
     def figures(self, sums: Mapping[str, float]) -> dict[str, float]:
         count = max(sums["count"], 1)
@@ -109,19 +119,19 @@ class Dropping(nn.Module):
         return self.net(self.dropout(x))
 
 
-def portion(task: Toy, indices: Tensor, *, samples: int | None = None) -> Portion:
+def step_inputs(task: Toy, indices: Tensor, *, samples: int | None = None) -> StepInputs:
     """The samples of one step on one rank."""
     batch = next(iter(task.train.load([(0, indices)], seed=0)))
     keys = sample_keys(indices, seed=0, epoch=0)
-    return Portion(batch, keys, len(indices) if samples is None else samples, len(indices))
+    return StepInputs(batch, keys, len(indices) if samples is None else samples, len(indices))
 
 
 def make_step(
-    model: nn.Module, task: Any, size: int, *, parallel: Alone | None = None, lr: float = 0.02, **options: Any
+    model: nn.Module, task: Any, size: int, *, parallel: OneRank | None = None, lr: float = 0.02, **options: Any
 ) -> Step:
     """A step over a model in training mode, with an optimizer that has momentum and decay."""
     key_dropout(model)
-    parallel = parallel or Alone(CPU)
+    parallel = parallel or OneRank(CPU)
     dtype = options.get("dtype", torch.float64)
     model = parallel.prepare(model.to(torch.float64 if dtype == torch.float64 else torch.float32).train())
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-2)
@@ -170,11 +180,11 @@ class Failures:
     def __exit__(self, *exception: object) -> None:
         del self.step.accumulate
 
-    def _accumulate(self, portion: Portion) -> Any:
+    def _accumulate(self, step_inputs: StepInputs) -> Any:
         if not self.left:
-            return self.accumulate(portion)
+            return self.accumulate(step_inputs)
         with self.left.pop(0):
-            return self.accumulate(portion)
+            return self.accumulate(step_inputs)
 
 
 class _Watch(FailAt):
@@ -198,16 +208,16 @@ class _Watch(FailAt):
         return watched
 
 
-def operations(step: Step, portion: Portion) -> list[str]:
+def operations(step: Step, step_inputs: StepInputs) -> list[str]:
     """Which part of a step each operation of its micro-batches belongs to, in order; the step is not taken."""
     watch, task, backward = _Watch(), step.task, step._backward
     step.savepoint.take()
-    step.accumulate(portion)  # what is allocated once and for all is, from here on
+    step.accumulate(step_inputs)  # what is allocated once and for all is, from here on
     step.roll_back()
     step.task = SimpleNamespace(loss=watch.around(task.loss, "forward", "backward"))  # type: ignore[assignment]
     step._backward = watch.around(backward, "placement", "weights' backward")  # type: ignore[method-assign]
     with watch:
-        step.accumulate(portion)
+        step.accumulate(step_inputs)
     step.task = task
     del step._backward
     step.roll_back()

@@ -79,7 +79,7 @@ def test_a_damaged_file_is_refused_left_alone_and_the_one_before_it_offered(tmp_
 def test_a_damaged_file_without_another_says_so(tmp_path):
     path = save(tmp_path, 2, STATE)
     path.write_bytes(b"")
-    with pytest.raises(CheckpointError, match="no other checkpoint beside it: delete it to begin again"):
+    with pytest.raises(CheckpointError, match="no other checkpoint beside it: delete it to start again"):
         load(path)
 
 

@@ -12,9 +12,10 @@ from micronorm.engine.graph import GraphedStep
 from micronorm.engine.loop import train
 from micronorm.engine.microbatch import MicroBatch
 from micronorm.engine.optimization import SGD, AdamW, Constant
-from micronorm.engine.parallel import Alone
+from micronorm.engine.parallel import OneRank
 from micronorm.engine.settings import Execution, Settings
-from micronorm.engine.step import Portion, Step
+from micronorm.engine.step import Step, StepInputs
+from micronorm.engine.trial import largest_fitting
 from micronorm.ops.keyed import sample_keys
 from micronorm.recipes.networks import build_network
 from micronorm.tasks.classification import open_classification
@@ -87,7 +88,7 @@ def test_capturing_leaves_no_trace(task):
     model = network().to(CUDA, torch.float64)
     before = copy.deepcopy(model.state_dict())
     graphed = GraphedStep(make_step(model, task, lr=torch.tensor(0.1, device=CUDA), fused=True), 64)
-    graphed._capture(portion(task))
+    graphed._capture(step_inputs(task))
     assert_same_state(model.state_dict(), before, tol=0.0)
     assert all(float(w.sums.abs().sum()) == 0 and w.forwards == 0 for w in graphed.step.transaction.windows)
     assert all(
@@ -109,24 +110,24 @@ def test_a_captured_run_resumes(task, tmp_path):
 
 
 def make_step(model: torch.nn.Module, task: Any, *, micro_batch: int = 64, **options: Any) -> Step:
-    ranks = Alone(CUDA)
+    ranks = OneRank(CUDA)
     ranks.prepare(model)
     optimizer = torch.optim.SGD(model.parameters(), **{"lr": 0.02, "momentum": 0.9, **options})
     dtype = next(model.parameters()).dtype
     return Step(model, task, optimizer, parallel=ranks, micro_batch=MicroBatch(micro_batch), dtype=dtype, step_batch=64)
 
 
-def portion(task: Any, first: int = 0) -> Portion:
+def step_inputs(task: Any, first: int = 0) -> StepInputs:
     indices = torch.arange(first, first + 64)
     (batch,) = task.train.load([(0, indices)], seed=0)
-    return Portion(batch, sample_keys(indices, seed=0, epoch=0).to(CUDA), 64, 64)
+    return StepInputs(batch, sample_keys(indices, seed=0, epoch=0).to(CUDA), 64, 64)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
 @pytest.mark.parametrize("micro_batch", [64, 16])
 def test_a_step_does_not_wait_for_the_device(task, micro_batch):
     step = make_step(network().to(CUDA), task, micro_batch=micro_batch)
-    ready = [portion(task, first) for first in (0, 64, 128)]
+    ready = [step_inputs(task, first) for first in (0, 64, 128)]
     step(ready[0])
     try:
         torch.cuda.set_sync_debug_mode("error")
@@ -139,7 +140,7 @@ def test_a_step_does_not_wait_for_the_device(task, micro_batch):
 def peak_of_a_step(model: torch.nn.Module, task: Any) -> int:
     step = make_step(copy.deepcopy(model).to(CUDA), task)
     torch.cuda.reset_peak_memory_stats()
-    step(portion(task))
+    step(step_inputs(task))
     return torch.cuda.max_memory_allocated()
 
 
@@ -192,7 +193,7 @@ def test_the_first_guess_fits_and_leaves_no_trace(task):
     model = network().to(CUDA, torch.float64)
     step = make_step(model, task)
     before = copy.deepcopy(model.state_dict())
-    fits = step.fit(portion(task), (1, 4))
+    fits = largest_fitting(step, step_inputs(task), (1, 4))
     assert fits > 64  # a network this small fits a hundred times into any GPU
     assert_same_state(model.state_dict(), before, tol=0.0)
     assert step.micro_batch.size == 64

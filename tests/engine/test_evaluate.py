@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import micronorm as mn
-from micronorm.engine import evaluate as module
 from micronorm.engine.evaluate import evaluate
-from tests.engine.tasks import FailAt, Toy, Zoo, make_step, portion, state_digest
+from tests.engine.tasks import FailAt, Toy, Zoo, make_step, state_digest, step_inputs
 from tests.networks import SmallResNet
 
 
@@ -16,7 +15,7 @@ from tests.networks import SmallResNet
 def step():
     """A step whose estimates have moved."""
     step = make_step(SmallResNet(mn.BCN(groups=4)), task := Toy(test=11), 8)
-    step(portion(task, torch.arange(24)))
+    step(step_inputs(task, torch.arange(24)))
     return step
 
 
@@ -29,7 +28,7 @@ def by_hand(step):
 
 @pytest.mark.parametrize("chunk", [1, 4, 11, 256])
 def test_the_figures_are_those_of_all_samples_at_once(step, chunk, monkeypatch):
-    monkeypatch.setattr(module, "CHUNK", chunk)
+    monkeypatch.setattr(Toy, "evaluation_batch", chunk)
     figures = evaluate(step, seed=0)
     assert [i for _, indices in step.task.test.asked for i in indices] == list(range(11))
     assert figures == pytest.approx(by_hand(step), rel=1e-12)

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import micronorm as mn
-from micronorm.engine.listener import Silent
-from micronorm.engine.loop import _TrainingRun, train
-from micronorm.engine.optimization import SGD, Cosine
+from micronorm import records
+from micronorm.engine.listener import Listener
+from micronorm.engine.loop import Diverged, _TrainingRun, train
+from micronorm.engine.optimization import SGD, Cosine, ParameterGroup, Poly
 from micronorm.engine.settings import Execution
 from tests.engine.ranks import Rows
-from tests.engine.tasks import CPU, Dropping, Toy, Zoo, settings
+from tests.engine.tasks import CPU, Dropping, Sum, Toy, Zoo, settings
 from tests.networks import SmallResNet, assert_same_state
 from tests.tolerances import tolerance
 
@@ -38,7 +39,7 @@ class Listening(Rows):
 
 def run_of(samples, *, rank=0, world=1, execution=HERE, **changes):
     """A run that believes to be one of several ranks; nothing here speaks to the others."""
-    run = _TrainingRun(nn.Linear(1, 1), Toy(samples), settings(**changes), execution, None, Silent())
+    run = _TrainingRun(nn.Linear(1, 1), Toy(samples), settings(**changes), execution, None, Listener())
     run.parallel.rank, run.parallel.world = rank, world
     return run
 
@@ -56,8 +57,8 @@ def test_every_epoch_takes_every_sample_once_over_all_ranks(samples, step_batch,
         assert len(shares) == len(upcoming) == 2 * -(-samples // step_batch) - done
         for (epoch, indices), position in zip(shares, upcoming, strict=True):
             assert torch.equal(indices, position.indices)
-            assert len(indices) == max(position.counted, 1)
-            taken[epoch] += indices[: position.counted].tolist()
+            assert len(indices) == max(position.own_samples, 1)
+            taken[epoch] += indices[: position.own_samples].tolist()
     assert sorted(taken[1]) == list(range(samples))
     assert len(taken[0]) == len(set(taken[0])) == max(samples - done * step_batch, 0)
 
@@ -81,7 +82,7 @@ def test_each_step_is_taken_at_the_rate_of_the_schedule():
     rows, schedule = Rows(), Cosine(1)
     chosen = settings(epochs=2, optimizer=SGD(0.5), schedule=schedule)
     train(SmallResNet(), Toy(24), chosen, HERE, listener=rows)
-    expected = [0.5 * schedule.factor(k, steps_per_epoch=3, epochs=2) for k in range(6)]
+    expected = [0.5 * schedule.factor(k, steps_per_epoch=3, total_steps=6) for k in range(6)]
     assert [row["lr"] for row in rows.steps] == expected
     assert [row["step"] for row in rows.steps] == [1, 2, 3, 4, 5, 6]
     assert [(row["epoch"], "test" in row) for row in rows.epochs] == [(0, True), (1, True)]
@@ -94,6 +95,72 @@ def test_a_run_may_stop_early_and_evaluate_seldom():
     assert [row["epoch"] for row in rows.epochs if "test" in row] == [2, 3]
     outcome = train(SmallResNet(), Toy(24), settings(epochs=4), Execution(device=CPU, steps=4), listener=rows)
     assert (outcome.steps, outcome.finished) == (4, False)
+
+
+def test_a_run_may_have_a_length_in_steps_and_end_within_an_epoch():
+    rows = Rows()
+    chosen = settings(epochs=None, steps=5, schedule=Poly(1.0))
+    outcome = train(SmallResNet(), Toy(24), chosen, HERE, listener=rows)
+    assert (outcome.steps, outcome.finished) == (5, True)
+    assert [row["lr"] for row in rows.steps] == pytest.approx([0.02 * (1 - k / 5) for k in range(5)])
+    assert [(row["epoch"], row["step"]) for row in rows.epochs] == [(0, 3), (1, 5)]
+
+
+def test_groups_have_rates_of_their_own():
+    frozen, free = ParameterGroup(names="head.*", lr_factor=0.0), ParameterGroup(max_ndim=1, weight_decay=0.0)
+    model = SmallResNet()
+    before = copy.deepcopy(model.double().state_dict())
+    train(model, Toy(24), settings(groups=(frozen, free)), HERE)
+    moved = {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
+    assert moved == {name for name, _ in model.named_parameters() if not name.startswith("head.")}
+
+
+def test_a_batch_may_be_lists_of_images_of_different_sizes():
+    class Sizes(Toy):
+        def __init__(self):
+            super().__init__()
+            self.train.load = self.test.load = self.load
+
+        def load(self, shares, *, seed):
+            for _, indices in shares:
+                images = [self.train.images[i][:, : 6 + i % 3] for i in indices.tolist()]
+                yield images, self.train.labels[indices].tolist()
+
+        def loss(self, model, batch):
+            parts = [super(Sizes, self).loss(model, (x[None], torch.tensor([y]))) for x, y in zip(*batch, strict=True)]
+            total = sum(part.sum for part in parts)
+            return Sum(total, len(parts), {"wrong": sum(part.counts["wrong"] for part in parts)})
+
+    whole, cut = SmallResNet(), SmallResNet()
+    cut.load_state_dict(whole.state_dict())
+    for model, size in ((whole, 8), (cut, 3)):
+        train(model, Sizes(), settings(), Execution(device=CPU, micro_batch=size))
+    assert_same_state(cut.state_dict(), whole.state_dict(), tol=tolerance("fifty_steps", torch.float64))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint_before_it(tmp_path):
+    class Breaking(Toy):
+        def loss(self, model, batch):
+            loss = super().loss(model, batch)
+            broken = model.training and len(self.train.asked) > 4
+            return Sum(loss.sum * float("nan"), loss.count, loss.counts) if broken else loss
+
+    with pytest.raises(Diverged, match=r"the loss is nan at step 5; .*step-00000003\.\w+\.pt was written before that"):
+        train(SmallResNet(), Breaking(24), settings(epochs=3), HERE, out=tmp_path)
+    assert [row["step"] for row in records.read(tmp_path).steps] == [1, 2, 3, 4, 5]
+    assert records.read(tmp_path).outcome is None
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path):
+    with pytest.raises(Diverged, match="a weight is not finite after step 1"):
+        train(
+            SmallResNet(mn.GN(groups=4)),
+            Toy(8, 0),
+            settings(optimizer=SGD(1e308, weight_decay=1e9)),
+            HERE,
+            out=tmp_path,
+        )
+    assert not list((tmp_path / "checkpoints").glob("*.pt"))
 
 
 def test_a_task_without_test_samples_is_trained_and_not_evaluated():

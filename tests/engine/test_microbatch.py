@@ -8,7 +8,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
 
-from micronorm.engine.microbatch import MemoryProbe, MicroBatch, describe_randomness, is_out_of_memory
+from micronorm.engine.dropout import describe_randomness
+from micronorm.engine.microbatch import MicroBatch, is_out_of_memory
+from micronorm.engine.trial import MemoryProbe
 
 
 @given(st.integers(1, 300), st.integers(1, 20), st.integers(1, 40), st.none() | st.integers(1, 300))

@@ -8,11 +8,11 @@ import torch
 import micronorm as mn
 from micronorm import records
 from micronorm.engine import journal
-from micronorm.engine.parallel import NO_WISHES
+from micronorm.engine.parallel import NO_REQUESTS
 from micronorm.engine.settings import Execution
-from micronorm.engine.step import Portion
+from micronorm.engine.step import StepInputs
 from tests.diagnostics.observed import assert_same_figures
-from tests.engine.tasks import Failures, Toy, make_step, portion
+from tests.engine.tasks import Failures, Toy, make_step, step_inputs
 from tests.engine.test_resume import kill_at, without_times
 from tests.engine.tiny import STEPS, run
 from tests.networks import SmallResNet
@@ -78,19 +78,19 @@ def seen_step(size: int, *fail_at: int, idle: bool = False) -> dict[str, Any]:
     task = Toy(8)
     step = make_step(SmallResNet(mn.BCN(groups=4), mn.WS()), task, size)
     rows: list[dict[str, Any]] = []
-    with mn.observe(step.model, sink=rows.append) as step.watch, Failures(step, *fail_at):
+    with mn.observe(step.model, sink=rows.append) as step.observation, Failures(step, *fail_at):
         if idle:
-            step._attempt(portion(task, torch.arange(8)), NO_WISHES)  # begins as a step does, so it is forgotten below
+            step._attempt(step_inputs(task, torch.arange(8)), NO_REQUESTS)  # forgotten when the step begins
             step.roll_back()
             accumulate = step.accumulate
 
-            def with_idle(chosen: Portion) -> Any:
+            def with_empty_pass(chosen: StepInputs) -> Any:
                 sums = accumulate(chosen)
-                step._idle(portion(task, torch.arange(3)), last=True)
+                step._empty_pass(step_inputs(task, torch.arange(3)), last=True)
                 return sums
 
-            step.accumulate = with_idle  # type: ignore[method-assign]
-        step(portion(task, torch.arange(8)))
+            step.accumulate = with_empty_pass  # type: ignore[method-assign]
+        step(step_inputs(task, torch.arange(8)))
     assert step.micro_batch.size == size // 2 ** len(fail_at)
     return rows[0]["layers"]
 
@@ -114,7 +114,7 @@ def test_an_observed_run_needs_an_observer_and_a_place_to_write_to(tmp_path):
 
 @pytest.mark.parametrize("other", ["compile", "cuda_graph"])
 def test_what_runs_no_hooks_cannot_be_observed(other):
-    with pytest.raises(ValueError, match="observe looks by hooks, which neither compiled nor captured code runs"):
+    with pytest.raises(ValueError, match="observe needs hooks, which neither compiled nor captured code runs"):
         Execution(observe=50, **{other: True})
 
 

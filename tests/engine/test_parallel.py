@@ -9,11 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import micronorm as mn
-from micronorm.cli.train import _data_device
 from micronorm.engine.evaluate import evaluate
-from micronorm.engine.parallel import Alone, Sharded, Verdict, Wishes, open_ranks, own_device
-from micronorm.engine.settings import Execution
-from micronorm.recipes import find
+from micronorm.engine.parallel import AttemptStatus, OneRank, Requests, ShardedRanks, open_ranks, own_device
 from tests.engine import ranks
 from tests.engine.tasks import CPU, Toy, make_step
 from tests.laws.ranks import launch
@@ -25,7 +22,7 @@ WORLDS = st.integers(1, 17)
 UNITS = st.integers(1, 20)
 
 
-def placed(rank, world, kind=Alone):
+def placed(rank, world, kind=OneRank):
     parallel = object.__new__(kind)
     parallel.device, parallel.rank, parallel.world = CPU, rank, world
     return parallel
@@ -46,28 +43,27 @@ def test_shares_lose_no_sample_take_none_twice_and_cut_no_unit(samples, world, u
 @given(COUNTS, WORLDS, UNITS, st.integers(1, 6))
 def test_shards_make_equally_many_passes_and_enough_for_every_rank(samples, world, unit, multiple):
     size = unit * multiple
-    own = [placed(rank, world).passes(samples, unit=unit, size=size) for rank in range(world)]
-    sharded = {placed(rank, world, Sharded).passes(samples, unit=unit, size=size) for rank in range(world)}
+    own = [placed(rank, world).forward_count(samples, unit=unit, size=size) for rank in range(world)]
+    sharded = {placed(rank, world, ShardedRanks).forward_count(samples, unit=unit, size=size) for rank in range(world)}
     assert sharded == {max(1, *own)}
 
 
 def test_one_process_is_alone_and_answers_for_itself(monkeypatch):
     monkeypatch.delitem(os.environ, "RANK", raising=False)
     parallel = open_ranks(CPU, "ddp")
-    assert type(parallel) is Alone
-    verdict = Verdict(True, False, Wishes(save=True))
+    assert type(parallel) is OneRank
+    verdict = AttemptStatus(True, False, Requests(save=True))
     assert parallel.agree(verdict) == verdict
     assert (parallel.smallest(3), parallel.broadcast("a"), parallel.gather("a")) == (3, "a", ["a"])
 
 
-def test_each_rank_has_a_gpu_of_its_own_for_its_data_too(monkeypatch):
+def test_each_rank_has_a_gpu_of_its_own(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setitem(os.environ, "LOCAL_RANK", "2")
     assert own_device(None) == own_device(torch.device("cuda")) == torch.device("cuda", 2)
     assert own_device(torch.device("cuda", 1)) == torch.device("cuda", 1)
     assert own_device(CPU) == CPU
-    assert _data_device(find("cifar1/c10-bn"), Execution()) == torch.device("cuda", 2)
 
 
 RUNS = [
@@ -85,7 +81,7 @@ def on(world):
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_rank_that_runs_out_of_memory_is_followed_by_all_and_none_waits(world):
-    alone = ranks.fresh_step(ranks.SAMPLES, Alone(CPU))
+    alone = ranks.fresh_step(ranks.SAMPLES, OneRank(CPU))
     alone(ranks.shared_out(alone))
     for rank in on(world):
         found = rank["memory"]
@@ -100,7 +96,7 @@ def test_an_error_on_one_rank_is_raised_on_all_and_none_waits(world):
     *others, last = (rank["errors"] for rank in on(world))
     for name in ("forward", "backward", "both"):
         assert last[name] == "KeyError: 'a column'"
-        assert others[0][name] == "StepFailed: the step failed on another rank, and was taken back on this one"
+        assert others[0][name] == "StepFailed: the step failed on another rank, and was rolled back on this one"
     for result in (*others, last):
         assert result["never fits"].startswith("MemoryError: out of memory with 1 sample per micro-batch")
         assert result["goes on"] == "4"
@@ -132,6 +128,18 @@ def test_figures_are_those_of_the_model_that_is_kept(world):
     for rank in found:
         assert rank["figures"] == pytest.approx(expected, rel=1e-12)
         assert rank["kept"]
+
+
+def test_scores_made_of_objects_are_gathered_from_all_ranks():
+    assert [rank["detections"] for rank in on(2)] == [ranks.detections()] * 2
+
+
+def test_a_moving_average_is_the_same_on_any_number_of_ranks():
+    alone, _ = ranks.averaged()
+    assert "ema_loss" in alone
+    for rank in on(2):
+        for figures in rank["averaged"]:
+            assert figures == pytest.approx(alone, rel=1e-9)
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -14,11 +14,10 @@ import torch
 from micronorm import records
 from micronorm.commit.snapshot import RandomState
 from micronorm.data.memory import MemorySamples
-from micronorm.engine import journal, lock, loop
+from micronorm.engine import journal, loop
 from micronorm.engine.checkpoint import CheckpointError, checkpoints, newest
-from micronorm.engine.lock import Lock
 from micronorm.engine.optimization import SGD, AdamW
-from micronorm.engine.parallel import Alone
+from micronorm.engine.parallel import OneRank
 from micronorm.engine.state import load_rest_of_state, rest_of_state
 from tests.engine.tasks import Toy, make_step
 from tests.engine.tiny import STEPS, Heard, Noise, contents, run, tiny_model
@@ -138,7 +137,7 @@ def test_a_remembered_micro_batch_is_gone_on_with(tmp_path):
     run(tmp_path, steps=2, micro_batch=4)
     run(tmp_path, steps=4, resume=True)
     run(tmp_path, steps=5, micro_batch=8, resume=True)
-    (tmp_path / journal.SMALLER).write_text("2")  # as a sharded run that ended out of memory leaves it
+    (tmp_path / journal.MICRO_BATCH).write_text("2")  # as a sharded run that ended out of memory leaves it
     run(tmp_path, resume=True)
     assert [row["micro_batch"] for row in records.read(tmp_path).steps] == [4, 4, 4, 4, 8, 2]
 
@@ -210,11 +209,11 @@ def test_a_killed_process_leaves_a_folder_that_another_may_write_to_and_a_living
 
 
 def test_a_lock_can_be_released_twice(tmp_path):
-    held = Lock(tmp_path)
+    held = journal.Lock(tmp_path)
     held.release()
     held.release()
-    again = Lock(tmp_path)
-    assert (tmp_path / lock.NAME).exists()
+    again = journal.Lock(tmp_path)
+    assert (tmp_path / journal.LOCK).exists()
     again.release()
 
 
@@ -224,9 +223,9 @@ def test_where_there_are_no_locks_a_run_goes_without(tmp_path, monkeypatch, abse
         raise OSError(errno.ENOLCK, "No locks available")
 
     if absent == "in this system":
-        monkeypatch.setattr(lock, "fcntl", None)
+        monkeypatch.setattr(journal, "fcntl", None)
     else:
-        monkeypatch.setattr(lock.fcntl, "lockf", unsupported)
+        monkeypatch.setattr(journal.fcntl, "lockf", unsupported)
     run(tmp_path / "run")
     assert records.read(tmp_path / "run").outcome is not None
 
@@ -318,7 +317,7 @@ def test_ranks_that_see_different_checkpoints_do_not_go_on(tmp_path, monkeypatch
     kill_at(5, tmp_path)
     before = contents(tmp_path)
     # as on a machine of its own, where the run directory is empty
-    monkeypatch.setattr(Alone, "gather", lambda self, value: [value, None if isinstance(value, str) else value])
+    monkeypatch.setattr(OneRank, "gather", lambda self, value: [value, None if isinstance(value, str) else value])
     with pytest.raises(CheckpointError, match=r"rank 0: step-00000004\.\w+\.pt, rank 1: none"):
         run(tmp_path, resume=True)
     assert contents(tmp_path) == before

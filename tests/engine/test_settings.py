@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from micronorm.engine.optimization import SGD, Cosine
+from micronorm.engine.optimization import SGD, Cosine, ParameterGroup, Warmup
 from micronorm.engine.settings import Execution, Settings, describe
 
 
@@ -16,6 +16,10 @@ def make(**changes):
 @pytest.mark.parametrize(
     "changes, message",
     [
+        ({"steps": 5}, "give either epochs or steps, got epochs=2 and steps=5"),
+        ({"epochs": None}, "give either epochs or steps"),
+        ({"epochs": None, "steps": 0}, "steps must be at least 1, got 0"),
+        ({"ema": 1.0}, "ema must lie between 0 and 1"),
         ({"epochs": 0}, "epochs must be at least 1, got 0"),
         ({"step_batch": 0}, "step_batch must be at least 1, got 0"),
         ({"unit": 0}, "unit must be at least 1, got 0"),
@@ -50,6 +54,10 @@ def test_a_record_of_settings_is_plain_and_tells_different_ones_apart():
     assert described["dtype"] == "bfloat16"
     assert described["optimizer"]["kind"] == "SGD"
     assert described["schedule"] == {"kind": "Cosine", "warmup_epochs": 1}
+    assert not described.keys() & {"steps", "groups", "ema"}  # records from before these existed have none
+    more = describe(make(epochs=None, steps=9, ema=0.9, groups=(ParameterGroup(max_ndim=1, weight_decay=0.0),)))
+    assert (more["epochs"], more["steps"], more["ema"], more["groups"][0]["weight_decay"]) == (None, 9, 0.9, 0.0)
+    assert describe(make(schedule=Warmup(Cosine(), steps=5)))["schedule"]["schedule"]["kind"] == "Cosine"
     changed = (make(), make(seed=1), make(optimizer=SGD(0.2)), make(schedule=Cosine(2)), make(unit=2), make(largest=4))
     assert len({json.dumps(describe(settings)) for settings in changed}) == len(changed)
     assert describe(Execution(device=torch.device("cpu")))["device"] == "cpu"

@@ -12,16 +12,16 @@ from torch import nn
 
 import micronorm as mn
 from micronorm.engine.microbatch import MicroBatch
-from micronorm.engine.step import Portion
+from micronorm.engine.step import StepInputs
 from micronorm.nn.per_step.shared_weights import SharedWeights
 from tests.devices import require_kernels
-from tests.engine.tasks import Dropping, Sum, Toy, make_step, portion
+from tests.engine.tasks import Dropping, Sum, Toy, make_step, step_inputs
 from tests.networks import SmallResNet, assert_same_state
 from tests.tolerances import assert_close_to_max, tolerance
 
 ONE_STEP = tolerance("one_step", torch.float64)
 TASK = Toy()
-ALL = portion(TASK, torch.arange(24))
+ALL = step_inputs(TASK, torch.arange(24))
 
 
 def stepped(model, size, task=TASK, chosen=ALL, **options):
@@ -105,7 +105,7 @@ def test_the_sum_is_divided_once_by_the_count_of_the_whole_step(size):
 
 
 def test_a_step_that_counts_nothing_divides_by_nothing():
-    chosen = portion(TASK, torch.where(TASK.train.labels < 2)[0])
+    chosen = step_inputs(TASK, torch.where(TASK.train.labels < 2)[0])
     model = SmallResNet()
     state, sums = stepped(model, 3, Masked(), chosen)
     assert sums["count"] == sums["loss"] == 0
@@ -163,7 +163,7 @@ def test_columns_may_be_lists_tuples_and_dictionaries():
 
     images, labels = ALL.batch
     extra = [{"box": torch.ones(4, dtype=torch.float32), "name": "x"} for _ in labels]
-    chosen = Portion((images, extra, Transposed([labels])), ALL.keys, 24, 24)
+    chosen = StepInputs((images, extra, Transposed([labels])), ALL.keys, 24, 24)
     state, _ = stepped(model := SmallResNet(), 7, Columns(), chosen)
     assert_same_state(state, by_hand(model), tol=ONE_STEP)
 

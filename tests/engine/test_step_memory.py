@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import micronorm as mn
 from micronorm.engine.microbatch import MicroBatch
-from micronorm.engine.step import Portion, Step
+from micronorm.engine.step import Step, StepInputs
+from micronorm.engine.trial import largest_fitting
 from tests.engine.tasks import (
     Dropping,
     Failures,
@@ -24,15 +25,15 @@ from tests.engine.tasks import (
     Zoo,
     make_step,
     operations,
-    portion,
     random_places,
     state_digest,
+    step_inputs,
 )
 from tests.networks import SmallResNet, assert_same_state
 from tests.tolerances import assert_close_to_max, tolerance
 
 PARTS, RUNS, STEPS = 4, 5, 10  # 200 steps, and a failure in each
-REPEATED = "out of memory with 2 samples per micro-batch; the step was taken back and is repeated with 1"
+REPEATED = "out of memory with 2 samples per micro-batch; the step was rolled back and is repeated with 1"
 
 
 @pytest.fixture
@@ -48,10 +49,10 @@ def zoo_step(task: Toy, size: int) -> Step:
 
 
 @functools.cache
-def clean_run() -> tuple[Portion, list[str], list[str]]:
+def clean_run() -> tuple[StepInputs, list[str], list[str]]:
     """A step's samples, the phases of its operations, and the digests of a run that computes it in single samples."""
     task = Toy(train=3)
-    chosen = portion(task, torch.arange(3))
+    chosen = step_inputs(task, torch.arange(3))
     phases = operations(zoo_step(task, 2), chosen)
     clean, digests = zoo_step(task, 1), []
     for _ in range(STEPS):
@@ -83,7 +84,7 @@ def test_failures_at_200_random_operations_change_nothing_that_a_run_keeps(part,
 def test_a_step_that_ran_out_of_memory_ends_as_the_whole_one_would_have(norm):
     torch.manual_seed(5)
     task, model = Toy(), Dropping(norm)
-    chosen = portion(task, torch.arange(12))
+    chosen = step_inputs(task, torch.arange(12))
     whole = make_step(copy.deepcopy(model), task, 12)
     whole(chosen)
     expected = whole.model.state_dict()
@@ -111,7 +112,7 @@ def test_a_step_that_recomputes_is_taken_back_and_repeated_as_any_other():
 
 def test_memory_that_cannot_hold_one_sample_ends_the_run_as_it_was_before_the_step():
     task = Toy(train=4)
-    chosen = portion(task, torch.arange(4))
+    chosen = step_inputs(task, torch.arange(4))
     step = zoo_step(task, 4)
     step(chosen)
     before = state_digest(step)
@@ -128,7 +129,7 @@ def test_memory_that_cannot_hold_one_sample_ends_the_run_as_it_was_before_the_st
 def test_statistics_that_stay_together_are_never_cut():
     step = make_step(SmallResNet(mn.BN()), task := Toy(), 1, micro_batch=MicroBatch(24, unit=4))
     with Failures(step, 50, 50, 50), pytest.raises(MemoryError, match=r"with 4 samples .* statistics are over 4"):
-        step(portion(task, torch.arange(24)))
+        step(step_inputs(task, torch.arange(24)))
     assert step.micro_batch.size == 4
 
 
@@ -143,12 +144,12 @@ def test_statistics_that_stay_together_are_never_cut():
 def test_allocation_failures_of_every_library_halve_the_micro_batch(error):
     step = make_step(SmallResNet(), task := Toy(), 8)
     with Failures(step, 40, error=error):
-        assert step(portion(task, torch.arange(8))).micro_batch == 4
+        assert step(step_inputs(task, torch.arange(8))).micro_batch == 4
 
 
 def test_an_error_that_is_no_lack_of_memory_is_raised_and_leaves_no_trace():
     step = zoo_step(task := Toy(train=4), 2)
-    chosen = portion(task, torch.arange(4))
+    chosen = step_inputs(task, torch.arange(4))
     step(chosen)
     before = state_digest(step)
     with Failures(step, 400, error=KeyError("a column")), pytest.raises(KeyError, match="a column"):
@@ -177,14 +178,14 @@ def test_looking_for_what_fits_leaves_no_trace(recompute):
     step, probe = zoo_step(task := Toy(train=8), 8), Probe()
     if recompute:
         mn.recompute(step.model)
-    chosen = portion(task, torch.arange(8))
+    chosen = step_inputs(task, torch.arange(8))
     before = state_digest(step)
-    assert step.fit(chosen, (1, 4), measure=lambda: probe) == 100
+    assert largest_fitting(step, chosen, (1, 4), measure=lambda: probe) == 100
     assert probe.tried == [1, 4]
     with Failures(step, 300, 300):
-        assert step.fit(chosen, (1, 4), measure=Probe) == 1  # not even that was seen to fit; the step will tell
+        assert largest_fitting(step, chosen, (1, 4), measure=Probe) == 1  # even one did not fit
     with Failures(step, 10**9, 300):
-        assert step.fit(chosen, (2, 4), measure=Probe) == 2
+        assert largest_fitting(step, chosen, (2, 4), measure=Probe) == 2
     assert state_digest(step) == before
     assert step.micro_batch.size == 8
 
@@ -205,7 +206,7 @@ def test_a_batch_that_is_written_to_is_repeated_as_it_was():
     def run(size: int, *at: int) -> Step:
         torch.manual_seed(0)
         model = nn.Sequential(nn.ReLU(inplace=True), SmallResNet())
-        step, part = make_step(model, task := Toy(), size), portion(task, torch.arange(8))
+        step, part = make_step(model, task := Toy(), size), step_inputs(task, torch.arange(8))
         before = part.batch[0].clone()
         with Failures(step, *at):
             step(part)
@@ -219,7 +220,7 @@ def test_an_interrupted_step_leaves_no_trace():
     step = make_step(Dropping(mn.BCN(groups=2)), task := Toy(), 4)
     before = state_digest(step)
     with pytest.raises(KeyboardInterrupt), Failures(step, 700, error=KeyboardInterrupt()):
-        step(portion(task, torch.arange(8)))
+        step(step_inputs(task, torch.arange(8)))
     assert state_digest(step) == before
     assert all(parameter.grad is None for parameter in step.model.parameters())
 
@@ -245,7 +246,7 @@ def test_buffers_that_a_failed_attempt_made_or_replaced_are_as_before():
         torch.manual_seed(0)
         step = make_step(nn.Sequential(Remaking(), SmallResNet()), task := Toy(), size)
         with Failures(step, *at):
-            step(portion(task, torch.arange(8)))
+            step(step_inputs(task, torch.arange(8)))
         return step
 
     assert state_digest(run(4, 300)) == state_digest(run(2))
@@ -254,7 +255,7 @@ def test_buffers_that_a_failed_attempt_made_or_replaced_are_as_before():
 def test_a_repeated_step_draws_the_same_random_numbers_from_every_generator():
     step = make_step(SmallResNet(), task := Drawing(), 8)
     with Failures(step, 500):
-        step(portion(task, torch.arange(8)))
+        step(step_inputs(task, torch.arange(8)))
     assert len(task.drawn) == 3
     assert task.drawn[0] == task.drawn[1]
     assert not set(task.drawn[2]) & set(task.drawn[1])
@@ -284,13 +285,13 @@ def test_the_window_of_a_skipped_step_survives_a_rollback():
         task = Overflowing()
         step = make_step(SmallResNet(), task, 4, dtype=torch.float16)
         task.overflow = True
-        step(portion(task, torch.arange(8)))
+        step(step_inputs(task, torch.arange(8)))
         assert [window.forwards for window in step.transaction.windows] == [2] * 6
         assert not step.model.norm.running_mean.any()  # skipped: nothing was committed
         task.overflow = False
         step.micro_batch.size = 4 if at else 2
         with Failures(step, *at):
-            step(portion(task, torch.arange(8, 16)))
+            step(step_inputs(task, torch.arange(8, 16)))
         return step
 
     step = run(900)
@@ -298,7 +299,7 @@ def test_the_window_of_a_skipped_step_survives_a_rollback():
     assert state_digest(step) == state_digest(run())
     # The first layer saw the same weights in both steps: its estimate has moved by the mean over all of their samples.
     torch.manual_seed(0)
-    images = portion(Toy(), torch.arange(16)).batch[0].float()
+    images = step_inputs(Toy(), torch.arange(16)).batch[0].float()
     with torch.autocast("cpu", torch.float16):
         seen = SmallResNet().stem(images).double().mean((0, 2, 3))
     assert_close_to_max(step.model.norm.running_mean, 0.02 * seen, tol=1e-5)
@@ -308,4 +309,4 @@ def test_steps_skipped_in_a_row_do_not_look_like_a_loop_that_never_commits():
     step = make_step(SmallResNet(), task := Toy(), 8, dtype=torch.float16, step_batch=4096)
     for window in step.transaction.windows:
         window.counter[0] = 16 * 4096  # as many as bring the loss scale from 2**16 to 1, in single samples
-    assert step(portion(task, torch.arange(8))).micro_batch == 8
+    assert step(step_inputs(task, torch.arange(8))).micro_batch == 8

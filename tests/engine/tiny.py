@@ -12,7 +12,7 @@ from torch import nn
 import micronorm as mn
 from micronorm.data.memory import MemorySamples, PadCropFlip
 from micronorm.data.pixels import Standardization
-from micronorm.engine.listener import Silent
+from micronorm.engine.listener import Listener
 from micronorm.engine.loop import train
 from micronorm.engine.optimization import SGD, Cosine
 from micronorm.engine.settings import Execution, Outcome, Settings
@@ -51,7 +51,7 @@ def tiny_task() -> Classification:
     return Classification(learn, MemorySamples(images[20:], labels[20:], standardization=grey), classes=3)
 
 
-class Heard(Silent):
+class Heard(Listener):
     """Keeps messages, and does something at a step."""
 
     def __init__(self, at: int | None = None, act: Any = None) -> None:
@@ -70,7 +70,7 @@ def run(out: Path | None, *, model: nn.Module | None = None, listener: Heard | N
     """Train the tiny model; options are those of Settings and Execution, `resume` and `observer`."""
     how = {"out": out, "listener": listener, "resume": options.pop("resume", False)}
     how["observer"] = options.pop("observer", None)
-    changes = {name: options.pop(name) for name in list(options) if hasattr(SETTINGS, name)}
+    changes = {name: options.pop(name) for name in list(options) if name != "steps" and hasattr(SETTINGS, name)}
     execution = Execution(**{"save_steps": 2, "device": torch.device("cpu"), **options})
     settings = replace(SETTINGS, **changes)
     return train(model or tiny_model(), tiny_task(), settings, execution, **how)

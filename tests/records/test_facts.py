@@ -9,7 +9,7 @@ from tests.records.rows import FACTS
 
 def test_a_newer_format_is_refused_rather_than_misread(run):
     (run.path / records.FACTS).write_text(json.dumps({**FACTS, "format": 2}))
-    with pytest.raises(ValueError, match="format 2; this version of micronorm knows format 1 only"):
+    with pytest.raises(ValueError, match="format 2; this micronorm reads format 1 only"):
         Run.open(run.path)
 
 

@@ -18,11 +18,12 @@ from micronorm import records
 from micronorm.cli.figures import list_figures, reproduce_figure
 from micronorm.cli.progress import TrainingProgress
 from micronorm.cli.targets import MISUSE, TargetError, unknown
-from micronorm.cli.train import Variation, execution_options, run_recipe
+from micronorm.cli.train import execution_options
 from micronorm.engine.settings import DTYPES, Execution
 from micronorm.recipes import Recipe, Table, find_table, tables
 from micronorm.recipes.figures import Request
 from micronorm.recipes.results import Findings, Result, gather, packaged, read_runs
+from micronorm.recipes.run import Variation, run_recipe
 
 INCOMPLETE = 1
 
@@ -315,10 +316,10 @@ def _run_all(
 
 
 def _announcement(recipe: Recipe, out: Path, variation: Variation) -> str:
-    length = variation.epochs or recipe.settings.epochs
-    text = f"To run: {recipe.name} ({recipe.title}), {length} epochs, seed {variation.seed}, into {out}."
-    if length != recipe.settings.epochs:
-        text += f" It has {recipe.settings.epochs} epochs: this run is kept, but never counts as ours."
+    length = variation.apply(recipe.settings).length
+    text = f"To run: {recipe.name} ({recipe.title}), {length}, seed {variation.seed}, into {out}."
+    if length != recipe.settings.length:
+        text += f" It has {recipe.settings.length}: this run is kept, but never counts as ours."
     return text
 
 

@@ -11,43 +11,22 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from micronorm.data.memory import MemorySamples, PadCropFlip
+from micronorm.data.memory import Labelled, MemorySamples, PadCropFlip, Split
 from micronorm.data.pickles import read_pickle
 from micronorm.data.pixels import Standardization
 
 PAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"
 USUAL = PadCropFlip(pad=4, flip=True)
-"""The augmentation of the paper and of nearly everyone: a window of the image padded by 4, mirrored half the time."""
+"""The usual augmentation, also the paper's: a crop of the image padded by 4, mirrored half the time."""
 
-# `channel_statistics(read_cifar(folder, classes=...).train.images)`, rounded. Constants rather than computed at each
-# reading: then an image is the same input in the whole set, in a part of it and in a miniature.
+# `channel_statistics(read_cifar(folder, classes=...).train.images)`, rounded. Constants, so that an image gives
+# the same input in the whole data set, in a part of it and in a miniature.
 STANDARDIZATION: Mapping[int, Standardization] = {
     10: Standardization(mean=(125.30692, 122.95039, 113.86538), std=(62.99322, 62.08871, 66.70490)),
     100: Standardization(mean=(129.30417, 124.06996, 112.43405), std=(68.17024, 65.39181, 70.41837)),
 }
 
 _PIXELS = 3 * 32 * 32
-
-
-class CifarPart(NamedTuple):
-    """N×3×32×32 uint8 images and their N labels, int64: the fine ones of CIFAR-100."""
-
-    images: Tensor
-    labels: Tensor
-
-
-class Cifar(NamedTuple):
-    """The two parts of the data set, in the official order."""
-
-    train: CifarPart
-    test: CifarPart
-
-
-class CifarSamples(NamedTuple):
-    """The two parts of the data set, as samples to be asked for by index."""
-
-    train: MemorySamples
-    test: MemorySamples
 
 
 class _File(NamedTuple):
@@ -57,7 +36,7 @@ class _File(NamedTuple):
 
 
 class _Release(NamedTuple):
-    """One of the official archives, unpacked."""
+    """The files of one of the official archives."""
 
     folder: str
     kind: Literal["binary", "python"]
@@ -66,7 +45,7 @@ class _Release(NamedTuple):
     test: tuple[_File, ...]
 
 
-# The sums of the Python files are those that torchvision checks.
+# The checksums of the Python files are those that torchvision checks.
 _RELEASES: Mapping[int, tuple[_Release, ...]] = {
     10: (
         _Release(
@@ -116,10 +95,10 @@ _RELEASES: Mapping[int, tuple[_Release, ...]] = {
 
 
 def find_cifar(folder: Path | str, *, classes: Literal[10, 100]) -> Path | None:
-    """Where a complete release lies: in `folder`, or in what an archive or a tidy person would have made below it.
+    """Return the folder of a complete release in or below `folder`, or None.
 
-    That is a folder with the release's own name, or cifar10, CIFAR10, cifar-10 or CIFAR-10 (for 100 likewise), or one
-    in the other. The binary release comes before the Python one. None where there is neither.
+    It may be `folder` itself, a child with the release's own name, cifar10, CIFAR10, cifar-10 or CIFAR-10 (for 100
+    likewise), or the former in one of the latter. The binary release is preferred to the Python one.
 
     Example:
         >>> find_cifar("no/such/folder", classes=10) is None
@@ -129,21 +108,24 @@ def find_cifar(folder: Path | str, *, classes: Literal[10, 100]) -> Path | None:
     return None if found is None else found[0]
 
 
-def read_cifar(folder: Path | str, *, classes: Literal[10, 100], verify: bool = True, download: bool = False) -> Cifar:
-    """Both parts of CIFAR-10 or CIFAR-100 from the official files under `folder` (see `find_cifar`).
+def read_cifar(
+    folder: Path | str, *, classes: Literal[10, 100], verify: bool = True, download: bool = False
+) -> Split[Labelled]:
+    """Read CIFAR-10 or CIFAR-100 from the official files in or below `folder` (see `find_cifar`).
 
-    Pickles are read without executing what they bring.
+    Images are N×3×32×32 uint8, labels int64, in the official order; of CIFAR-100 the fine labels. Nothing in a pickle
+    is executed.
 
     Args:
         folder: where to look.
         classes: 10 or 100.
-        verify: require the official files, by their published checksums. Without it a set may be a miniature of one's
-            own: the same files with any number of whole records.
-        download: fetch the Python release into `folder` through torchvision where nothing is found.
+        verify: require the official files, by their published checksums. Otherwise the files may be a miniature: the
+            same files with any number of whole records.
+        download: download the Python release into `folder` through torchvision if no release is found.
 
     Raises:
-        FileNotFoundError: nothing there, with where it was looked for and how to get it.
-        ValueError: a damaged file, with its name and what was expected.
+        FileNotFoundError: no release is found; lists the searched places and how to get one.
+        ValueError: a file is damaged; names it and says what was expected.
 
     Example:
         >>> read_cifar("no/such/folder", classes=100)
@@ -162,8 +144,8 @@ def read_cifar(folder: Path | str, *, classes: Literal[10, 100], verify: bool = 
     parts = []
     for files in (release.train, release.test):
         read = [_read(place / file.name, file, release, classes, verify=verify) for file in files]
-        parts.append(CifarPart(torch.cat([part.images for part in read]), torch.cat([part.labels for part in read])))
-    return Cifar(*parts)
+        parts.append(Labelled(torch.cat([part.images for part in read]), torch.cat([part.labels for part in read])))
+    return Split(*parts)
 
 
 def open_cifar(
@@ -174,11 +156,11 @@ def open_cifar(
     device: torch.device | str = "cpu",
     verify: bool = True,
     download: bool = False,
-) -> CifarSamples:
-    """The images of `read_cifar` held on a device; `augmentation` is done to the training part."""
+) -> Split[MemorySamples]:
+    """Keep the images of `read_cifar` on a device; `augmentation` applies to the training part."""
     train, test = read_cifar(folder, classes=classes, verify=verify, download=download)
     scale = STANDARDIZATION[classes]
-    return CifarSamples(
+    return Split(
         MemorySamples(*train, standardization=scale, augmentation=augmentation, device=device),
         MemorySamples(*test, standardization=scale, device=device),
     )
@@ -201,20 +183,20 @@ def _releases(classes: int) -> tuple[_Release, ...]:
     return _RELEASES[classes]
 
 
-def _absent(place: Path, release: _Release) -> list[str]:
+def _missing_files(place: Path, release: _Release) -> list[str]:
     return [file.name for file in (*release.train, *release.test) if not (place / file.name).is_file()]
 
 
 def _find(folder: Path, classes: int) -> tuple[Path, _Release] | None:
-    return next(((place, release) for place, release in _places(folder, classes) if not _absent(place, release)), None)
+    return next((found for found in _places(folder, classes) if not _missing_files(*found)), None)
 
 
 def explain_missing(*folders: Path, classes: Literal[10, 100]) -> str:
-    """Where the set was looked for, what is there of it, and how to get it."""
-    places = [(place, release) for folder in folders for place, release in _places(folder, classes)]
+    """Return a message with the searched places, the missing files, and how to get the data set."""
     incomplete = [
-        f" {place} lacks {', '.join(_absent(place, release))}."
-        for place, release in places
+        f" {place} lacks {', '.join(_missing_files(place, release))}."
+        for folder in folders
+        for place, release in _places(folder, classes)
         if place.name == release.folder and place.is_dir()
     ]
     return (
@@ -225,7 +207,7 @@ def explain_missing(*folders: Path, classes: Literal[10, 100]) -> str:
     )
 
 
-def _read(path: Path, file: _File, release: _Release, classes: int, *, verify: bool) -> CifarPart:
+def _read(path: Path, file: _File, release: _Release, classes: int, *, verify: bool) -> Labelled:
     data = path.read_bytes()
     try:
         if verify:
@@ -233,15 +215,15 @@ def _read(path: Path, file: _File, release: _Release, classes: int, *, verify: b
         return (_parse_binary if release.kind == "binary" else _parse_python)(data, classes)
     except ValueError as error:
         raise ValueError(
-            f"{path} is damaged or not the official file: {error}. Delete it and unpack the archive anew from {PAGE} "
-            "(or let --download, download=True in Python, fetch it); a miniature of your own in the official format is "
-            "read with --unverified, verify=False in Python"
+            f"{path} is damaged or not the official file: {error}. Delete it and unpack the archive again from {PAGE} "
+            "(or use --download, download=True in Python); a miniature in the official format is read with "
+            "--unverified, verify=False in Python"
         ) from error
 
 
 def _verify(data: bytes, file: _File, release: _Release, classes: int) -> None:
     if release.kind == "binary":
-        expected = file.records * (_heads(classes) + _PIXELS)
+        expected = file.records * (_label_bytes(classes) + _PIXELS)
         if len(data) != expected:
             raise ValueError(f"it has {len(data):,} bytes where {file.records:,} records take {expected:,}")
     digest = hashlib.new(release.algorithm, data, usedforsecurity=False).hexdigest()
@@ -249,13 +231,13 @@ def _verify(data: bytes, file: _File, release: _Release, classes: int) -> None:
         raise ValueError(f"its {release.algorithm.upper()} is {digest}, the published one {file.digest}")
 
 
-def _heads(classes: int) -> int:
-    """Bytes before the pixels: the label, or the coarse and the fine label."""
+def _label_bytes(classes: int) -> int:
+    """Return the number of bytes before the pixels: the label, or the coarse and the fine label."""
     return 1 if classes == 10 else 2
 
 
-def _parse_binary(data: bytes, classes: int) -> CifarPart:
-    heads = _heads(classes)
+def _parse_binary(data: bytes, classes: int) -> Labelled:
+    heads = _label_bytes(classes)
     record = heads + _PIXELS
     if not data or len(data) % record:
         raise ValueError(f"its {len(data):,} bytes are not a whole number of records of {record:,} bytes")
@@ -264,10 +246,10 @@ def _parse_binary(data: bytes, classes: int) -> CifarPart:
         _check_labels(rows[:, 0], 20)
     labels = rows[:, heads - 1].to(torch.int64)
     _check_labels(labels, classes)
-    return CifarPart(rows[:, heads:].reshape(-1, 3, 32, 32), labels)
+    return Labelled(rows[:, heads:].reshape(-1, 3, 32, 32), labels)
 
 
-def _parse_python(data: bytes, classes: int) -> CifarPart:
+def _parse_python(data: bytes, classes: int) -> Labelled:
     entries = read_pickle(data)
     key = "labels" if classes == 10 else "fine_labels"
     pixels, labels = entries.get("data"), entries.get(key)
@@ -277,23 +259,18 @@ def _parse_python(data: bytes, classes: int) -> CifarPart:
         raise ValueError(f"it lacks a list of whole numbers under '{key}'; its entries are {sorted(entries)}")
     if len(labels) != len(pixels):
         raise ValueError(f"it has {len(pixels)} images and {len(labels)} labels")
-    beyond = [label for label in labels if not 0 <= label < classes]
-    if beyond:
-        raise ValueError(_beyond(beyond[0], classes))
-    return CifarPart(pixels.reshape(-1, 3, 32, 32), torch.tensor(labels))
+    _check_labels(torch.tensor(labels), classes)
+    return Labelled(pixels.reshape(-1, 3, 32, 32), torch.tensor(labels))
 
 
 def _check_labels(labels: Tensor, classes: int) -> None:
-    if labels.max() >= classes:
-        raise ValueError(_beyond(int(labels.max()), classes))
-
-
-def _beyond(label: int, classes: int) -> str:
-    return f"its label {label} does not lie between 0 and {classes - 1}"
+    for label in (int(labels.min()), int(labels.max())):
+        if not 0 <= label < classes:
+            raise ValueError(f"its label {label} does not lie between 0 and {classes - 1}")
 
 
 def _download(folder: Path, classes: int) -> None:
-    """Fetch and unpack the Python release; torchvision checks the archive's published MD5."""
+    """Download and unpack the Python release; torchvision checks the archive's published MD5."""
     try:
         from torchvision.datasets import CIFAR10, CIFAR100
         from torchvision.datasets.utils import download_and_extract_archive
@@ -304,7 +281,7 @@ def _download(folder: Path, classes: int) -> None:
     source = CIFAR10 if classes == 10 else CIFAR100
     try:
         download_and_extract_archive(source.url, str(folder), filename=source.filename, md5=source.tgz_md5)
-    except (OSError, RuntimeError) as error:  # RuntimeError: what torchvision raises for a wrong checksum
+    except (OSError, RuntimeError) as error:  # torchvision raises RuntimeError for a wrong checksum
         raise OSError(
             f"fetching {source.url} into {folder.absolute()} failed ({error}); try again, or unpack an archive from "
             f"{PAGE} there"

@@ -1,55 +1,33 @@
-"""Scikit-learn's handwritten digits: 1,797 images of 8×8 pixels that come with the library."""
-
-from typing import NamedTuple
+"""Scikit-learn's handwritten digits: 1,797 images of 8×8 pixels, part of the library."""
 
 import torch
 from torch import Tensor
 
-from micronorm.data.memory import MemorySamples, PadCropFlip
+from micronorm.data.memory import Labelled, MemorySamples, PadCropFlip, Split
 from micronorm.data.pixels import Standardization
 
 TEST_IMAGES = 500
 SHIFT = PadCropFlip(pad=1)
-"""By one pixel at most, and never mirrored: a digit that is turned round is another sign."""
+"""Shifts by at most one pixel. Digits are not mirrored, because a mirrored digit is another sign."""
 _SCALE = Standardization(mean=(8.0,), std=(8.0,))  # pixels are integers from 0 to 16
 
 
-class Labelled(NamedTuple):
-    """N×1×8×8 float32 images with values in [−1, 1], and their N labels, int64 from 0 to 9."""
+def read_digits() -> Split[Labelled]:
+    """Return 1,297 training and 500 test images, each digit with the same share in both; the split is fixed.
 
-    images: Tensor
-    labels: Tensor
-
-
-class Digits(NamedTuple):
-    """The two parts of the data set."""
-
-    train: Labelled
-    test: Labelled
-
-
-class DigitSamples(NamedTuple):
-    """The two parts of the data set, as samples to be asked for by index."""
-
-    train: MemorySamples
-    test: MemorySamples
-
-
-def read_digits() -> Digits:
-    """1,297 training and 500 test images, each digit in the same share in both; the same split at every call.
-
-    Images of the same writers lie in both parts, so the test error says nothing of a writer never seen.
+    Images are N×1×8×8 float32 with values in [−1, 1], labels int64 from 0 to 9. Both parts contain images of the same
+    writers, so the test error does not measure how well new writers are recognized.
 
     Example:
         >>> digits = read_digits()
         >>> digits.train.images.shape, digits.test.images.shape
         (torch.Size([1297, 1, 8, 8]), torch.Size([500, 1, 8, 8]))
     """
-    return Digits(*(Labelled(pixels.to(torch.float32) / 8 - 1, labels) for pixels, labels in _read()))
+    return Split(*(Labelled(pixels.to(torch.float32) / 8 - 1, labels) for pixels, labels in _read()))
 
 
-def open_digits(*, augmentation: PadCropFlip = SHIFT, device: torch.device | str = "cpu") -> DigitSamples:
-    """The images of `read_digits` held on a device; `augmentation` is done to the training part.
+def open_digits(*, augmentation: PadCropFlip = SHIFT, device: torch.device | str = "cpu") -> Split[MemorySamples]:
+    """Keep the images of `read_digits` on a device; `augmentation` applies to the training part.
 
     Example:
         >>> train, test = open_digits()
@@ -57,15 +35,15 @@ def open_digits(*, augmentation: PadCropFlip = SHIFT, device: torch.device | str
         (1297, 500)
     """
     train, test = _read()
-    return DigitSamples(
+    return Split(
         MemorySamples(*train, standardization=_SCALE, augmentation=augmentation, device=device),
         MemorySamples(*test, standardization=_SCALE, device=device),
     )
 
 
 def _read() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """(pixels, labels) of the training part and of the test part: N×1×8×8 uint8 and N int64."""
-    from sklearn.datasets import load_digits  # here: it costs a second, and few who import this room read digits
+    """Return (pixels, labels) of the training and the test part: N×1×8×8 uint8 and N int64."""
+    from sklearn.datasets import load_digits  # here, because importing scikit-learn takes a second
     from sklearn.model_selection import train_test_split
 
     pixels, labels = load_digits(return_X_y=True)

@@ -1,4 +1,4 @@
-"""ImageNet-style folders: root/train/CLASS/*.jpg and root/val/CLASS/*.jpg, decoded by worker processes."""
+"""Image folders in ImageNet's layout, root/train/CLASS/*.jpg and root/val/CLASS/*.jpg, decoded by worker processes."""
 
 import math
 import os
@@ -17,19 +17,19 @@ from micronorm.data.pixels import IMAGENET, Standardization, Standardizer
 from micronorm.ops.keyed import sample_keys, uniforms
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
-"""Of files that count as images, in either case."""
+"""File names of images end so, in upper or lower case."""
 
 SCALE = (0.08, 1.0)
 RATIO = (3 / 4, 4 / 3)
-"""Share of the area and width/height of a random crop."""
+"""Range of the area, as a share of the image, and of width/height of a random crop."""
 
 _TRIES = 10
 _NAMES = ("imagenet", "ImageNet", "ilsvrc2012", "ILSVRC2012")
-_AHEAD = 2  # shares that each worker decodes before they are asked for
+_AHEAD = 2  # shares that each worker decodes in advance
 
 
 class FolderSet(NamedTuple):
-    """The two parts of the data set, as samples to be asked for by index, and the classes by label."""
+    """The training and test samples, and the names of the classes by label."""
 
     train: "FolderSamples"
     test: "FolderSamples"
@@ -46,11 +46,9 @@ class Box(NamedTuple):
 
 
 def find_folders(folder: Path | str, *, itself: bool = True) -> Path | None:
-    """`folder`, or imagenet, ImageNet, ilsvrc2012 or ILSVRC2012 in it: the first with classes in train and in val.
+    """Return the first folder with class folders in train and in val, or None.
 
-    Args:
-        folder: where to look.
-        itself: whether `folder` itself may be it.
+    Searches `folder` (if `itself`), and imagenet, ImageNet, ilsvrc2012 and ILSVRC2012 in it.
     """
     children = [Path(folder) / name for name in _NAMES]
     places = [Path(folder), *children] if itself else children
@@ -63,17 +61,15 @@ def open_folders(
     size: int = 224,
     augment: bool = True,
     workers: int = 0,
-    device: torch.device | str = "cpu",
     standardization: Standardization = IMAGENET,
 ) -> FolderSet:
-    """The images under `folder`/train and `folder`/val, a folder per class; labels follow the sorted class names.
+    """Open the images in `folder`/train and `folder`/val, a folder per class; labels follow the sorted class names.
 
     Args:
-        folder: the root, or a folder with a child of one of the names that `find_folders` knows.
+        folder: the root, or a folder with a child of one of the names that `find_folders` searches.
         size: height and width of the inputs.
-        augment: train on random resized crops, mirrored half the time, rather than on central crops.
-        workers: processes that decode; 0 decodes in this one. Batches are the same whatever their number.
-        device: where batches appear.
+        augment: train on random resized crops, mirrored half the time, instead of central crops.
+        workers: processes that decode; 0 decodes in this one. The batches do not depend on their number.
         standardization: per channel, for bytes.
 
     Example:
@@ -97,7 +93,6 @@ def open_folders(
             size=size,
             augment=augment and part == "train",
             workers=workers,
-            device=device,
             standardization=standardization,
         )
         for part in ("train", "val")
@@ -106,7 +101,7 @@ def open_folders(
 
 
 def explain_missing(*folders: Path) -> str:
-    """Where the set was looked for and how to get it."""
+    """Return a message with the searched places and how to get the data set."""
     return (
         f"ImageNet was looked for in {' and '.join(str(folder.absolute()) for folder in folders)}, and in "
         f"{', '.join(_NAMES)} below: a folder with train/CLASS/*.JPEG and val/CLASS/*.JPEG, the layout of "
@@ -118,20 +113,19 @@ def explain_missing(*folders: Path) -> str:
 class FolderSamples:
     """Images in one folder per class. Batches are float32 N×3×size×size, standardized, and int64 labels.
 
-    Greyscale images become RGB. With `augment` an image's crop and mirroring are functions of (seed, epoch, index)
-    alone: the distribution of torchvision's RandomResizedCrop and RandomHorizontalFlip, drawn from the sample's key.
-    Without, the shorter side is resized to size·256/224 and the centre is cut out.
+    Greyscale images become RGB. With `augment`, crop and mirroring have the distribution of torchvision's
+    RandomResizedCrop and RandomHorizontalFlip, and are functions of (seed, epoch, index) alone. Without, the shorter
+    side is resized to size·256/224 and the centre is cut out.
 
-    A worker decodes whole shares, two ahead of what is asked for; the workers live as long as the samples do. Bytes
-    cross the process boundary and are standardized on the device. torch's own random numbers are not touched.
+    A worker decodes whole shares, two in advance; the workers live as long as this object. They send bytes, which are
+    standardized here. torch's global random generator is not used.
 
     Args:
         root: the folder of class folders.
         classes: their names, in the order of the labels.
         size: height and width of the inputs.
-        augment: crop and mirror by chance.
+        augment: crop and mirror at random.
         workers: processes that decode; 0 decodes in this one.
-        device: where batches appear.
         standardization: per channel, for bytes.
     """
 
@@ -143,7 +137,6 @@ class FolderSamples:
         size: int = 224,
         augment: bool = False,
         workers: int = 0,
-        device: torch.device | str = "cpu",
         standardization: Standardization = IMAGENET,
     ) -> None:
         if size < 1 or workers < 0:
@@ -151,30 +144,28 @@ class FolderSamples:
         _require_torchvision()
         self._decoder = _Decoder(Path(root), classes, size=size, augment=augment)
         self._workers = workers
-        self._device = torch.device(device)
-        self._standardize = Standardizer(standardization, self._device)
+        self._standardize = Standardizer(standardization, torch.device("cpu"))
         self._idle: list[tuple[DataLoader, _Shares]] = []
 
     def __len__(self) -> int:
         return len(self._decoder.labels)
 
     def load(self, shares: Iterable[tuple[int, Tensor]], *, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """(images, labels) for each share (epoch, indices), in order."""
-        # A loader and its workers serve one `load` at a time and are kept for the next; a second at once gets its own.
-        # Nothing may hold them in a circle of references: workers that the collector ends keep it waiting for seconds.
+        """Yield (images, labels) for each share (epoch, indices), in order."""
+        # A loader and its workers serve one `load` at a time and are kept for the next; a concurrent one gets its own.
+        # They must not be part of a reference cycle: the garbage collector would wait seconds for the workers to end.
         loader, queue = self._idle.pop() if self._idle else self._new_loader()
         queue.shares = orders = self._orders(shares, seed)
         try:
             for images, labels in loader:
-                here = images.to(self._device, non_blocking=True)
-                yield self._standardize(here), labels.to(self._device, non_blocking=True)
+                yield self._standardize(images), labels
         except Exception as error:
             if not self._workers:
                 raise
-            # What happened in the worker is in the message. The frames on this side hold the loader in a circle.
+            # The worker's error is in the message. The frames of this traceback would hold the loader in a cycle.
             raise error.with_traceback(None)  # noqa: B904
         finally:
-            orders.close()  # unfinished it holds these samples in a circle
+            orders.close()  # an unfinished generator would hold this object in a cycle
             self._idle.append((loader, queue))
 
     def _orders(self, shares: Iterable[tuple[int, Tensor]], seed: int) -> Generator["_Order", None, None]:
@@ -187,24 +178,23 @@ class FolderSamples:
         loader = DataLoader(
             self._decoder,
             sampler=queue,
-            batch_size=None,  # one item of the decoder is a batch already
+            batch_size=None,  # one item of the decoder is a batch
             num_workers=self._workers,
             prefetch_factor=_AHEAD if self._workers else None,
             persistent_workers=self._workers > 0,
-            pin_memory=self._device.type == "cuda",
             worker_init_fn=_ignore_interrupts,
-            generator=torch.Generator(),  # the loader would draw its workers' seeds from the run's own otherwise
+            generator=torch.Generator(),  # otherwise the loader draws its workers' seeds from the global generator
         )
         return loader, queue
 
 
 def _ignore_interrupts(worker: int) -> None:
-    """Ctrl-C reaches every process of a terminal, but when to stop is for the one that trains to say."""
+    """Ctrl-C reaches every process of a terminal, but the training process decides when to stop."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class _Order(NamedTuple):
-    """What a worker is sent."""
+    """A share, as it is sent to a worker."""
 
     seed: int
     epoch: int
@@ -212,7 +202,7 @@ class _Order(NamedTuple):
 
 
 class _Shares(Sampler[_Order]):
-    """The shares of the `load` under way, read one by one as the loader asks."""
+    """The shares of the present `load`, read one by one."""
 
     shares: Iterator[_Order]
 
@@ -221,7 +211,7 @@ class _Shares(Sampler[_Order]):
 
 
 class _Decoder(Dataset[tuple[Tensor, Tensor]]):
-    """Shares to batches of bytes. It travels to the workers, so it holds arrays rather than a million strings."""
+    """Turns shares into batches of bytes. It is sent to the workers, so it holds arrays, not a million strings."""
 
     def __init__(self, root: Path, classes: Sequence[str], *, size: int, augment: bool) -> None:
         self._root, self._size, self._augment = root, size, augment
@@ -261,10 +251,10 @@ class _Decoder(Dataset[tuple[Tensor, Tensor]]):
 
 
 def crop_box(draws: Sequence[float], *, height: int, width: int) -> Box:
-    """The crop of an image, by the rule of RandomResizedCrop, from 40 numbers in [0, 1).
+    """Return the crop of an image by the rule of RandomResizedCrop, from 40 random numbers in [0, 1).
 
-    Ten times a share of the area and a log ratio are taken by chance. The first box that fits is put somewhere by
-    chance; if none does, it is the largest central one whose ratio is allowed.
+    Up to ten times, draw a share of the area and a log ratio. The first box that fits gets a random position. If none
+    fits, take the largest central box whose ratio is allowed.
 
     Example:
         >>> crop_box([0.5] * 40, height=150, width=200)
@@ -285,20 +275,20 @@ def crop_box(draws: Sequence[float], *, height: int, width: int) -> Box:
 
 
 def _decode(path: Path) -> Any:
-    """The image as PIL holds it, in RGB."""
+    """Return the image as a PIL image, in RGB."""
     from PIL import Image
 
     try:
         with Image.open(path) as image:
             return image.convert("RGB")
-    except Exception as error:  # each of PIL's decoders fails in its own way
+    except Exception as error:  # PIL's decoders raise many kinds of errors
         raise ValueError(
             f"{path} is not a readable image ({type(error).__name__}: {error}); replace it or delete it"
         ) from error
 
 
 def _subfolders(folder: Path) -> tuple[str, ...]:
-    """Names of the class folders, sorted; hidden ones are some program's own."""
+    """Return the names of the class folders, sorted, without hidden ones."""
     if not folder.is_dir():
         return ()
     with os.scandir(folder) as entries:
@@ -306,7 +296,7 @@ def _subfolders(folder: Path) -> tuple[str, ...]:
 
 
 def _images(folder: Path) -> list[str]:
-    """Paths of the images in a class folder and below, relative to it, sorted."""
+    """Return the paths of the images in a class folder and below, relative to it, sorted."""
     found = []
     for place, _, files in os.walk(folder, followlinks=True):
         below = os.path.relpath(place, folder)

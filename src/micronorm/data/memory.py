@@ -1,7 +1,7 @@
-"""Labelled images held whole on a device as bytes, cropped and flipped there: no Python per sample."""
+"""Labelled images kept on a device as bytes, and cropped and mirrored there, without Python code per sample."""
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -10,19 +10,34 @@ from torch import Tensor
 from micronorm.data.pixels import Standardization, Standardizer
 from micronorm.ops.keyed import integers, sample_keys
 
-# Streams of a sample's key. Their names in ASCII: what another room draws from the same key has another number.
+T = TypeVar("T")
+
+# Streams of a sample's key: numbers made of ASCII names, so that no two users of a key draw the same numbers.
 CROP = int.from_bytes(b"crop", "big")
 FLIP = int.from_bytes(b"flip", "big")
+
+
+class Labelled(NamedTuple):
+    """N×C×H×W images and their N labels."""
+
+    images: Tensor
+    labels: Tensor
+
+
+class Split(NamedTuple, Generic[T]):
+    """The training and the test part of a data set."""
+
+    train: T
+    test: T
 
 
 class PadCropFlip(NamedTuple):
     """The usual augmentation of small images.
 
     Attributes:
-        pad: rows and columns of zero bytes around the image, of which a window of the image's own size is cut. The
-            zeros come before standardization: the border is black, as with torchvision's RandomCrop(padding=pad) ahead
-            of Normalize, not the mean colour.
-        flip: mirror every second image, left to right.
+        pad: zero bytes on each side of the image, from which a window of the image's size is cut. The border is black,
+            as with torchvision's RandomCrop(padding=pad) before Normalize.
+        flip: mirror half of the images, left to right.
     """
 
     pad: int = 0
@@ -32,15 +47,15 @@ class PadCropFlip(NamedTuple):
 class MemorySamples:
     """N images of C×H×W bytes and their labels. Batches are float32 N×C×H×W, standardized, and int64 labels.
 
-    Window and mirroring are functions of (seed, epoch, index) alone. They are drawn where the indices lie, usually on
-    the CPU, and travel to the device with the indices in one copy that nothing waits for.
+    Window and mirroring are functions of (seed, epoch, index) alone. They are drawn on the device of the indices,
+    usually the CPU, and copied to the images' device together with the indices, in one asynchronous copy.
 
     Args:
         images: N×C×H×W uint8.
         labels: N whole numbers.
         standardization: per channel; see `channel_statistics`.
-        augmentation: what chance does to an image; the default does nothing.
-        device: where the images are kept and batches appear.
+        augmentation: random changes of an image; none by default.
+        device: where the images are kept.
 
     Example:
         >>> images = torch.arange(48, dtype=torch.uint8).reshape(3, 1, 4, 4)
@@ -61,7 +76,7 @@ class MemorySamples:
         labels: Tensor,
         *,
         standardization: Standardization,
-        augmentation: PadCropFlip = PadCropFlip(),  # noqa: B008  a named tuple: nobody can change it
+        augmentation: PadCropFlip = PadCropFlip(),  # noqa: B008  a named tuple is immutable
         device: torch.device | str = "cpu",
     ) -> None:
         if images.dtype != torch.uint8 or images.dim() != 4:
@@ -81,7 +96,7 @@ class MemorySamples:
             )
         self._augmentation = augmentation
         self._height, self._width = images.shape[2:]
-        # Padded once and for all: a window is then nothing but an offset.
+        # Padded once, so that a window is only an offset.
         self._images = F.pad(images.to(self._device), (augmentation.pad,) * 4)
         self._labels = labels.to(self._device, torch.int64)
 
@@ -89,7 +104,7 @@ class MemorySamples:
         return len(self._labels)
 
     def load(self, shares: Iterable[tuple[int, Tensor]], *, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """(images, labels) for each share (epoch, indices), in order."""
+        """Yield (images, labels) for each share (epoch, indices), in order."""
         for epoch, indices in shares:
             yield self._batch(indices, seed=seed, epoch=epoch)
 
@@ -116,12 +131,12 @@ class MemorySamples:
 
     def _here(self, columns: Tensor) -> Tensor:
         if self._device.type == "cuda" and columns.device.type == "cpu":
-            columns = columns.pin_memory()  # a copy from ordinary memory would wait for the device
+            columns = columns.pin_memory()  # a copy from pageable memory would wait for the device
         return columns.to(self._device, non_blocking=True)
 
 
 def check_indices(indices: Tensor, samples: int) -> None:
-    """Raise IndexError where an index is not one of `samples`; on a GPU the reading itself does, without a message."""
+    """Raise IndexError for an index outside of the samples. On a GPU the indexing itself fails, without a message."""
     if indices.device.type == "cpu" and indices.numel():
         low, high = int(indices.min()), int(indices.max())
         if low < 0 or high >= samples:

@@ -1,8 +1,8 @@
-"""Pickled byte arrays read without executing what the file brings.
+"""Read pickled byte arrays without executing anything in the file.
 
-A pickle is a program, and the usual reader runs it. Here the only names that a file may call are those of a NumPy array
-of bytes, and even they are not NumPy's own but inert stand-ins that keep the values. The rest of the format (numbers,
-strings, lists, dictionaries) needs no names. Strings of Python 2, in which CIFAR was written, come out as bytes.
+A pickle is a program that the usual reader runs. Here a file may only name what a NumPy array of bytes needs, and these
+names stand for inert objects that store the values. The rest of the format (numbers, strings, lists, dictionaries)
+needs no names. Strings of Python 2, in which CIFAR was written, are returned as bytes.
 """
 
 import io
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class _Type:
-    """The dtype of an array: the code it was written with."""
+    """Stands for numpy.dtype: stores the type code."""
 
     __slots__ = ("code",)
 
@@ -23,11 +23,11 @@ class _Type:
         self.code = code
 
     def __setstate__(self, state: Any) -> None:
-        """Byte order and alignment, which a byte does not have."""
+        """Ignore byte order and alignment, which bytes do not have."""
 
 
 class _Array:
-    """An array as its pickle describes it: version, shape, dtype, order and bytes."""
+    """Stands for an array: stores version, shape, dtype, order and bytes."""
 
     __slots__ = ("state",)
 
@@ -35,18 +35,18 @@ class _Array:
         self.state = state
 
     def tensor(self) -> Tensor:
-        """The array as a uint8 tensor; ValueError for any other kind."""
+        """Return the array as a uint8 tensor. Raise ValueError for any other dtype."""
         _, shape, kind, fortran, data = self.state
         if not isinstance(kind, _Type) or text(kind.code) != "u1" or fortran or not isinstance(data, bytes):
             raise ValueError("its array does not hold bytes in C order")
         if not all(isinstance(n, int) and n >= 0 for n in shape) or math.prod(shape) != len(data):
             raise ValueError(f"its array of shape {shape} comes with {len(data)} bytes")
-        # torch.frombuffer refuses to read nothing
+        # torch.frombuffer does not accept an empty buffer
         values = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         return values.reshape(shape)
 
 
-# Callables rather than classes or functions, without attributes: a file can write nothing into them.
+# Instances without attributes, because a pickle can set the attributes of functions and classes.
 class _MakeArray:
     __slots__ = ()
 
@@ -66,7 +66,7 @@ class _ArrayKind:
 
 
 class _Encode:
-    """How Python 3 writes bytes in the protocols of Python 2: as text that is to be encoded."""
+    """Stands for _codecs.encode: Python 3 writes bytes in the protocols of Python 2 as text to be encoded."""
 
     __slots__ = ()
 
@@ -87,7 +87,7 @@ _ADMITTED = {
 
 class _Reader(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        """The stand-in for a name, or ValueError."""
+        """Return the object that stands for a name, or raise ValueError."""
         try:
             return _ADMITTED[module_name, global_name]
         except KeyError:
@@ -95,10 +95,10 @@ class _Reader(pickle.Unpickler):
 
 
 def read_pickle(data: bytes) -> dict[str, Any]:
-    """The dictionary that a pickle holds, its byte arrays as uint8 tensors.
+    """Return the dictionary in a pickle, its byte arrays as uint8 tensors.
 
-    Raises ValueError, with the name, where the file asks for anything but a NumPy array of bytes; and where it is not a
-    pickle of a dictionary.
+    Raises:
+        ValueError: the file names anything but a NumPy array of bytes, or is not a pickle of a dictionary.
 
     Example:
         >>> read_pickle(pickle.dumps({"labels": [3, 8]}, protocol=2))
@@ -115,10 +115,10 @@ def read_pickle(data: bytes) -> dict[str, Any]:
         return {text(key): entry.tensor() if isinstance(entry, _Array) else entry for key, entry in value.items()}
     except ValueError:
         raise
-    except Exception as error:  # a damaged program can fail in any way
+    except Exception as error:  # a damaged pickle can raise any error
         raise ValueError(f"it is not a readable pickle ({type(error).__name__}: {error})") from error
 
 
 def text(value: Any) -> str:
-    """A string of Python 2 or 3."""
+    """Return a string of Python 2 or 3 as str."""
     return value.decode("latin1") if isinstance(value, bytes) else str(value)

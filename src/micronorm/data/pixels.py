@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Standardization(NamedTuple):
-    """What to subtract from each channel and what to divide it by, in the units of the stored bytes (0 to 255)."""
+    """Mean and standard deviation of each channel, in the units of the stored bytes (0 to 255)."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -17,11 +17,11 @@ IMAGENET = Standardization(
     mean=(255 * 0.485, 255 * 0.456, 255 * 0.406),
     std=(255 * 0.229, 255 * 0.224, 255 * 0.225),
 )
-"""The figures everyone uses for ImageNet, which are published for pixels between 0 and 1."""
+"""The usual values for ImageNet, which are published for pixels between 0 and 1."""
 
 
 def channel_statistics(images: Tensor) -> Standardization:
-    """Mean and biased standard deviation of each channel of N×C×H×W bytes, exact up to the last rounding.
+    """Return mean and biased standard deviation of each channel of N×C×H×W bytes, exact up to the last rounding.
 
     Example:
         >>> channel_statistics(torch.tensor([0, 2, 4, 6], dtype=torch.uint8).reshape(2, 1, 2, 1)).mean
@@ -32,17 +32,17 @@ def channel_statistics(images: Tensor) -> Standardization:
     values = torch.arange(256, dtype=torch.float64)
     mean, std = [], []
     for channel in images.unbind(1):
-        # Counts of the 256 values are whole numbers, so that nothing is lost to the size of the set.
+        # Counts of the 256 values are exact, so rounding errors do not grow with the number of images.
         share = torch.bincount(channel.flatten(), minlength=256).cpu().double() / channel.numel()
         mean.append((share * values).sum().item())
         std.append((share * (values - mean[-1]).square()).sum().sqrt().item())
     if not all(std):
-        raise ValueError(f"channel {std.index(0.0)} holds one value only and cannot be divided by its deviation of 0")
+        raise ValueError(f"channel {std.index(0.0)} has a single value, so its standard deviation is 0")
     return Standardization(tuple(mean), tuple(std))
 
 
 class Standardizer:
-    """(x − mean)/std of N×C×H×W bytes in float32, with the figures held on a device.
+    """Compute (x − mean)/std of N×C×H×W bytes in float32, with mean and std on a device.
 
     Example:
         >>> Standardizer(Standardization((8.0,), (8.0,)), torch.device("cpu"))(torch.zeros(1, 1, 1, 1).byte()).item()
@@ -57,5 +57,5 @@ class Standardizer:
         self._mean, self._std = (column.reshape(-1, 1, 1).to(device) for column in columns)
 
     def __call__(self, images: Tensor) -> Tensor:
-        """The standardized images, float32."""
+        """Return the standardized images, float32."""
         return (images - self._mean).div_(self._std)

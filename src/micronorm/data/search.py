@@ -1,23 +1,23 @@
-"""Where data sets are looked for."""
+"""Search for data sets in the usual folders."""
 
 from pathlib import Path
 
 from micronorm.data import cifar, folders
 
 DEFAULT_FOLDERS = (Path("data"), Path("~/data"))
-"""Looked through in this order where no folder is given: beside the work, then at home."""
+"""Searched in this order if no folder is given."""
 
 
 def search_folders(folder: Path | str | None = None) -> tuple[Path, ...]:
-    """The folder given and no other, or the default ones."""
+    """Return the given folder, or the default ones."""
     return tuple(Path(place).expanduser() for place in (DEFAULT_FOLDERS if folder is None else (folder,)))
 
 
 def find_data(folder: Path | str | None = None) -> dict[str, Path]:
-    """Which of "cifar10", "cifar100" and "imagenet" lie under `folder`, or under ./data and ~/data, and where.
+    """Return the paths of "cifar10", "cifar100" and "imagenet" below `folder`, or below ./data and ~/data.
 
-    Files are looked for, not read. The digits come with scikit-learn and are always there. In a default folder ImageNet
-    must be a child of that name: ./data/train and ./data/val may be anything.
+    Files are not read. In a default folder ImageNet must be a child of that name, because ./data/train and ./data/val
+    may be any data set.
 
     Example:
         >>> find_data("no/such/folder")
@@ -32,7 +32,7 @@ def find_data(folder: Path | str | None = None) -> dict[str, Path]:
 
 
 def locate(name: str, folder: Path | str | None = None) -> Path:
-    """Where `find_data` finds the set, or FileNotFoundError with all the places looked at and how to get it."""
+    """Return the path of a data set. Raise FileNotFoundError with all searched folders if it is not found."""
     found = find_data(folder).get(name)
     if found is not None:
         return found

@@ -1,9 +1,9 @@
-"""Checkpoints that a kill cannot spoil, and that say so when something else has.
+"""Checkpoint files, written atomically and verified by their digest.
 
-A checkpoint is one file, `step-00000120.3fa9c1d2e4b58677.pt`: the step it was made after, and the first 16 digits of
-the SHA-256 of its bytes. It is written beside its place and renamed into it, so a file of that name is complete; its
-digest is compared before anything is read from it. The one before it is kept. Files are read with `weights_only=True`:
-nothing in them is executed.
+A checkpoint is one file, `step-00000120.3fa9c1d2e4b58677.pt`: the number of completed steps, and the first 16 digits of
+the SHA-256 of its bytes. It is written under another name and renamed, so a file of that name is complete. Its digest
+is verified before anything is read from it. The newest two are kept. Files are read with `weights_only=True`: nothing
+in them is executed.
 """
 
 import hashlib
@@ -23,17 +23,17 @@ FORMAT = "micronorm checkpoint"
 VERSION = 1
 KEPT = 2
 SHARDED = ".sharded"
-"""How the name of a sharded checkpoint ends; those are folders, and `sharded` reads and writes them."""
+"""How the name of a sharded checkpoint ends: a folder that `engine.sharded` reads and writes."""
 _NAME = re.compile(r"step-(\d+)\.([0-9a-f]{16})\.pt")
 _EITHER = re.compile(r"step-\d+\.([0-9a-f]{16}\.pt|sharded)")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used; the message says what is wrong and what else there is."""
+    """A checkpoint that cannot be used; the message says why, and names the one before it."""
 
 
 def save(folder: Path, step: int, state: dict[str, Any]) -> Path:
-    """Write a checkpoint of `state` and drop all but the newest two. Returns its path."""
+    """Write a checkpoint of `state`, delete all but the newest two, and return its path."""
     buffer = io.BytesIO()
     torch.save({"format": FORMAT, "version": VERSION, "step": step, **state}, buffer)
     content = buffer.getvalue()
@@ -46,34 +46,34 @@ def save(folder: Path, step: int, state: dict[str, Any]) -> Path:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints of a folder, newest first."""
+    """Return the checkpoints of a folder, newest first."""
     found = [path for path in folder.glob("step-*.pt") if _NAME.fullmatch(path.name)] if folder.is_dir() else []
     return sorted(found, key=lambda path: (path.name, path.stat().st_mtime), reverse=True)
 
 
 def sharded_checkpoints(folder: Path) -> list[Path]:
-    """The sharded checkpoints of a folder, newest first."""
+    """Return the sharded checkpoints of a folder, newest first."""
     return sorted(folder.glob(f"step-*{SHARDED}"), reverse=True) if folder.is_dir() else []
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest checkpoint of a folder, of either kind."""
+    """Return the newest checkpoint of a folder, of either kind, or None."""
     found = [*checkpoints(folder), *sharded_checkpoints(folder)]
     return max(found, key=lambda path: path.name.split(".")[0], default=None)
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what killed writers left in `folder`, when no writer is at work there."""
+    """Delete the unfinished files of killed writers in `folder`. No other process may be writing there."""
     remove_partials(folder)
     for left in folder.glob(".step-*.tmp"):
         shutil.rmtree(left)
 
 
 def load(path: Path, *, map_location: torch.device | str = "cpu") -> dict[str, Any]:
-    """The state in a checkpoint, after its digest was found right.
+    """Verify a checkpoint and return its state.
 
     Raises:
-        CheckpointError: a file that is truncated, damaged, or not one of these; names the checkpoint before it.
+        CheckpointError: the file is truncated, damaged or not a checkpoint; names the checkpoint before it.
     """
     name = _NAME.fullmatch(path.name)
     if name is None:
@@ -92,7 +92,7 @@ def load(path: Path, *, map_location: torch.device | str = "cpu") -> dict[str, A
 
 
 def check_format(state: Any, path: Path) -> None:
-    """Refuse what was read from `path` where it is no checkpoint, or one of another version."""
+    """Raise CheckpointError if what was read from `path` is not a checkpoint, or one of another version."""
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise CheckpointError(f"{path} holds no checkpoint of micronorm{offer(path)}")
     if state.get("version") != VERSION:
@@ -100,15 +100,15 @@ def check_format(state: Any, path: Path) -> None:
 
 
 def offer(path: Path) -> str:
-    """What to do about a checkpoint that cannot be used, as the end of a message: those beside it, of either kind."""
+    """Return what to do about an unusable checkpoint, as the end of a message that names the others beside it."""
     others = sorted(other.name for other in path.parent.iterdir() if other != path and _EITHER.fullmatch(other.name))
     if not others:
-        return "; there is no other checkpoint beside it: delete it to begin again"
+        return "; there is no other checkpoint beside it: delete it to start again"
     return f"; delete it to resume from the one before it, {others[-1]}"
 
 
 def digest(state: Any) -> str:
-    """SHA-256 over the raw bytes of every tensor and value of a nested state, by their paths.
+    """Return the SHA-256 over the raw bytes of every tensor and value of a nested state, by their paths.
 
     Example:
         >>> digest({"a": torch.ones(2)}) == digest({"a": torch.ones(2)})

@@ -1,4 +1,4 @@
-"""Make a model's dropout a function of its samples."""
+"""Replace a model's dropout by layers whose masks depend on the sample alone."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,21 +14,21 @@ _ALWAYS_RANDOM = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
 def key_dropout(model: nn.Module) -> list[str]:
-    """Replace the model's dropout and drop-path by layers with masks from keys; the rest is named.
+    """Replace dropout and drop-path by layers that draw their masks from sample keys, and name what cannot be replaced.
 
-    Replaced are nn.Dropout, nn.Dropout1d/2d/3d, timm's DropPath and torchvision's StochasticDepth(mode="row"), with
-    their rate, hooks and mode. Layers with rate 0 stay as they are. State-dict keys do not change, nor does the
-    distribution of the masks. `nn.per_step.keyed_dropout.dropout_keys` then declares the keys of each micro-batch.
+    Replaces nn.Dropout, nn.Dropout1d/2d/3d, timm's DropPath and torchvision's StochasticDepth(mode="row"), and keeps
+    their rate, hooks and mode. Layers with rate 0 stay. State-dict keys and the distribution of masks do not change.
+    `micronorm.nn.per_step.keyed_dropout.dropout_keys` then sets the keys of each micro-batch.
 
     Args:
         model: changed in place; not yet wrapped by DDP, FSDP or torch.compile.
 
     Returns:
-        Names of the modules whose chance cannot be keyed: nn.AlphaDropout and FeatureAlphaDropout, nn.RReLU, fractional
-        pooling, StochasticDepth(mode="batch"), the dropout inside nn.MultiheadAttention and of recurrent layers, and
-        any module that keeps a positive number under a name with "drop" in it, since it may hand that to F.dropout.
-        Unless the list is empty, a step's independence of its cut holds in distribution only. A call of F.dropout whose
-        rate is written into the code cannot be seen; `mn.check_cuts` finds it.
+        Names of the modules whose random numbers cannot be keyed: nn.AlphaDropout and FeatureAlphaDropout, nn.RReLU,
+        fractional pooling, StochasticDepth(mode="batch"), the dropout inside nn.MultiheadAttention and of recurrent
+        layers, and any module with a positive float in an attribute with "drop" in its name, since it may pass that to
+        F.dropout. Unless the list is empty, a step is independent of its cut in distribution only. A call of F.dropout
+        with a constant rate is not found here; `mn.check_cuts` finds it.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.Dropout(0.0), nn.AlphaDropout(0.1))
@@ -56,9 +56,9 @@ def key_dropout(model: nn.Module) -> list[str]:
 
 
 def _keyed(module: Any) -> Callable[[int], nn.Module] | None:
-    """What makes the keyed layer in place of `module` for a given stream; None if there is none, or the rate is 0."""
+    """Return a function from stream to the keyed layer for `module`; None if there is none, or the rate is 0."""
     kind: type[nn.Module] = type(module)
-    if kind in _DIMS and module.p:  # exactly these: a subclass may do anything
+    if kind in _DIMS and module.p:  # not subclasses, which may compute something else
         return lambda stream: KeyedDropout(module.p, _DIMS[kind], module.inplace, stream=stream)
     if _comes_from(kind, "timm", "DropPath") and module.drop_prob:
         return lambda stream: KeyedDropPath(module.drop_prob, module.scale_by_keep, stream=stream)
@@ -68,7 +68,7 @@ def _keyed(module: Any) -> Callable[[int], nn.Module] | None:
 
 
 def _comes_from(kind: type[nn.Module], package: str, name: str) -> bool:
-    # by name, so that neither library need be installed or imported
+    # Compare names, so that neither library has to be installed or imported.
     return kind.__name__ == name and kind.__module__.partition(".")[0] == package
 
 
@@ -77,6 +77,14 @@ def _is_random(module: Any) -> bool:
         return True
     if isinstance(module, _DropoutNd) or _comes_from(type(module), "torchvision", "StochasticDepth"):
         return bool(module.p)
-    if isinstance(module, nn.RNNBase) and module.num_layers == 1:  # it drops between layers
+    if isinstance(module, nn.RNNBase) and module.num_layers == 1:  # dropout is between layers
         return False
     return any(isinstance(value, float) and value > 0 for name, value in vars(module).items() if "drop" in name.lower())
+
+
+def describe_randomness(model: nn.Module, unkeyed: list[str]) -> str | None:
+    """Return the message of a run whose randomness cannot be keyed by sample; None if `unkeyed` is empty."""
+    if not unkeyed:
+        return None
+    shown = ", ".join(unkeyed[:4]) + (f" and {len(unkeyed) - 4} more" if len(unkeyed) > 4 else "")
+    return f"invariant in distribution only: {shown} of {type(model).__name__} draw from the global generator"

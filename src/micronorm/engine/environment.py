@@ -1,4 +1,4 @@
-"""What a run ran on: for its record. Nothing here names a user, a machine or a folder."""
+"""The hardware and software of a run, for its record, without the names of users, machines or folders."""
 
 import os
 import platform
@@ -17,9 +17,9 @@ _SOURCE = Path(__file__).parents[2]  # `src`, in a checkout
 
 
 def environment() -> dict[str, Any]:
-    """Versions, processor, GPUs, source revision and date, as a record keeps them. What cannot be known is None.
+    """Return versions, processor, GPUs, source revision and date. Unknown values are None.
 
-    Without a GPU nothing initializes CUDA. With one this does, as training on it would.
+    CUDA is initialized only if there is a GPU.
 
     Example:
         >>> found = environment()
@@ -30,7 +30,7 @@ def environment() -> dict[str, Any]:
     """
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        # Looked up rather than imported: the engine stands below the package's public names.
+        # Looked up rather than imported: the engine may not import the package's public names.
         "micronorm": getattr(sys.modules[__name__.partition(".")[0]], "__version__", None),
         "revision": revision(),
         "python": platform.python_version(),
@@ -42,9 +42,9 @@ def environment() -> dict[str, Any]:
 
 
 def revision() -> str | None:
-    """The commit of the checkout that micronorm runs from, with "-dirty" where its `src` differs; None elsewhere."""
+    """Return the commit of the checkout that micronorm runs from, with "-dirty" if its `src` differs, or None."""
     if _SOURCE.name != "src" or not (_SOURCE.parent / ".git").exists():
-        return None  # an installed package, perhaps inside somebody else's repository
+        return None  # an installed package, perhaps inside another repository
     commit = _git("rev-parse", "HEAD")
     changes = _git("status", "--porcelain", "--", "src")
     if not commit or changes is None:
@@ -53,7 +53,7 @@ def revision() -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
-    # A git hook's GIT_DIR would speak of another repository.
+    # The GIT_DIR of a git hook would name another repository.
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     command = ["git", "--no-optional-locks", "-C", str(_SOURCE.parent), *arguments]
     try:
@@ -64,7 +64,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def _platform() -> str:
-    # Without the kernel's release: whoever runs the machine often writes names of their own into it.
+    # Without the kernel's release, which often contains the name of the machine's operator.
     return " ".join(filter(None, (platform.system(), platform.machine(), *platform.libc_ver())))
 
 
@@ -73,7 +73,7 @@ def _cpu() -> dict[str, Any]:
     models = re.findall(r"^(?:model name|Model|cpu model)\s*: *(.+)$", text, re.MULTILINE)
     # A core is a pair of these; without them (ARM, some virtual machines) the number of cores is not known.
     cores = re.findall(r"^physical id\s*: *(\d+)$.*?^core id\s*: *(\d+)$", text, re.MULTILINE | re.DOTALL)
-    affinity = getattr(os, "sched_getaffinity", None)  # those this process may use, where the system can tell
+    affinity = getattr(os, "sched_getaffinity", None)  # the CPUs this process may use, if the system reports them
     return {
         "model": models[0].strip() if models else platform.processor() or platform.machine() or None,
         "cores": len(set(cores)) or None,

@@ -1,7 +1,7 @@
 """The whole step as one CUDA graph: micro-batches, division, optimizer and commit, replayed without Python.
 
-Warm-up and capture need real steps. They are taken on the side and undone: parameters, optimizer state, buffers,
-windows and random states end where they began, to the bit.
+Warm-up and capture take real steps and undo them: parameters, optimizer state, buffers, windows and random states are
+restored to the bit.
 """
 
 from collections.abc import Iterator
@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from micronorm.engine.parallel import NO_WISHES, Wishes
-from micronorm.engine.step import Portion, Step, StepResult
+from micronorm.engine.parallel import NO_REQUESTS, Requests
+from micronorm.engine.step import Step, StepInputs, StepResult
 
-WARM_UP = 3  # allocator, cuDNN's choice of algorithms and the optimizer's lazy state settle
+WARM_UP = 3  # steps until the allocator, cuDNN's choice of algorithms and the optimizer's lazy state have settled
 
 
 class GraphedStep:
-    """A `Step` that replays itself for portions of `samples` samples, and computes others as they come.
+    """A `Step` that is captured for inputs of `samples` samples and replayed; inputs of other sizes run eagerly.
 
-    The first of that size is computed as it comes too: it finds the micro-batch that memory holds. The optimizer must
-    be SGD(fused=True) or AdamW(fused=True, capturable=True) with the learning rate in a tensor on the device, which the
-    schedule fills.
+    The first step of that size also runs eagerly, because it finds the micro-batch that memory holds. The optimizer
+    must be SGD(fused=True) or AdamW(fused=True, capturable=True) with the learning rate in a tensor on the device,
+    which the schedule fills.
     """
 
     def __init__(self, step: Step, samples: int) -> None:
@@ -42,28 +42,28 @@ class GraphedStep:
         self._samples = samples
         self._tried = False
 
-    def __call__(self, portion: Portion, wishes: Wishes = NO_WISHES) -> StepResult:
-        """As `Step`."""
-        if portion.counted != self._samples or not self._tried:
-            self._tried = self._tried or portion.counted == self._samples
-            return self.step(portion, wishes)
+    def __call__(self, inputs: StepInputs, requests: Requests = NO_REQUESTS) -> StepResult:
+        """Take one step, as `Step` does."""
+        if inputs.own_samples != self._samples or not self._tried:
+            self._tried = self._tried or inputs.own_samples == self._samples
+            return self.step(inputs, requests)
         if self._graph is None:
-            self._capture(portion)
-        for static, value in zip(self._inputs, [*portion.batch, portion.keys], strict=True):
+            self._capture(inputs)
+        for static, value in zip(self._inputs, [*inputs.batch, inputs.keys], strict=True):
             static.copy_(value, non_blocking=True)
         assert self._graph is not None
         assert self._sums is not None
         self._graph.replay()
-        return StepResult(self.step.names, self._sums.clone(), self.step.micro_batch.size, wishes)
+        return StepResult(self.step.names, self._sums.clone(), self.step.micro_batch.size, requests)
 
-    def _capture(self, portion: Portion) -> None:
-        if not all(isinstance(column, Tensor) for column in portion.batch):
+    def _capture(self, inputs: StepInputs) -> None:
+        if not all(isinstance(column, Tensor) for column in inputs.batch):
             raise ValueError("a captured step takes batches of tensors of one size; leave --cuda-graph out")
         step = self.step
-        placed = step.place(portion.batch)
-        self._inputs = [*(column.clone() for column in placed), portion.keys.to(step.device, copy=True)]
-        static = Portion(tuple(self._inputs[:-1]), self._inputs[-1], portion.samples, portion.counted)
-        before = _Whole(step)
+        placed = step.place(inputs.batch)
+        self._inputs = [*(column.clone() for column in placed), inputs.keys.to(step.device, copy=True)]
+        static = StepInputs(tuple(self._inputs[:-1]), self._inputs[-1], inputs.step_samples, inputs.own_samples)
+        before = _Snapshot(step)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -75,20 +75,20 @@ class GraphedStep:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self._sums = self._run(static)
-        before.restore()  # capturing computes nothing, but counts on the host
-        # Rates that are constants. Learning rates lie on the device, where the captured commit reads them: writing them
-        # before every replay would cost two launches per layer, as long as the whole step of a ResNet-110.
+        before.restore()  # capturing computes nothing, but moves counters on the host
+        # Write constant rates once. The captured commit reads learning rates from the device: writing them before every
+        # replay would cost two launches per layer, as long as the whole step of a ResNet-110.
         step.transaction.refresh()
         self._graph = graph
 
-    def _run(self, portion: Portion) -> Tensor:
-        sums = self.step.flatten(self.step.accumulate(portion))
+    def _run(self, inputs: StepInputs) -> Tensor:
+        sums = self.step.flatten(self.step.accumulate(inputs))
         self.step.apply(sums)
         return sums
 
 
-class _Whole:
-    """Everything a step changes, copied."""
+class _Snapshot:
+    """A copy of everything that a step changes."""
 
     def __init__(self, step: Step) -> None:
         self.step = step
@@ -101,7 +101,7 @@ class _Whole:
         known = {id(tensor): copy for tensor, copy in zip(self.tensors, self.copies, strict=True)}
         now: list[Any] = [*self.step.model.parameters(), *_optimizer_tensors(self.step.optimizer)]
         for tensor in now:
-            # State that the optimizer made meanwhile begins at zero: momenta, moments and step counters do.
+            # State that the optimizer created meanwhile starts at zero, as momenta, moments and step counters do.
             tensor.copy_(known[id(tensor)]) if id(tensor) in known else tensor.zero_()
         self.step.savepoint.restore()
 

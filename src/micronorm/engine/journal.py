@@ -1,5 +1,6 @@
-"""What a run writes: its record, its events, its checkpoints and its weights. Rank 0 holds the pen."""
+"""The run directory of a run: record, events, checkpoints and weights. Only rank 0 writes."""
 
+import errno
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -8,31 +9,58 @@ from typing import Any
 from micronorm.engine import checkpoint
 from micronorm.engine.environment import environment
 from micronorm.engine.events import Events
-from micronorm.engine.lock import Lock
-from micronorm.engine.parallel import Sharded, on_rank_0
+from micronorm.engine.parallel import ShardedRanks, on_rank_0
 from micronorm.engine.settings import Outcome, Settings, describe
-from micronorm.engine.state import (
-    check_model,
-    load_rest_of_state,
-    load_whole_state,
-    rest_of_state,
-    save_weights,
-    whole_state,
-)
+from micronorm.engine.state import check_model, load_rest_of_state, load_whole_state, rest_of_state, whole_state
 from micronorm.engine.step import Step
+from micronorm.engine.weights import save_weights
 from micronorm.records import FACTS, OUTCOME, Run, remove_partials, write_atomically
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 CHECKPOINTS = "checkpoints"
 EVENTS = "events"
 WEIGHTS = "model.safetensors"
-SMALLER = "micro_batch"
-"""Holds the micro-batch to resume with, where a sharded run ended out of memory."""
+AVERAGE = "ema.safetensors"
+LOCK = ".lock"
+MICRO_BATCH = "micro_batch"
+"""The file with the micro-batch to resume with, after a sharded run ran out of memory."""
 
 SAVE_SECONDS = 600.0
 
 
+class Lock:
+    """Hold a folder until `release` or the end of the process, so that only one process writes to it.
+
+    Child processes do not inherit the lock. If the system or the file system has no such locks, nothing is locked.
+
+    Raises:
+        FileExistsError: another process holds the folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file = (folder / LOCK).open("ab")
+        try:
+            if fcntl is not None:
+                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                self._file.close()
+                raise FileExistsError(
+                    f"another process is writing to {folder}, such as a rank whose launcher was killed; wait for it, "
+                    "or end it"
+                ) from None
+
+    def release(self) -> None:
+        """Let other processes write; a second call does nothing."""
+        self._file.close()
+
+
 class Journal:
-    """The run directory of one run, on every rank. Without a folder it keeps nothing."""
+    """The run directory of one run, on every rank. Without a folder nothing is written."""
 
     def __init__(self, folder: Path | None, step: Step, settings: Settings) -> None:
         self.folder, self.step, self.settings = folder, step, settings
@@ -46,7 +74,7 @@ class Journal:
     # --- the record ----------------------------------------------------------------------------------------------
 
     def begin(self, facts: Mapping[str, Any], *, resume: bool, done: int) -> None:
-        """Open the record: a new one, or the old one as it was after `done` steps."""
+        """Create the record, or open the existing one and drop what follows step `done`."""
         folder = self.folder
         if folder is not None:
             on_rank_0(self.parallel, lambda: self._begin(folder, facts, resume=resume, done=done))
@@ -57,7 +85,7 @@ class Journal:
             raise FileExistsError(f"{folder} is a file, a run needs a folder; name another")
         folder.mkdir(parents=True, exist_ok=True)
         self.lock = Lock(folder)
-        if resume and (folder / FACTS).exists():  # else it was killed before it had begun
+        if resume and (folder / FACTS).exists():  # otherwise the run was killed before it wrote anything
             self.record = Run.open(folder)
             self.record.rewind(done)
             again = {"step": done, "ranks": self.parallel.world, "environment": found}
@@ -65,7 +93,7 @@ class Journal:
         else:
             left = checkpoint.newest(folder / CHECKPOINTS)
             if left is not None and not (resume or (folder / FACTS).exists()):
-                # It would pass for a newer one of this run.
+                # It would be taken for a checkpoint of this run.
                 raise FileExistsError(f"{folder} holds {left.name} of another run; name another folder, or delete it")
             known = {"recipe": "", "command": "", "revision": found["revision"], "date": found["date"]}
             self.record = Run.create(folder, {**known, "environment": found, **facts})
@@ -74,14 +102,14 @@ class Journal:
         self.events = Events(folder / EVENTS, resumed_at=done if resume else None)
 
     def has_ended(self) -> bool:
-        """Whether the run that is here was written to its end, weights and outcome."""
+        """Return whether the folder holds a run with weights and outcome."""
         folder = self.folder
         return folder is not None and on_rank_0(
             self.parallel, lambda: all((folder / name).exists() for name in (FACTS, WEIGHTS, OUTCOME))
         )
 
     def write_steps(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Append rows, one per step."""
+        """Append rows of `steps.jsonl`."""
         if rows and self.record is not None:
             self.record.append_steps(rows)
         for row in rows if self.events is not None else ():
@@ -89,29 +117,31 @@ class Journal:
             self.events.scalars(row["step"], {"step/loss": row["loss"], "step/lr": row["lr"]})
 
     def write_epoch(self, row: Mapping[str, Any]) -> None:
-        """Append an epoch's row."""
+        """Append a row of `epochs.jsonl`."""
         if self.record is not None:
             self.record.append_epoch(row)
         if self.events is not None:
             for split in ("train", "test"):
                 self.events.scalars(row["step"], {f"{split}/{name}": v for name, v in row.get(split, {}).items()})
 
-    def write_look(self, row: Mapping[str, Any]) -> None:
-        """Append a look into the network; its events the observer writes itself."""
+    def write_diagnostics(self, row: Mapping[str, Any]) -> None:
+        """Append a row of `diagnostics.jsonl`. The observer writes the events itself."""
         if self.record is not None:
             self.record.append_diagnostics(row)
 
-    def end(self, outcome: Outcome) -> None:
-        """Write the weights and what the run came to. Collective."""
+    def end(self, outcome: Outcome, *, average: dict[str, Any] | None = None) -> None:
+        """Write the weights, their moving average if there is one, and the outcome. Collective."""
         if self.folder is not None:
             save_weights(self.step, self.folder / WEIGHTS)
+            if average is not None:
+                save_weights(self.step, self.folder / AVERAGE, average)
         if self.record is not None:
             kept = ("steps", "figures", "digest", "finished")
             self.record.finish({name: getattr(outcome, name) for name in kept})
         self.parallel.barrier()
 
     def close(self) -> None:
-        """Write nothing more; also where the run ended with an error."""
+        """Close the files and release the folder, also after an error."""
         if self.events is not None:
             self.events.close()
         if self.lock is not None:
@@ -121,21 +151,21 @@ class Journal:
 
     @property
     def is_late(self) -> bool:
-        """Whether the last checkpoint is so old that this rank would like another."""
+        """Whether the last checkpoint of this rank is older than ten minutes."""
         return self.folder is not None and time.monotonic() - self.saved_at > SAVE_SECONDS
 
     def save(self, done: int, rest: Mapping[str, Any]) -> None:
-        """Write a checkpoint, with what the loop wants to find again in `rest`. Collective."""
+        """Write a checkpoint; `rest` is what else the loop needs when it resumes. Collective."""
         self.saved_at = time.monotonic()
         if self.folder is None:
             return
         state = rest_of_state(self.step, done=done, seed=self.settings.seed)
         state |= {"settings": describe(self.settings), "micro_batch": self.step.micro_batch.size, **rest}
-        if self.record is not None and self.events is not None:  # what the checkpoint is past does not recur
+        if self.record is not None and self.events is not None:  # steps before the checkpoint are not repeated
             self.record.sync()
             self.events.flush()
-        if isinstance(self.parallel, Sharded):
-            from micronorm.engine import sharded  # here: torch's DCP takes a second to import, and few runs need it
+        if isinstance(self.parallel, ShardedRanks):
+            from micronorm.engine import sharded  # torch's DCP takes a second to import, and few runs need it
 
             self.saved = sharded.save(self.folder / CHECKPOINTS, done, self.step, state)
         else:
@@ -143,23 +173,22 @@ class Journal:
             self.saved = on_rank_0(self.parallel, lambda: checkpoint.save(folder, done, whole | state))
 
     def load_newest(self, *, samples: int) -> dict[str, Any] | None:
-        """Put the newest checkpoint back; what `save` was given as `rest`, with "step". None where there is none.
+        """Restore the newest checkpoint and return its state, with "step" and `rest`; None if there is none.
 
-        Nothing is changed before the checkpoint was found whole and its settings were found to be these, and so many
-        samples those that the run trains on.
+        Nothing is changed unless the checkpoint is valid, has these settings, and trains on `samples` samples.
         """
         if self.folder is None:
             return None
         path = checkpoint.newest(self.folder / CHECKPOINTS)
         seen = self.parallel.gather(None if path is None else path.name)
         if len(set(seen)) > 1:
-            # Each would go on from where it thinks the run is, and their gradients be averaged nevertheless.
+            # Ranks at different steps would average their gradients.
             named = ", ".join(f"rank {rank}: {name or 'none'}" for rank, name in enumerate(seen))
             raise checkpoint.CheckpointError(
-                f"the ranks do not see the same newest checkpoint in {self.folder} ({named}); it must lie where all of "
-                "them can read it, such as a file system that the machines share"
+                f"the ranks do not see the same newest checkpoint in {self.folder} ({named}); the folder must be on a "
+                "file system that all machines share"
             )
-        if (self.folder / FACTS).exists():  # it may have been killed before its first checkpoint
+        if (self.folder / FACTS).exists():  # also if the run was killed before its first checkpoint
             facts = Run.open(self.folder).facts
             self._check_settings(self.folder / FACTS, facts["settings"])
             self._check_samples(facts["data"].get("train"), samples)
@@ -186,36 +215,40 @@ class Journal:
         return state
 
     def _check_settings(self, path: Path, theirs: Mapping[str, Any]) -> None:
-        mine = dict(_flat(describe(self.settings)))
-        changes = [f"{key} was {was} and is {mine.get(key)}" for key, was in _flat(theirs) if mine.get(key) != was]
+        mine, was = dict(_flat(describe(self.settings))), dict(_flat(theirs))
+        changes = [
+            f"{key} was {was.get(key)} and is {mine.get(key)}"
+            for key in {**was, **mine}
+            if mine.get(key) != was.get(key)
+        ]
         if changes:
             raise ValueError(
                 f"{path.name} belongs to a run with other settings: {', '.join(changes)}; use those, or another --out"
             )
 
     def _check_samples(self, was: int | None, now: int) -> None:
-        """The number of a step says which samples it takes, of so many and no others."""
+        """Raise ValueError if the number of samples has changed: a step's number says which samples it takes."""
         if was not in (None, now):
             raise ValueError(
-                f"{self.folder} holds a run of {was} training samples, here are {now}: its steps would mean others; "
-                "give it the data it began with, or another --out"
+                f"{self.folder} holds a run of {was} training samples, here are {now}: its steps would take other "
+                "samples; use the same data, or another --out"
             )
 
     # --- memory --------------------------------------------------------------------------------------------------
 
     def remember_size(self, size: int) -> None:
-        """Note the micro-batch to resume with; any rank may be the one that has to."""
+        """Write the micro-batch to resume with; called on the rank that ran out of memory."""
         if self.folder is not None:
-            write_atomically(self.folder / SMALLER, str(size).encode())
+            write_atomically(self.folder / MICRO_BATCH, str(size).encode())
 
     def remembered_size(self) -> int | None:
-        """What `remember_size` noted."""
-        file = None if self.folder is None else self.folder / SMALLER
+        """Return what `remember_size` wrote, or None."""
+        file = None if self.folder is None else self.folder / MICRO_BATCH
         return int(file.read_text()) if file is not None and file.exists() else None
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested values by dotted names."""
+    """Yield nested values by dotted names."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")

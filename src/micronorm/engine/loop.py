@@ -1,7 +1,7 @@
-"""A training run from its first step to its last, whatever happens between.
+"""A training run from its first step to its last.
 
-The run is a sequence of optimizer steps, numbered from 0. Which samples step k takes and what happens to each of them
-is a function of the seed, the epoch and the sample's index, so the number of the next step is the run's whole position.
+A run is a sequence of optimizer steps, numbered from 0. The samples of step k, and what augmentation does to each of
+them, are functions of the seed, the epoch and the sample's index. So the number of the next step is the run's position.
 """
 
 import contextlib
@@ -18,33 +18,40 @@ from torch import nn
 
 from micronorm.commit.snapshot import RandomState
 from micronorm.engine.checkpoint import digest
-from micronorm.engine.dropout import key_dropout
+from micronorm.engine.dropout import describe_randomness, key_dropout
+from micronorm.engine.ema import MovingAverage
 from micronorm.engine.evaluate import evaluate
 from micronorm.engine.graph import GraphedStep
-from micronorm.engine.inputs import check_samples
 from micronorm.engine.journal import Journal
-from micronorm.engine.listener import Listener, Silent
+from micronorm.engine.listener import Listener, Observer
 from micronorm.engine.meter import Meter
-from micronorm.engine.microbatch import MicroBatch, describe_randomness
-from micronorm.engine.observer import Observer
-from micronorm.engine.parallel import Sharded, Wishes, open_ranks
-from micronorm.engine.probe import describe_dependence
+from micronorm.engine.microbatch import MicroBatch
+from micronorm.engine.optimization import build_optimizer
+from micronorm.engine.parallel import Requests, ShardedRanks, open_ranks
 from micronorm.engine.settings import Execution, Outcome, Settings, describe
 from micronorm.engine.signals import Signals
 from micronorm.engine.state import rest_of_state, whole_state
-from micronorm.engine.step import Portion, ShardOutOfMemory, Step
-from micronorm.engine.task import Share, Task
+from micronorm.engine.step import ShardOutOfMemory, Step, StepInputs
+from micronorm.engine.task import Share, Task, check_task
+from micronorm.engine.trial import check_loss_is_a_sum, choose_micro_batch
 from micronorm.nn.per_step.recompute import Recomputation, recompute
 from micronorm.ops.keyed import permutation, sample_keys
 
 
+class Diverged(ArithmeticError):
+    """The loss or a weight is not finite. The last checkpoint was written before that."""
+
+
 class _Position(NamedTuple):
-    """Of one step: its epoch, its samples, and those of this rank."""
+    """The samples of one step."""
 
     epoch: int
-    samples: int
+    step_samples: int
+    """Over all ranks."""
     indices: torch.Tensor
-    counted: int
+    """Of this rank."""
+    own_samples: int
+    """How many of the indices count."""
 
 
 def train(
@@ -59,43 +66,46 @@ def train(
     listener: Listener | None = None,
     observer: Observer | None = None,
 ) -> Outcome:
-    """Train a model, and write what happened into a run directory.
+    """Train a model, and record the run in a directory.
 
     Args:
         model: is trained in place.
-        task: its data, loss and score.
+        task: data, loss and score.
         settings: what to compute.
         execution: how to compute it.
-        out: the run directory; None keeps no record and no checkpoints.
-        resume: go on from the newest checkpoint in `out`.
-        facts: more for the record, such as the recipe's name and the command.
-        listener: is told of steps, epochs and messages.
-        observer: looks into the network where `execution.observe` says so: `mn.observe`. On rank 0, at its samples.
+        out: the run directory; None writes nothing.
+        resume: continue from the newest checkpoint in `out`.
+        facts: more entries for `run.json`, such as the recipe's name and the command.
+        listener: receives steps, epochs and messages.
+        observer: measures the layers as often as `execution.observe` says: `mn.observe`. On rank 0, at its samples.
 
     Returns:
-        Where the run ended. After SIGTERM or Ctrl-C the step in progress is finished and saved, and `finished` is
-        False.
+        The steps done, the figures and a digest. After SIGTERM or Ctrl-C the step in progress is finished and saved,
+        and `finished` is False.
+
+    Raises:
+        Diverged: the loss or a weight is not finite.
     """
     folder = None if out is None else Path(out)
     execution = execution or Execution()
     if execution.observe is not None and (observer is None or folder is None):
         lacking = "an observer, observer=mn.observe," if observer is None else "a run directory to write to"
         raise ValueError(f"observe={execution.observe} needs {lacking} as well")
-    run = _TrainingRun(model, task, settings, execution, folder, listener or Silent())
+    run = _TrainingRun(model, task, settings, execution, folder, listener or Listener())
     run.observer = observer
-    callers = RandomState.get(run.device)
+    caller_state = RandomState.get(run.device)
     try:
-        # For what draws from the global generators in spite of the keys; ranks must not draw the same.
+        # For code that draws from the global generators: no two ranks may draw the same numbers.
         RandomState.seed(settings.seed + 2**20 * run.parallel.rank, run.device)
         if run.execution.recompute:
             run.recomputation = recompute(run.step.model)
-        return run.go(resume=resume, facts=facts or {})
+        return run.run(resume=resume, facts=facts or {})
     finally:
         if run.recomputation is not None:
             run.recomputation.remove()
         run.journal.close()
         run.step.transaction.close()
-        RandomState.set(callers, run.device)
+        RandomState.set(caller_state, run.device)
         run.parallel.close()
 
 
@@ -103,16 +113,22 @@ class _TrainingRun:
     """The state of one call of `train`."""
 
     def __init__(
-        self, model: nn.Module, task: Task, settings: Settings, execution: Execution, out: Path | None, listener: Any
+        self,
+        model: nn.Module,
+        task: Task,
+        settings: Settings,
+        execution: Execution,
+        out: Path | None,
+        listener: Listener,
     ) -> None:
-        check_samples(task)
+        check_task(task)
         self.task, self.settings, self.execution = task, settings, execution
         self.parallel = open_ranks(execution.device, execution.parallel)
-        self.first = self.parallel.rank == 0
-        self.listener = listener if self.first else Silent()
+        self.is_first = self.parallel.rank == 0
+        self.listener = listener if self.is_first else Listener()
         self.device = self.parallel.device
         self.steps_per_epoch = math.ceil(len(task.train) / settings.step_batch)
-        self.total = self.steps_per_epoch * settings.epochs
+        self.total = settings.steps or self.steps_per_epoch * (settings.epochs or 0)
         self.last = min(self.total, execution.steps or self.total)
         self.deadline = math.inf if execution.minutes is None else time.monotonic() + 60 * execution.minutes
         self.done = 0
@@ -120,31 +136,29 @@ class _TrainingRun:
         self.signal: int | None = None
         self.recomputation: Recomputation | None = None
         self.observer: Observer | None = None
-        self.untouched = False
+        self.already_complete = False
         self.step = self._make_step(model)
         self.take_step = GraphedStep(self.step, settings.step_batch) if execution.cuda_graph else self.step
+        self.average = None if settings.ema is None else MovingAverage(self.step, settings.ema)
         self.meter = Meter(task, self.device)
         self.journal = Journal(out, self.step, settings)
 
     def _make_step(self, model: nn.Module) -> Step:
         settings, execution = self.settings, self.execution
-        if isinstance(self.parallel, Sharded) and settings.dtype == torch.float16:
-            raise ValueError("float16's loss scaling does not know shards; use bfloat16 or parallel='ddp'")
+        if isinstance(self.parallel, ShardedRanks) and settings.dtype == torch.float16:
+            raise ValueError("float16's loss scaling does not support shards; use bfloat16 or parallel='ddp'")
         unkeyed = key_dropout(model)
         self.randomness = describe_randomness(model, unkeyed)
         wide = torch.float64 if settings.dtype == torch.float64 else torch.float32
-        layout = torch.channels_last if execution.channels_last else torch.preserve_format
         model = model.to(self.device, wide)
-        model = model.to(memory_format=layout) if execution.channels_last else model  # type: ignore[call-overload]
+        if execution.channels_last:
+            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         model = self.parallel.prepare(model.train())
         if execution.compile:
             model.compile()
-        options: dict[str, Any] = {}
-        if execution.cuda_graph:
-            # Fused kernels take the learning rate in float32, whatever the parameters are.
-            lr = torch.tensor(settings.optimizer.lr, dtype=torch.float32, device=self.device)
-            options = {"lr": lr, "fused": True, "capturable": True}
-        optimizer = settings.optimizer(model.parameters(), **options)
+        optimizer, self.lr_factors = build_optimizer(
+            model, settings.optimizer, settings.groups, captured=execution.cuda_graph
+        )
         whole = self.parallel.largest_share(settings.step_batch, unit=settings.unit)
         size = MicroBatch(execution.micro_batch or whole, unit=settings.unit, largest=settings.largest)
         return Step(
@@ -158,9 +172,8 @@ class _TrainingRun:
             step_batch=settings.step_batch,
         )
 
-    # --- the run -------------------------------------------------------------------------------------------------
-
-    def go(self, *, resume: bool, facts: dict[str, Any]) -> Outcome:
+    def run(self, *, resume: bool, facts: dict[str, Any]) -> Outcome:
+        """Take all steps and return the outcome."""
         self._begin(resume=resume, facts=facts)
         description = facts.get("recipe") or type(self.step.model).__name__
         if self.parallel.world > 1:
@@ -170,7 +183,7 @@ class _TrainingRun:
             self.listener.on_message(f"nothing is left to do: {self.done} of {self.total} steps are done")
         if self.randomness:
             self.listener.on_message(self.randomness)
-        with Signals(say=self.first) as signals:
+        with Signals(verbose=self.is_first) as signals:
             try:
                 if self.done < self.last:
                     with self._observed():
@@ -182,60 +195,92 @@ class _TrainingRun:
                 self.listener.on_end()
         return self._end()
 
+    def _begin(self, *, resume: bool, facts: dict[str, Any]) -> None:
+        """Restore the newest checkpoint if the run is resumed, and open the run directory."""
+        state = self.journal.load_newest(samples=len(self.task.train)) if resume else None
+        if state is not None:
+            self.done, self.figures = state["step"], state["figures"]
+            self.meter.load_state_dict(state["epoch_sums"])
+            if self.average is not None:
+                self.average.load_state_dict(state["ema"])
+            self._limit_micro_batch(state["micro_batch"])
+        elif resume:  # the folder may be mistyped
+            self.listener.on_message(f"no checkpoint in {self.journal.folder}: the run starts with its first step")
+        if resume:
+            self._limit_micro_batch(self.journal.remembered_size())
+        known = {
+            "settings": describe(self.settings),
+            "execution": describe(self.execution) | {"ranks": self.parallel.world, "device": str(self.device)},
+            "data": {"train": len(self.task.train), "test": len(self.task.test)},
+            "chance": self.randomness or "keyed by sample",
+        }
+        self.already_complete = resume and self.done >= self.last and self.journal.has_ended()
+        if not self.already_complete:
+            self.journal.begin({**known, **facts}, resume=resume, done=self.done)
+
+    def _limit_micro_batch(self, size: int | None) -> None:
+        """Start with the size that fitted into memory before, unless the user has chosen one."""
+        cut = self.step.micro_batch
+        if size is not None and self.execution.micro_batch is None:
+            cut.size = max(cut.unit, min(size, cut.size))
+
     @contextlib.contextmanager
     def _observed(self) -> Iterator[None]:
         every = self.execution.observe
-        if every is None or self.observer is None or not self.first:
+        if every is None or self.observer is None or not self.is_first:
             yield
             return
         events = self.journal.events
         writer = events if events is not None and events.available else None
-        options: dict[str, Any] = {"writer": writer, "sink": self.journal.write_look, "start": self.done}
-        with self.observer(self.step.model, every=every, **options) as self.step.watch:
+        options: dict[str, Any] = {"writer": writer, "sink": self.journal.write_diagnostics, "start": self.done}
+        with self.observer(self.step.model, every=every, **options) as self.step.observation:
             yield
-        self.step.watch = None
+        self.step.observation = None
 
     def _all_steps(self, signals: Signals) -> None:
         upcoming: deque[_Position] = deque()
         batches = self.task.train.load(self._shares(upcoming), seed=self.settings.seed)
         self.meter.restart()
-        began = self.done
+        first_step = self.done + 1
         for batch in batches:
             if not upcoming:
-                raise ValueError("task.train.load gave more batches than it was asked for; yield one per share")
+                raise ValueError("task.train.load yielded more batches than shares; yield one batch per share")
             position = upcoming.popleft()
             keys = sample_keys(position.indices, seed=self.settings.seed, epoch=position.epoch).to(self.device)
-            portion = Portion(batch, keys, position.samples, position.counted)
+            inputs = StepInputs(batch, keys, position.step_samples, position.own_samples)
             if self.done == 0:
-                self._look_ahead(portion)
-            factor = self._set_rate()
-            if self.step.watch is not None:
-                self.step.watch.epoch = position.epoch
+                self._try_out(inputs)
+            rate = self._set_learning_rate()
+            if self.step.observation is not None:
+                self.step.observation.epoch = position.epoch
             out_of_time = time.monotonic() > self.deadline
-            wishes = Wishes(stop=out_of_time or signals.received is not None, save=self._wants_checkpoint())
-            result = self.take_step(portion, wishes)
+            stop = out_of_time or signals.received is not None
+            requests = Requests(stop=stop, save=self._checkpoint_is_due())
+            result = self.take_step(inputs, requests)
             self.done += 1
-            row = {"step": self.done, "epoch": position.epoch, "lr": factor, "samples": position.samples}
+            if self.average is not None:
+                self.average.update()
+            row = {"step": self.done, "epoch": position.epoch, "lr": rate, "samples": position.step_samples}
             self._log(self.meter.add(row, result))
             for message in result.messages:
                 self.listener.on_message(message)
-            if self.recomputation is not None and self.first and self.done == began + 1:
+            if self.recomputation is not None and self.is_first and self.done == first_step:
                 self.listener.on_message(f"{self.recomputation.report()}, but recomputed in the backward")
-            ended = self.done % self.steps_per_epoch == 0
-            if ended or self.done == self.last:
-                self._report_epoch(position.epoch, evaluated=self._is_due(position.epoch))
-            if ended:
+            epoch_ended = self.done % self.steps_per_epoch == 0
+            if epoch_ended or self.done == self.last:
+                self._end_epoch(position.epoch)
+            if epoch_ended:
                 self.meter.end_epoch()
-            if ended or self.done == self.last or result.wishes.stop or result.wishes.save:
+            if epoch_ended or self.done == self.last or result.requests.stop or result.requests.save:
                 self._save()
-            if result.wishes.stop:
+            if result.requests.stop:
                 self.signal = self.parallel.broadcast(None if out_of_time else signals.received or signal.SIGTERM)
                 return
         if self.done < self.last:
             raise ValueError(f"task.train.load ended after {self.done} of {self.last} steps; yield one batch per share")
 
     def _shares(self, upcoming: deque[_Position]) -> Iterator[Share]:
-        """This rank's share of each step still to come; what else there is to know of it goes into `upcoming`."""
+        """Yield this rank's share of each remaining step, and append its position to `upcoming`."""
         settings, order, order_epoch = self.settings, torch.empty(0), -1
         for k in range(self.done, self.last):
             epoch, within = divmod(k, self.steps_per_epoch)
@@ -243,111 +288,91 @@ class _TrainingRun:
                 order, order_epoch = permutation(len(self.task.train), seed=settings.seed, epoch=epoch), epoch
             chosen = order[within * settings.step_batch : (within + 1) * settings.step_batch]
             indices = chosen[self.parallel.share(len(chosen), unit=settings.unit)]
-            counted = len(indices)
-            # A rank without samples still loads one: loaders need not know empty batches, and collective forwards do
-            # not either.
-            upcoming.append(_Position(epoch, len(chosen), indices if counted else chosen[:1], counted))
+            own = len(indices)
+            # A rank without samples loads one that does not count, so that no loader or collective forward gets none.
+            upcoming.append(_Position(epoch, len(chosen), indices if own else chosen[:1], own))
             yield epoch, upcoming[-1].indices
 
-    def _set_rate(self) -> float:
-        """Write the learning rate of the coming step to the optimizer; before the forward, which may ask for it."""
-        factor = self.settings.schedule.factor(
-            self.done, steps_per_epoch=self.steps_per_epoch, epochs=self.settings.epochs
-        )
+    def _try_out(self, inputs: StepInputs) -> None:
+        """Before the first step, find the micro-batch that fits, and check that the loss is a sum."""
+        if self.execution.micro_batch is None:
+            choose_micro_batch(self.step, inputs)
+        warning = None if self.randomness else check_loss_is_a_sum(self.step, inputs)
+        if warning is not None:
+            self.listener.on_message(warning)
+
+    def _set_learning_rate(self) -> float:
+        """Write the learning rate of the coming step to the optimizer; before the forward, which may read it."""
+        factor = self.settings.schedule.factor(self.done, steps_per_epoch=self.steps_per_epoch, total_steps=self.total)
         rate = self.settings.optimizer.lr * factor
-        for group in self.step.optimizer.param_groups:
+        for group, lr_factor in zip(self.step.optimizer.param_groups, self.lr_factors, strict=True):
             if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)
+                group["lr"].fill_(rate * lr_factor)
             else:
-                group["lr"] = rate
+                group["lr"] = rate * lr_factor
         return rate
 
-    def _look_ahead(self, portion: Portion) -> None:
-        """Before the first step: how much fits, and whether the loss is a sum. Leaves no trace."""
-        if self.execution.micro_batch is None:
-            self._fit(portion)
-        dependence = None if self.randomness else describe_dependence(self.step, portion)
-        if dependence is not None:
-            self.listener.on_message(dependence)
-
-    def _fit(self, portion: Portion) -> None:
-        """Begin with the largest micro-batch that memory seems to hold; a wrong guess costs one repeated step."""
-        cut = self.step.micro_batch
-        # Shares may differ by a unit: what the ranks do next they must all do.
-        if self.device.type != "cuda" or min(cut.size, self.parallel.smallest(portion.counted)) <= 4 * cut.unit:
-            return
-        fits = self.parallel.smallest(self.step.fit(portion, (cut.unit, 4 * cut.unit)))
-        cut.size = max(cut.unit, min(cut.size, fits) // cut.unit * cut.unit)
-
-    def _wants_checkpoint(self) -> bool:
-        """Whether the state after the coming step should be kept."""
+    def _checkpoint_is_due(self) -> bool:
+        """Return whether to save after the coming step."""
         every = self.execution.save_steps
         return self.journal.is_late if every is None else (self.done + 1) % every == 0
 
-    def _is_due(self, epoch: int) -> bool:
-        due = (epoch + 1) % self.execution.evaluate_epochs == 0 or self.done == self.last
-        return due and len(self.task.test) > 0
-
-    def _report_epoch(self, epoch: int, *, evaluated: bool) -> None:
+    def _end_epoch(self, epoch: int) -> None:
+        """Evaluate if it is due, and write the row of the epoch."""
         self._log(self.meter.flush())
         row: dict[str, Any] = {"epoch": epoch, "step": self.done, "train": self.meter.epoch_figures()}
-        if evaluated:
+        is_due = (epoch + 1) % self.execution.evaluate_epochs == 0 or self.done == self.last
+        if is_due and len(self.task.test) > 0:
             started = time.perf_counter()
-            self.figures = row["test"] = evaluate(self.step, seed=self.settings.seed)
+            self.figures = row["test"] = self._evaluate()
             row["evaluation_seconds"] = time.perf_counter() - started
         self.journal.write_epoch(row)
         self.listener.on_epoch(row)
         self.meter.restart()
 
+    def _evaluate(self) -> dict[str, float]:
+        figures = evaluate(self.step, seed=self.settings.seed)
+        if self.average is not None:
+            with self.average.applied():
+                averaged = evaluate(self.step, seed=self.settings.seed)
+            figures |= {f"ema_{name}": value for name, value in averaged.items()}
+        return figures
+
     def _log(self, rows: list[dict[str, Any]]) -> None:
         self.journal.write_steps(rows)
         for row in rows:
             self.listener.on_step(row)
-
-    # --- before and after ----------------------------------------------------------------------------------------
-
-    def _begin(self, *, resume: bool, facts: dict[str, Any]) -> None:
-        state = self.journal.load_newest(samples=len(self.task.train)) if resume else None
-        if state is not None:
-            self.done, self.figures = state["step"], state["figures"]
-            self.meter.load_state_dict(state["epoch_sums"])
-            self._limit_size(state["micro_batch"])
-        elif resume:  # a mistyped folder must not pass for one
-            self.listener.on_message(f"no checkpoint in {self.journal.folder}: the run begins with its first step")
-        if resume:
-            self._limit_size(self.journal.remembered_size())
-        known = {
-            "settings": describe(self.settings),
-            "execution": describe(self.execution) | {"ranks": self.parallel.world, "device": str(self.device)},
-            "data": {"train": len(self.task.train), "test": len(self.task.test)},
-            "chance": self.randomness or "keyed by sample",
-        }
-        self.untouched = resume and self.done >= self.last and self.journal.has_ended()
-        if not self.untouched:
-            self.journal.begin({**known, **facts}, resume=resume, done=self.done)
-
-    def _limit_size(self, size: int | None) -> None:
-        """Begin with the size that memory was found to hold, where the user did not ask for one."""
-        cut = self.step.micro_batch
-        if size is not None and self.execution.micro_batch is None:
-            cut.size = max(cut.unit, min(size, cut.size))
+            if not math.isfinite(row.get("loss", 0.0)):
+                raise Diverged(f"the loss is {row['loss']} at step {row['step']}{self._last_checkpoint()}")
 
     def _save(self) -> None:
+        """Write a checkpoint, unless a weight is not finite. Collective."""
         self._log(self.meter.flush())
-        self.journal.save(self.done, {"epoch_sums": self.meter.state_dict(), "figures": self.figures})
+        weights = self.parallel.local([parameter.detach() for parameter in self.step.parameters])
+        if not self.parallel.smallest(int(torch.stack([weight.isfinite().all() for weight in weights]).all())):
+            raise Diverged(f"a weight is not finite after step {self.done}{self._last_checkpoint()}")
+        rest: dict[str, Any] = {"epoch_sums": self.meter.state_dict(), "figures": self.figures}
+        if self.average is not None:
+            rest["ema"] = self.average.state_dict()
+        self.journal.save(self.done, rest)
         self.meter.restart()
+
+    def _last_checkpoint(self) -> str:
+        kept = f"; {self.journal.saved} was written before that" if self.journal.saved is not None else ""
+        return f"{kept}; lower the learning rate, or lengthen the warm-up"
 
     def _end(self) -> Outcome:
         state = whole_state(self.step) | rest_of_state(self.step, done=self.done, seed=self.settings.seed)
+        average = None if self.average is None else self.average.state_dict()
         outcome = Outcome(
             steps=self.done,
             figures=self.figures,
-            digest=self.parallel.broadcast(digest(state)),
+            digest=self.parallel.broadcast(digest(state if average is None else state | {"ema": average})),
             finished=self.done == self.total,
             checkpoint=self.journal.saved,
             signal=self.signal,
-            first=self.first,
+            first=self.is_first,
         )
-        if not self.untouched:
-            self.journal.end(outcome)
+        if not self.already_complete:
+            self.journal.end(outcome, average=average)
         return outcome

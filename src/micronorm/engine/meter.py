@@ -1,4 +1,4 @@
-"""What each step came to, read from the device now and then and all at once: a read waits for the GPU."""
+"""Turns the results of steps into rows of the record. Reading a result waits for the GPU, so reads are bundled."""
 
 import time
 from typing import Any
@@ -8,12 +8,12 @@ import torch
 from micronorm.engine.step import StepResult
 from micronorm.engine.task import Task
 
-AT_MOST = 50
-SECONDS = 1.0
+AT_MOST = 50  # steps between two reads
+SECONDS = 1.0  # after which a read is due
 
 
 class Meter:
-    """Collects the results of steps and turns them into rows of the record."""
+    """Collects the results of steps and sums them over the epoch."""
 
     def __init__(self, task: Task, device: torch.device) -> None:
         self.task, self.device = task, device
@@ -22,14 +22,14 @@ class Meter:
         self._flushed = time.perf_counter()
 
     def add(self, row: dict[str, Any], result: StepResult) -> list[dict[str, Any]]:
-        """Take one step's result; the rows that are complete, if it is time to read them."""
+        """Add the result of one step. Return the rows of all pending steps if a read is due, else an empty list."""
         self._pending.append((row, result))
         late = time.perf_counter() - self._flushed > SECONDS
         cheap = self.device.type == "cpu"
         return self.flush() if cheap or late or len(self._pending) >= AT_MOST else []
 
     def flush(self) -> list[dict[str, Any]]:
-        """The rows of all steps taken so far that were not given out."""
+        """Return the rows of all pending steps."""
         if not self._pending:
             return []
         sums = torch.stack([result.sums for _, result in self._pending]).tolist()
@@ -47,23 +47,23 @@ class Meter:
         return rows
 
     def restart(self) -> None:
-        """Do not count the time since the last reading: it went into something other than steps."""
+        """Restart the clock, after time that was not spent on steps."""
         self._flushed = time.perf_counter()
 
     def epoch_figures(self) -> dict[str, float]:
-        """The figures over all samples of the epoch so far, as training saw them."""
+        """Return the training figures over all samples of the epoch so far."""
         return self.task.figures(self._epoch) if self._epoch else {}
 
     def end_epoch(self) -> None:
-        """Begin a new epoch's sums."""
+        """Reset the sums."""
         self._epoch = {}
 
     def state_dict(self) -> dict[str, float]:
-        """The sums of the epoch so far."""
+        """Return the sums of the epoch so far."""
         return dict(self._epoch)
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Put back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self._epoch = dict(state)
 
     def _memory(self) -> int | None:

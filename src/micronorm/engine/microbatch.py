@@ -1,17 +1,12 @@
-"""How large a micro-batch may be: a performance knob that memory turns.
+"""The size of a micro-batch: a performance knob that depends on the memory.
 
-A step of n samples is computed in pieces of at most `size` samples. Where the statistics of a network bind samples
-together (a BatchNorm over 64 images), pieces are whole multiples of that unit; everywhere else the unit is one.
+A step of n samples is computed in pieces of at most `size` samples. If a network's statistics bind samples together (a
+BatchNorm over 64 images), pieces are whole multiples of that unit; otherwise the unit is one.
 """
 
 import gc
 
 import torch
-from torch import nn
-
-# Of the memory that is free for the run, how much the first guess may take: fragmentation, workspaces and larger images
-# take the rest.
-MARGIN = 0.85
 
 _ALLOCATION_FAILURES = (
     "out of memory",
@@ -22,14 +17,14 @@ _ALLOCATION_FAILURES = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this error says that memory ran out, on whichever device and in whichever library."""
+    """Return whether this error means that memory ran out, on any device and in any library."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _ALLOCATION_FAILURES)
 
 
 def release_memory() -> None:
-    """Return what a failed attempt held; call it outside the `except` block, whose traceback keeps tensors alive."""
+    """Free the memory of a failed attempt. Call it outside the `except` block, whose traceback keeps tensors alive."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -39,9 +34,9 @@ class MicroBatch:
     """The present size of a micro-batch.
 
     Args:
-        size: what to begin with, at most; rounded down to a multiple of `unit`.
+        size: the size to start with; rounded down to a multiple of `unit`.
         unit: samples that must stay together.
-        largest: samples that a micro-batch may hold at most.
+        largest: the most samples that a micro-batch may hold.
 
     Example:
         >>> cut = MicroBatch(8)
@@ -63,15 +58,11 @@ class MicroBatch:
         self.size = size // unit * unit
 
     def pieces(self, samples: int) -> list[slice]:
-        """The slices that `samples` samples are computed in; the last one may be shorter."""
+        """Return the slices in which `samples` samples are computed; the last one may be shorter."""
         return [slice(start, min(start + self.size, samples)) for start in range(0, samples, self.size)]
 
     def halve(self) -> int:
-        """The next smaller size, which is then the present one.
-
-        Raises:
-            MemoryError: it is one unit already.
-        """
+        """Halve the size and return it; raise MemoryError if it is one unit already."""
         if self.size == self.unit:
             together = "" if self.unit == 1 else f" (this network's statistics are over {self.unit} samples)"
             raise MemoryError(
@@ -80,37 +71,3 @@ class MicroBatch:
             )
         self.size = max(self.unit, self.size // 2 // self.unit * self.unit)
         return self.size
-
-
-class MemoryProbe:
-    """Measures what one micro-batch takes on a GPU, and says how many samples fit."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.readings: list[tuple[int, int]] = []
-
-    def begin(self) -> None:
-        """Before a trial run."""
-        torch.cuda.synchronize(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-
-    def end(self, samples: int) -> None:
-        """After a trial run with so many samples."""
-        torch.cuda.synchronize(self.device)
-        self.readings.append((samples, torch.cuda.max_memory_allocated(self.device)))
-
-    def fitting(self) -> int:
-        """The samples that fit: peak memory is taken for a straight line through the two readings."""
-        (few, low), (many, high) = self.readings
-        slope = max((high - low) / (many - few), 1.0)
-        free, _ = torch.cuda.mem_get_info(self.device)
-        available = MARGIN * (free + torch.cuda.memory_reserved(self.device))
-        return max(few, int((available - low) / slope) + few)
-
-
-def describe_randomness(model: nn.Module, unkeyed: list[str]) -> str | None:
-    """The sentence a run must say where its randomness cannot be keyed by sample; None where all of it is."""
-    if not unkeyed:
-        return None
-    shown = ", ".join(unkeyed[:4]) + (f" and {len(unkeyed) - 4} more" if len(unkeyed) > 4 else "")
-    return f"invariant in distribution only: {shown} of {type(model).__name__} draw from the global generator"

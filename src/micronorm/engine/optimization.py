@@ -1,101 +1,42 @@
-"""Optimizers and schedules as values: what a recipe writes down and a record keeps.
-
-A schedule is a function of the step's number. It has no state, so a resumed run has nothing to restore.
-"""
+"""Optimizers and parameter groups as values: what a recipe defines and a record keeps."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from micronorm.engine.schedules import Constant, Cosine, Milestones, Poly, Schedule, StepMilestones, Warmup
 
-class Schedule(Protocol):
-    """The learning rate of a step as a multiple of the optimizer's."""
-
-    def factor(self, step: int, *, steps_per_epoch: int, epochs: int) -> float:
-        """For step `step`, counted from 0 over the whole run of `epochs` epochs."""
-        ...
-
-
-@dataclass(frozen=True)
-class Constant:
-    """The same rate throughout."""
-
-    def factor(self, step: int, *, steps_per_epoch: int, epochs: int) -> float:
-        """1."""
-        return 1.0
-
-
-@dataclass(frozen=True)
-class Milestones:
-    """The rate times `factor_each` after each of the epochs given.
-
-    Example:
-        >>> schedule = Milestones((81, 122))
-        >>> [schedule.factor(100 * epoch, steps_per_epoch=100, epochs=164) for epoch in (0, 80, 81, 121)]
-        [1.0, 1.0, 0.1, 0.1]
-    """
-
-    epochs: tuple[float, ...]
-    factor_each: float = 0.1
-
-    def __post_init__(self) -> None:
-        if list(self.epochs) != sorted(set(self.epochs)) or any(epoch <= 0 for epoch in self.epochs):
-            raise ValueError(f"milestones must be positive and rise from one to the next, got {self.epochs}")
-        if not 0 < self.factor_each <= 1:
-            raise ValueError(f"factor_each must lie above 0 and not above 1, got {self.factor_each}")
-
-    def factor(self, step: int, *, steps_per_epoch: int, epochs: int) -> float:
-        """factor_each to the power of the number of milestones passed."""
-        return self.factor_each ** sum(step >= epoch * steps_per_epoch for epoch in self.epochs)
-
-
-@dataclass(frozen=True)
-class Cosine:
-    """Half a cosine from 1 to 0 over the run, after a linear rise over `warmup_epochs`."""
-
-    warmup_epochs: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not self.warmup_epochs >= 0:
-            raise ValueError(f"warmup_epochs must not be negative, got {self.warmup_epochs}")
-
-    def factor(self, step: int, *, steps_per_epoch: int, epochs: int) -> float:
-        """Never 0: the last step still moves."""
-        warmup = self.warmup_epochs * steps_per_epoch
-        if step < warmup:
-            return min((step + 1) / warmup, 1.0)  # a rise may end within a step
-        return (1 + math.cos(math.pi * (step - warmup) / (epochs * steps_per_epoch - warmup))) / 2
-
-
-@dataclass(frozen=True)
-class Poly:
-    """(1 − t)^power, with t from 0 to 1 over the run."""
-
-    power: float = 0.9
-
-    def __post_init__(self) -> None:
-        if not self.power > 0:
-            raise ValueError(f"power must be positive, got {self.power}: the rate falls over the run")
-
-    def factor(self, step: int, *, steps_per_epoch: int, epochs: int) -> float:
-        """Never 0: the last step still moves."""
-        return (1 - step / (epochs * steps_per_epoch)) ** self.power
+__all__ = [
+    "SGD",
+    "AdamW",
+    "Constant",
+    "Cosine",
+    "Milestones",
+    "OptimizerSpec",
+    "ParameterGroup",
+    "Poly",
+    "Schedule",
+    "StepMilestones",
+    "Warmup",
+    "build_optimizer",
+]
 
 
 class OptimizerSpec(Protocol):
-    """Builds a torch.optim optimizer whose learning rate `lr` the schedule then scales."""
+    """Builds a torch.optim optimizer whose learning rate `lr` is then scaled by the schedule."""
 
     @property
     def lr(self) -> float:
         """The learning rate that a schedule's factor multiplies."""
         ...
 
-    def __call__(self, parameters: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
-        """The optimizer; `options` are torch's own, such as fused=True."""
+    def __call__(self, parameters: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
+        """Return the optimizer of these parameters or groups; `options` are torch's own, such as fused=True."""
         ...
 
 
@@ -115,8 +56,8 @@ class SGD:
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov needs a momentum, got momentum=0; leave it out")
 
-    def __call__(self, parameters: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
-        """torch.optim.SGD."""
+    def __call__(self, parameters: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
+        """Return a torch.optim.SGD."""
         options.pop("capturable", None)  # it has no step counter that would need to be
         settings = {"momentum": self.momentum, "weight_decay": self.weight_decay, "nesterov": self.nesterov}
         return torch.optim.SGD(parameters, **{"lr": self.lr, **settings, **options})
@@ -136,14 +77,76 @@ class AdamW:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be at least 0 and below 1, got {self.betas}")
 
-    def __call__(self, parameters: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
-        """torch.optim.AdamW."""
+    def __call__(self, parameters: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
+        """Return a torch.optim.AdamW."""
         settings = {"betas": self.betas, "weight_decay": self.weight_decay, "eps": self.eps}
         return torch.optim.AdamW(parameters, **{"lr": self.lr, **settings, **options})
 
 
+@dataclass(frozen=True, kw_only=True)
+class ParameterGroup:
+    """Parameters with another learning rate or weight decay than the rest.
+
+    Args:
+        names: a pattern that the parameter's name must match, such as "backbone.*".
+        max_ndim: the most axes that a parameter may have; 1 selects biases and the weights of norms.
+        lr_factor: multiplies the optimizer's learning rate.
+        weight_decay: replaces the optimizer's; None keeps it.
+
+    Example:
+        >>> ParameterGroup(max_ndim=1, weight_decay=0.0).matches("bn1.weight", torch.ones(64))
+        True
+    """
+
+    names: str = "*"
+    max_ndim: int | None = None
+    lr_factor: float = 1.0
+    weight_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_rates(lr_factor=self.lr_factor, weight_decay=self.weight_decay or 0.0)
+
+    def matches(self, name: str, parameter: torch.Tensor) -> bool:
+        """Return whether this parameter belongs to the group."""
+        return fnmatchcase(name, self.names) and (self.max_ndim is None or parameter.ndim <= self.max_ndim)
+
+
+def build_optimizer(
+    model: nn.Module, spec: OptimizerSpec, groups: Sequence[ParameterGroup] = (), *, captured: bool = False
+) -> tuple[torch.optim.Optimizer, list[float]]:
+    """Build the optimizer of a model, and return it with the learning-rate factor of each of its groups.
+
+    Args:
+        model: on its device.
+        spec: the kind of optimizer and its rates.
+        groups: a parameter belongs to the first group that matches it, or to the rest.
+        captured: for a CUDA graph, with the learning rate in a tensor per group.
+
+    Raises:
+        ValueError: a group matches no parameter.
+    """
+    options: dict[str, Any] = {"fused": True, "capturable": True} if captured else {}
+    members: list[list[nn.Parameter]] = [[] for _ in range(len(groups) + 1)]
+    for name, parameter in model.named_parameters():
+        members[next((k for k, group in enumerate(groups) if group.matches(name, parameter)), -1)].append(parameter)
+    for group, found in zip(groups, members, strict=False):
+        if not found:
+            raise ValueError(f"{group} matches none of the parameters that the groups before it left; leave it out")
+    chosen: list[dict[str, Any]] = []
+    factors = []
+    for k, found in enumerate(members):
+        if found:
+            group = groups[k] if k < len(groups) else ParameterGroup()
+            decay = {} if group.weight_decay is None else {"weight_decay": group.weight_decay}
+            # Fused kernels take the learning rate in float32, whatever the dtype of the parameters is.
+            rate = {"lr": torch.tensor(spec.lr, dtype=torch.float32, device=found[0].device)} if captured else {}
+            chosen.append({"params": found, **decay, **rate})
+            factors.append(group.lr_factor)
+    return spec(chosen, **options), factors
+
+
 def _check_rates(**rates: float) -> None:
-    """Refuse here what torch would refuse when the model is built, or not at all."""
+    """Raise ValueError for rates that torch would refuse later, when the model is built, or never."""
     for name, value in rates.items():
         if not 0 <= value < math.inf:
             raise ValueError(f"{name} must be a finite number from 0 on, got {value}")

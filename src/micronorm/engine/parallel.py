@@ -1,7 +1,8 @@
-"""The ranks of a run: alone, each with a replica of the model, or each with a shard of it.
+"""The ranks of a run: one process, replicas of the model (DDP), or shards of it (FSDP2).
 
-All three answer the same questions, so that a step is written once. Nothing is reduced before every rank has said that
-its micro-batches came through: an all-reduce that one rank, out of memory, never joins would hang the others.
+The three classes have the same methods, so that a step is written once. Nothing is reduced before every rank has
+reported that its micro-batches succeeded. Otherwise a rank that ran out of memory would never join the all-reduce, and
+the other ranks would hang in it.
 """
 
 import contextlib
@@ -17,33 +18,34 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from micronorm.engine.packing import pack, unpack
+
 TIMEOUT = timedelta(minutes=10)
 
 T = TypeVar("T")
 
 
-class Wishes(NamedTuple):
-    """What a rank would like to happen after the step; all do it when one does."""
+class Requests(NamedTuple):
+    """What should happen after the step. If one rank requests it, all ranks do it."""
 
     stop: bool = False
     save: bool = False
 
 
-NO_WISHES = Wishes()
+NO_REQUESTS = Requests()
 
 
-class Verdict(NamedTuple):
-    """How an attempt at a step went; what is true on one rank is true of all."""
+class AttemptStatus(NamedTuple):
+    """How an attempt at a step went. A flag that is set on one rank is set for all of them."""
 
-    failed: bool
-    """Memory ran out."""
-    broken: bool
-    """Another error was met, which is about to end the rank."""
-    wishes: Wishes
+    out_of_memory: bool
+    other_error: bool
+    """Another error occurred, which is about to end the rank."""
+    requests: Requests
 
 
-class Alone:
-    """One process."""
+class OneRank:
+    """A single process."""
 
     rank, world = 0, 1
 
@@ -51,77 +53,80 @@ class Alone:
         self.device = device
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """The model as this rank computes with it."""
+        """Return the model as this rank computes with it."""
         self.model = model
         return model
 
     def share(self, samples: int, *, unit: int = 1) -> slice:
-        """This rank's part of a step's samples: shares differ by one unit at most, and no unit is cut.
+        """Return this rank's part of a step's samples. Shares differ by at most one unit, and no unit is cut.
 
-        Where there are samples rank 0 has some: its running statistics are those that are kept.
+        Rank 0 gets samples whenever there are any, because its running statistics are the ones that are saved.
         """
         units = math.ceil(samples / unit)
         first, last = (-(-rank * units // self.world) for rank in (self.rank, self.rank + 1))
         return slice(first * unit, min(last * unit, samples))
 
     def largest_share(self, samples: int, *, unit: int = 1) -> int:
-        """How many samples of a step the rank with the most of them takes, in whole units."""
+        """Return the size of the largest share of a step, in whole units."""
         return math.ceil(math.ceil(samples / unit) / self.world) * unit
 
-    def passes(self, samples: int, *, unit: int, size: int) -> int:
-        """How many forwards this rank makes for its share of a step; no fewer where all ranks must make as many."""
+    def forward_count(self, samples: int, *, unit: int, size: int) -> int:
+        """Return how many forward passes this rank makes for its share of a step."""
         share = self.share(samples, unit=unit)
         return math.ceil((share.stop - share.start) / size)
 
-    def agree(self, verdict: Verdict) -> Verdict:
-        """The worst that any rank has to say. Every rank calls it once per attempt."""
-        return verdict
+    def agree(self, status: AttemptStatus) -> AttemptStatus:
+        """Combine the status of all ranks. Every rank calls it once per attempt."""
+        return status
 
     def total(self, sums: Tensor) -> Tensor:
-        """The sum over ranks."""
+        """Return the sum over ranks."""
         return sums
 
     def reduce_gradients(self) -> None:
-        """Make every rank's gradients the mean over ranks."""
+        """Replace every rank's gradients by their mean over ranks."""
 
     @contextlib.contextmanager
     def accumulating(self, *, last: bool) -> Iterator[None]:
-        """Around one micro-batch: whether gradients may stay where they are."""
+        """Wrap one micro-batch; `last` says whether it is the last of the step."""
         yield
 
     @contextlib.contextmanager
-    def one_model(self) -> Iterator[None]:
-        """Within this block every rank computes with rank 0's buffers, which are what a checkpoint keeps. Collective.
+    def buffers_of_rank_0(self) -> Iterator[None]:
+        """Give every rank the buffers of rank 0, which a checkpoint stores, within this block. Collective.
 
-        Statistics that nothing merges, such as a BatchNorm's, are those of the samples that the rank has seen.
+        Statistics that are never merged, such as a BatchNorm's, differ between ranks.
         """
         yield
 
     def local(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The parts of these tensors that lie on this rank."""
+        """Return the parts of these tensors that are stored on this rank."""
         return list(tensors)
 
+    def release_gathered_weights(self) -> None:
+        """Make the next forward read the parameters anew, after they were written in place."""
+
     def smallest(self, number: int) -> int:
-        """The smallest of the ranks' numbers."""
+        """Return the smallest of the ranks' numbers."""
         return number
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value."""
+        """Return rank 0's value."""
         return value
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank."""
+        """Return every rank's value, by rank: anything that `packing.pack` accepts."""
         return [value]
 
     def barrier(self) -> None:
         """Wait for every rank."""
 
     def close(self) -> None:
-        """Leave the group, where this object opened it."""
+        """Close the process group if this object opened it."""
 
 
-class _Group(Alone):
-    """What replicas and shards share: a process group with a CPU side for what is known on the host."""
+class _Group(OneRank):
+    """What replicas and shards have in common: a process group that also exchanges CPU tensors."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -132,11 +137,11 @@ class _Group(Alone):
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
 
     @override
-    def agree(self, verdict: Verdict) -> Verdict:
-        flags = torch.tensor([verdict.failed, verdict.broken, *verdict.wishes], dtype=torch.int32)
+    def agree(self, status: AttemptStatus) -> AttemptStatus:
+        flags = torch.tensor([status.out_of_memory, status.other_error, *status.requests], dtype=torch.int32)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        failed, broken, *wishes = map(bool, flags.tolist())
-        return Verdict(failed, broken, Wishes(*wishes))
+        out_of_memory, other_error, *requests = map(bool, flags.tolist())
+        return AttemptStatus(out_of_memory, other_error, Requests(*requests))
 
     @override
     def total(self, sums: Tensor) -> Tensor:
@@ -145,7 +150,7 @@ class _Group(Alone):
 
     @override
     @contextlib.contextmanager
-    def one_model(self) -> Iterator[None]:
+    def buffers_of_rank_0(self) -> Iterator[None]:
         buffers = [buffer.detach() for buffer in self.model.buffers()]
         own = [buffer.clone() for buffer in buffers]
         for buffer in buffers:
@@ -170,9 +175,13 @@ class _Group(Alone):
 
     @override
     def gather(self, value: Any) -> list[Any]:
-        boxes: list[Any] = [None] * self.world
-        dist.all_gather_object(boxes, value)
-        return boxes
+        own = torch.frombuffer(bytearray(pack(value)), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+        dist.all_gather(sizes, torch.tensor([len(own)]))
+        longest = max(int(size) for size in sizes)
+        received = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world)]
+        dist.all_gather(received, nn.functional.pad(own, (0, longest - len(own))))
+        return [unpack(data[: int(size)].numpy().tobytes()) for data, size in zip(received, sizes, strict=True)]
 
     @override
     def barrier(self) -> None:
@@ -184,35 +193,35 @@ class _Group(Alone):
             dist.destroy_process_group()
 
 
-class _Touch(nn.Module):
-    """A forward that reaches every parameter and adds zero to its gradient: what DDP needs in order to reduce it."""
+class _ZeroLoss(nn.Module):
+    """A forward pass that reaches every parameter and adds zero to its gradient, so that DDP reduces it."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self) -> Tensor:
-        """0, with a gradient of zeros for every parameter that is trained."""
+        """Return 0, with a gradient of zeros for every parameter that is trained."""
         zeros = [(parameter * 0).sum() for parameter in self.parameters() if parameter.requires_grad]
         return torch.stack([zero.double() for zero in zeros]).sum()
 
 
-class Replicated(_Group):
+class ReplicatedRanks(_Group):
     """Every rank holds the whole model, and DistributedDataParallel averages the gradients.
 
-    Micro-batches run without it, as under `no_sync`. When all ranks have agreed that theirs came through, one backward
-    pass over zeros lets DDP reduce what was accumulated, in its buckets. That pass needs no memory that DDP has not
-    taken already; reducing in the last micro-batch's own backward would hang the others where one rank fails there.
+    Micro-batches run without DDP, as under `no_sync`. When all ranks have agreed that theirs succeeded, one backward
+    pass over zeros makes DDP reduce the accumulated gradients in its buckets. That pass needs no memory that DDP has
+    not allocated already. Reducing in the last micro-batch's own backward would hang the others if one rank fails.
     """
 
     @override
     def prepare(self, model: nn.Module) -> nn.Module:
         self.model = model
-        # Buffers belong to the ranks until a commit merges them: DDP would overwrite them with rank 0's.
+        # DDP would overwrite the buffers of a rank with those of rank 0 before a commit has merged them.
         ids = [self.device] if self.device.type == "cuda" else None
-        self.reducer = DistributedDataParallel(_Touch(model), broadcast_buffers=False, device_ids=ids)
-        # DDP lays its buckets out anew after its first pass, and of three ranks on the order of a sum follows them: the
-        # first step of a resumed run must not round otherwise than it did when the run went on.
+        self.reducer = DistributedDataParallel(_ZeroLoss(model), broadcast_buffers=False, device_ids=ids)
+        # DDP rebuilds its buckets after its first pass, and with three or more ranks the order of a sum depends on
+        # them. The first step of a resumed run must round as it would have in the uninterrupted run.
         self.reducer().backward()
         model.zero_grad(set_to_none=True)
         return model
@@ -224,16 +233,16 @@ class Replicated(_Group):
         dist.all_reduce(used, op=dist.ReduceOp.MAX)
         self.reducer().backward()
         for parameter, is_used in zip(trained, used.tolist(), strict=True):
-            if not is_used:  # on no rank: as on one rank alone, an optimizer must not decay it
+            if not is_used:  # on no rank: an optimizer must not apply weight decay to it
                 parameter.grad = None
 
 
-class Sharded(_Group):
+class ShardedRanks(_Group):
     """Every rank holds a shard of parameters, gradients and optimizer state (FSDP2).
 
-    Forwards are collective here, so every rank makes as many as the others: one without samples computes a pass that
-    counts for nothing. For the same reason a rank that runs out of memory cannot tell the others in time: the run ends,
-    and is resumed with half the micro-batch.
+    Forward passes are collective here, so all ranks make equally many; a rank without samples computes one that counts
+    for nothing. A rank that runs out of memory cannot tell the others in time: the run ends, and is resumed with half
+    the micro-batch.
     """
 
     @override
@@ -250,7 +259,7 @@ class Sharded(_Group):
         return self.model
 
     @override
-    def passes(self, samples: int, *, unit: int, size: int) -> int:
+    def forward_count(self, samples: int, *, unit: int, size: int) -> int:
         return max(1, math.ceil(self.largest_share(samples, unit=unit) / size))
 
     @override
@@ -260,6 +269,13 @@ class Sharded(_Group):
         yield
 
     @override
+    def release_gathered_weights(self) -> None:
+        # FSDP keeps the gathered parameters of the root module after a forward without backward.
+        for module in self.model.modules():
+            if hasattr(module, "reshard"):
+                module.reshard()
+
+    @override
     def local(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         from torch.distributed.tensor import DTensor
 
@@ -267,7 +283,7 @@ class Sharded(_Group):
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The units of sharding: the composite children of sequences, where a network keeps its repeated blocks."""
+    """Return the modules to shard one by one: composite children of sequences, where networks repeat their blocks."""
     found = []
     for module in model.modules():
         if isinstance(module, (nn.Sequential, nn.ModuleList)) and module is not model:
@@ -277,8 +293,8 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     return [block for block in found if not any(block is not other and block in other.modules() for other in found)]
 
 
-def on_rank_0(parallel: Alone, act: Callable[[], T]) -> T:
-    """What `act` gives on rank 0, on every rank; or its error, on every rank: none may wait for one that is gone."""
+def on_rank_0(parallel: OneRank, act: Callable[[], T]) -> T:
+    """Call `act` on rank 0 and return its value, or raise its error, on every rank: none may wait for a dead one."""
     value, error = None, None
     if parallel.rank == 0:
         try:
@@ -292,7 +308,7 @@ def on_rank_0(parallel: Alone, act: Callable[[], T]) -> T:
 
 
 def own_device(device: torch.device | None) -> torch.device:
-    """Where this rank computes: each on a GPU of its own, where torchrun says which (LOCAL_RANK)."""
+    """Return the device of this rank: the GPU that torchrun assigns (LOCAL_RANK) if there are GPUs."""
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda" and device.index is None:
@@ -300,12 +316,12 @@ def own_device(device: torch.device | None) -> torch.device:
     return device
 
 
-def open_ranks(device: torch.device | None, mode: str) -> Alone:
-    """The ranks torchrun started (it sets RANK and WORLD_SIZE), a group that is open already, or one process alone."""
+def open_ranks(device: torch.device | None, mode: str) -> OneRank:
+    """Join the ranks that torchrun started (RANK, WORLD_SIZE) or an open process group; otherwise be the only rank."""
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     device = own_device(device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not (launched or dist.is_initialized()):
-        return Alone(device)
-    return Replicated(device) if mode == "ddp" else Sharded(device)
+        return OneRank(device)
+    return ReplicatedRanks(device) if mode == "ddp" else ShardedRanks(device)

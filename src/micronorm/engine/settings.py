@@ -1,12 +1,13 @@
 """What a run computes, and how: two values, because only the first may change its result."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from micronorm.engine.optimization import OptimizerSpec, Schedule
+from micronorm.engine.optimization import OptimizerSpec, ParameterGroup
+from micronorm.engine.schedules import Schedule
 
 DTYPES = {
     "float32": torch.float32,
@@ -19,42 +20,59 @@ DTYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is computed. Runs with equal settings and models end alike, beyond rounding, however they are executed.
+    """What is computed. Runs with equal settings and models give the same result up to rounding.
 
     Args:
-        epochs: passes over the training samples.
+        epochs: passes over the training samples. Give either `epochs` or `steps`.
+        steps: the length of the run in optimizer steps.
         step_batch: samples per optimizer step, over all ranks. The last step of an epoch takes what is left.
         optimizer: its kind and rates.
         schedule: the learning rate over the run.
+        groups: parameters with other rates than the rest; the first group that matches a parameter counts.
+        ema: decay of a moving average of weights and estimates, such as 0.999; None keeps no average. The average is
+            evaluated too (figures named `ema_…`), and saved as `ema.safetensors`.
         seed: of the order and of every sample's augmentation.
         dtype: of parameters and computation; bfloat16 and float16 compute under autocast.
-        unit: samples that must stay in one micro-batch, in whole multiples: 64 for a BatchNorm over 64 images. At 1 the
-            step may be cut anywhere.
-        largest: samples that one micro-batch may hold at most; None for any number.
+        unit: samples that must stay in one micro-batch, in whole multiples: 64 for a BatchNorm over 64 images. With 1
+            the step may be cut anywhere.
+        largest: the most samples that one micro-batch may hold; None for any number.
     """
 
-    epochs: int
+    epochs: int | None = None
+    steps: int | None = None
     step_batch: int
     optimizer: OptimizerSpec
     schedule: Schedule
+    groups: tuple[ParameterGroup, ...] = ()
+    ema: float | None = None
     seed: int = 0
     dtype: torch.dtype = torch.float32
     unit: int = 1
     largest: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "step_batch", "unit"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if (self.epochs is None) == (self.steps is None):
+            raise ValueError(f"give either epochs or steps, got epochs={self.epochs} and steps={self.steps}")
+        for name in ("epochs", "steps", "step_batch", "unit"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
         if self.largest is not None and self.largest < self.unit:
             raise ValueError(f"largest must be at least unit={self.unit}, got {self.largest}")
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise ValueError(f"ema must lie between 0 and 1, such as 0.999, got {self.ema}")
         if isinstance(self.optimizer, torch.optim.Optimizer):
             raise TypeError(
                 f"optimizer must be a spec such as micronorm.engine.SGD(0.1), got {type(self.optimizer).__name__}: "
-                "the engine makes the optimizer, once the parameters are where they belong"
+                "the engine builds the optimizer after it has moved the parameters to their device"
             )
         if self.dtype not in DTYPES.values():
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype}")
+
+    @property
+    def length(self) -> str:
+        """The length of the run in words: "15 epochs" or "300 steps"."""
+        return f"{self.epochs} epochs" if self.steps is None else f"{self.steps} steps"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,19 +80,19 @@ class Execution:
     """How it is computed: for speed and memory. Nothing here changes the result beyond rounding.
 
     Args:
-        micro_batch: samples per forward and backward; None begins with what fits and halves when memory runs out.
-        device: where to compute; None for the GPU where there is one.
-        channels_last: keep images and convolutions in NHWC.
+        micro_batch: samples per forward and backward; None starts with what fits and halves it when memory runs out.
+        device: where to compute; None for the GPU if there is one.
+        channels_last: store images and convolutions in NHWC.
         compile: compile the model with torch.compile.
         cuda_graph: capture the whole step, commit included, and replay it.
-        recompute: keep less for the backward, see `mn.recompute`. Not with `compile`, which decides that itself.
+        recompute: store less for the backward, see `mn.recompute`. Not with `compile`, which decides that itself.
         parallel: how several ranks share the model: replicated ("ddp") or sharded ("fsdp").
-        steps: stop after so many optimizer steps; None for all epochs.
-        minutes: stop after so many minutes of training, save, and let the run be resumed; None for no limit.
+        steps: stop after so many optimizer steps; None for the whole run.
+        minutes: save and stop after so many minutes of training; None for no limit.
         save_steps: steps between checkpoints within an epoch; None for checkpoints at the end of epochs and every ten
             minutes.
-        evaluate_epochs: evaluate after every so many epochs, and after the last.
-        observe: look into the network every so many steps; None for never. Not with `compile` and `cuda_graph`.
+        evaluate_epochs: evaluate after every so many epochs, and after the last step.
+        observe: measure the layers every so many steps; None for never. Not with `compile` and `cuda_graph`.
     """
 
     micro_batch: int | None = None
@@ -101,11 +119,11 @@ class Execution:
             raise TypeError(f"device must be a torch.device, got {self.device!r}; write torch.device({self.device!r})")
         if self.compile and self.recompute:
             raise ValueError(
-                "recompute has no effect in compiled code, which decides itself what it keeps; leave one of them out"
+                "recompute has no effect in compiled code, which decides itself what it stores; leave one of them out"
             )
         if self.observe is not None and (self.compile or self.cuda_graph):
             raise ValueError(
-                "observe looks by hooks, which neither compiled nor captured code runs; leave one of them out"
+                "observe needs hooks, which neither compiled nor captured code runs; leave one of them out"
             )
         if self.parallel not in ("ddp", "fsdp"):
             raise ValueError(f'parallel must be "ddp" or "fsdp", got {self.parallel!r}')
@@ -113,33 +131,31 @@ class Execution:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to."""
+    """The result of a run."""
 
     steps: int
     figures: dict[str, float]
     digest: str
-    """Over the raw bytes of model, optimizer, random and sampler state: equal digests are equal runs."""
+    """Over the raw bytes of model, optimizer, random and sampler state: equal digests mean equal runs."""
     finished: bool
-    """False where a signal or `steps` ended it early."""
+    """False if a signal or `Execution.steps` ended the run early."""
     checkpoint: Path | None
     signal: int | None = None
-    """The signal that ended it."""
+    """The signal that ended the run."""
     first: bool = True
-    """Whether this is rank 0, which alone writes and speaks."""
+    """Whether this is rank 0, the only one that writes files and messages."""
 
 
 def describe(value: Settings | Execution) -> dict[str, Any]:
-    """Settings or execution as plain values for a record."""
+    """Return settings or execution as plain values for a record. Optional settings appear only if they are set."""
+    optional = ("steps", "groups", "ema") if isinstance(value, Settings) else ()
+    described = {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    return {name: item for name, item in described.items() if name not in optional or item not in (None, [])}
 
-    def plain(item: Any) -> Any:
-        if isinstance(item, dict):
-            return {key: plain(v) for key, v in item.items()}
-        if isinstance(item, (list, tuple)):
-            return [plain(v) for v in item]
-        return item if item is None or isinstance(item, (bool, int, float, str)) else str(item).removeprefix("torch.")
 
-    described = {key: plain(item) for key, item in asdict(value).items()}
-    if isinstance(value, Settings):
-        for name in ("optimizer", "schedule"):
-            described[name] = {"kind": type(getattr(value, name)).__name__, **described[name]}
-    return described
+def _plain(item: Any) -> Any:
+    if is_dataclass(item):
+        return {"kind": type(item).__name__, **{f.name: _plain(getattr(item, f.name)) for f in fields(item)}}
+    if isinstance(item, (list, tuple)):
+        return [_plain(v) for v in item]
+    return item if item is None or isinstance(item, (bool, int, float, str)) else str(item).removeprefix("torch.")

@@ -1,11 +1,11 @@
-"""Checkpoints of sharded models: a folder in which every rank has written its own part, by torch's DCP.
+"""Checkpoints of sharded models: a folder into which every rank writes its own part, by torch's DCP.
 
 `step-00000120.sharded` holds DCP's files, `rest.pt` with everything that is not model or optimizer, and a manifest
-with the SHA-256 of each. It is written under another name and renamed when the manifest is complete; a folder of that
-name is complete. It can be read on any number of ranks, sharded or not.
+with the SHA-256 of each. It is written under another name and renamed when the manifest is complete, so a folder of
+that name is complete. It can be read on any number of ranks, sharded or not.
 
-DCP itself reads what it has pickled without a question. Here its metadata may name nothing but DCP's own records, and
-values are read with `weights_only=True`: nothing in a folder is executed.
+DCP itself unpickles its metadata without a check. Here the metadata may name nothing but DCP's own records, and values
+are read with `weights_only=True`: nothing in a folder is executed.
 """
 
 import hashlib
@@ -67,7 +67,7 @@ _HARMLESS = {
 
 
 def gather_whole(step: Step) -> dict[str, Any]:
-    """Model and optimizer state with every tensor whole, on rank 0; nothing on the others. Collective."""
+    """Return model and optimizer state with every tensor whole, on rank 0 only. Collective."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     return {
         "model": get_model_state_dict(step.model, options=options),
@@ -76,9 +76,9 @@ def gather_whole(step: Step) -> dict[str, Any]:
 
 
 def scatter_whole(step: Step, state: dict[str, Any]) -> None:
-    """Put back what `gather_whole` gave, which every rank has. Collective."""
+    """Restore what `gather_whole` returned; every rank must have it. Collective."""
     options = StateDictOptions(full_state_dict=True)
-    # The optimizer first: torch takes a step with a learning rate of zero to make its state.
+    # The optimizer first: torch takes a step with a learning rate of zero to create its state.
     groups = get_optimizer_state_dict(step.model, step.optimizer)["param_groups"]  # on every rank
     optimizer: Any = {"state": state["optimizer"], "param_groups": groups}
     set_optimizer_state_dict(step.model, step.optimizer, optimizer, options=options)
@@ -86,7 +86,7 @@ def scatter_whole(step: Step, state: dict[str, Any]) -> None:
 
 
 def save(folder: Path, number: int, step: Step, rest: dict[str, Any]) -> Path:
-    """Write one part per rank. Collective."""
+    """Write a checkpoint, one part per rank, and return its path. Collective."""
     path, temporary = folder / f"step-{number:08d}{SHARDED}", folder / f".step-{number:08d}.tmp"
 
     def begin() -> None:
@@ -101,7 +101,7 @@ def save(folder: Path, number: int, step: Step, rest: dict[str, Any]) -> Path:
 
 
 def _complete(temporary: Path, path: Path, rest: dict[str, Any]) -> None:
-    """Write what is one for all ranks, and give the folder its name."""
+    """Write what is the same for all ranks, and give the folder its name."""
     kind = {"format": FORMAT, "version": VERSION}
     write_atomically(temporary / _REST, lambda file: torch.save({**kind, **rest}, file))
     files = {file.name: _sha256(file) for file in sorted(temporary.iterdir())}
@@ -114,7 +114,7 @@ def _complete(temporary: Path, path: Path, rest: dict[str, Any]) -> None:
 
 
 def verify(path: Path) -> None:
-    """Refuse a folder in which something is missing or not as it was written."""
+    """Raise CheckpointError if a file of the folder is missing or was changed."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         files = dict(manifest["files"])
@@ -129,7 +129,7 @@ def verify(path: Path) -> None:
 
 
 def load_rest(path: Path) -> dict[str, Any]:
-    """Everything but model and optimizer, after the folder was found to be whole."""
+    """Return everything but model and optimizer, after verifying the folder."""
     verify(path)
     try:
         rest = torch.load(path / _REST, map_location="cpu", weights_only=True)
@@ -140,15 +140,15 @@ def load_rest(path: Path) -> dict[str, Any]:
 
 
 def model_shapes(path: Path) -> dict[str, torch.Size]:
-    """The shapes of the model's tensors, whole."""
+    """Return the shapes of the model's tensors, by name."""
     found = _Reader(path).read_metadata().state_dict_metadata.items()
     tensors = {name: entry for name, entry in found if isinstance(entry, TensorStorageMetadata)}
     return {name.removeprefix("model."): t.size for name, t in tensors.items() if name.startswith("model.")}
 
 
 def load(path: Path, step: Step) -> None:
-    """Read model and optimizer into `step`, whatever its ranks. Collective."""
-    # Makes the optimizer's state where there is none yet, so that there is something to read into.
+    """Read model and optimizer into `step`, on any number of ranks. Collective."""
+    # Creates the optimizer's state if it has none yet, so that DCP can read into it.
     model, optimizer = get_state_dict(step.model, step.optimizer)
     state = {"model": model, "optimizer": optimizer}
     alone = step.parallel.world == 1
@@ -170,7 +170,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Reader(dcp.FileSystemReader):
-    """DCP's reader, but metadata that names anything else than DCP's records is refused."""
+    """DCP's reader, except that metadata may name DCP's own records only."""
 
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -186,13 +186,13 @@ class _Reader(dcp.FileSystemReader):
 
 
 class _Planner(DefaultLoadPlanner):
-    """DCP's planner, but values that are not tensors are read with `weights_only=True`."""
+    """DCP's planner, except that values that are not tensors are read with `weights_only=True`."""
 
     @override
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         plain = torch.load(value, weights_only=True)
         buffer = io.BytesIO()
-        torch.save(plain, buffer)  # what DCP unpickles now was made here
+        torch.save(plain, buffer)  # DCP now unpickles bytes that were written here
         buffer.seek(0)
         super().load_bytes(read_item, buffer)
 

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop, kept until the step in progress is done."""
+"""Remember SIGTERM and Ctrl-C until the step in progress is done."""
 
 import os
 import signal
@@ -7,15 +7,15 @@ from typing import Any, Self
 
 
 class Signals:
-    """SIGTERM and Ctrl-C, remembered until the step is done. A second one ends the process as it would have.
+    """Catch the first SIGTERM or Ctrl-C and store it in `received`. A second one ends the process as usual.
 
     Args:
-        say: tell standard error that the signal was heard: a step may be long, and the second signal loses it.
+        verbose: write a line to standard error when the first signal arrives, because a step may take long.
     """
 
-    def __init__(self, *, say: bool = False) -> None:
+    def __init__(self, *, verbose: bool = False) -> None:
         self.received: int | None = None
-        self._say = say
+        self._verbose = verbose
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -27,7 +27,7 @@ class Signals:
     def _remember(self, number: int, frame: Any) -> None:
         self.received = number
         self._restore()
-        if self._say:  # not by way of Python's files, which the signal may have found in mid-write
+        if self._verbose:  # os.write, because the signal may have interrupted a write to sys.stderr
             os.write(2, b"\nfinishing the step, then saving; the same again ends at once\n")
 
     def _restore(self) -> None:

@@ -1,13 +1,10 @@
-"""What a run must keep to go on: model, optimizer, loss scale, statistics, random states, and its place.
+"""The state of a run between two steps: model, optimizer, loss scale, statistics, random states and position.
 
-Parameters are known by name here, not by their number in the optimizer: so a run may go on with its model replicated
-where it was sharded before, or the other way round, on any number of ranks. Learning rates and the like are not part of
-it: the settings say them.
+Optimizer state is stored by the names of parameters, not by their numbers. So a run can be resumed replicated if it was
+sharded before, or the other way round, on any number of ranks. Learning rates and the like come from the settings.
 """
 
-import secrets
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,40 +13,33 @@ from torch import Tensor, nn
 from micronorm.commit.snapshot import RandomState
 from micronorm.commit.transaction import merge_states
 from micronorm.engine.checkpoint import digest
-from micronorm.engine.parallel import Sharded
+from micronorm.engine.parallel import ShardedRanks
 from micronorm.engine.step import Step
-from micronorm.records import PARTIAL, write_atomically
 
 
 def whole_state(step: Step) -> dict[str, Any]:
-    """Model and optimizer with every tensor whole. Collective where the model is sharded; rank 0 gets it."""
-    if isinstance(step.parallel, Sharded):
-        from micronorm.engine import sharded  # here: torch's DCP takes a second to import, and few runs need it
+    """Return model and optimizer with every tensor whole. Collective if the model is sharded; rank 0 gets it."""
+    if isinstance(step.parallel, ShardedRanks):
+        from micronorm.engine import sharded  # torch's DCP takes a second to import, and few runs need it
 
         return sharded.gather_whole(step)
-    return {"model": step.model.state_dict(), "optimizer": _by_name(step.model, step.optimizer.state_dict())}
+    return {"model": step.model.state_dict(), "optimizer": _optimizer_state(step)}
 
 
 def load_whole_state(step: Step, state: dict[str, Any]) -> None:
-    """Put back what `whole_state` gave, on every rank, however the model is shared out now."""
-    if isinstance(step.parallel, Sharded):
+    """Restore what `whole_state` returned, on every rank, however the model is distributed now."""
+    if isinstance(step.parallel, ShardedRanks):
         from micronorm.engine import sharded
 
         sharded.scatter_whole(step, state)
     else:
         groups = step.optimizer.state_dict()["param_groups"]
-        step.optimizer.load_state_dict({"state": _by_number(step.model, state["optimizer"]), "param_groups": groups})
+        step.optimizer.load_state_dict({"state": _by_number(step, state["optimizer"]), "param_groups": groups})
         step.model.load_state_dict(state["model"])
 
 
 def check_model(step: Step, theirs: Mapping[str, torch.Size], *, source: str) -> None:
-    """Refuse a checkpoint of another model, before anything is read from it.
-
-    Args:
-        step: holds the model.
-        theirs: the shapes of the checkpoint's tensors, by name.
-        source: the checkpoint, for the message.
-    """
+    """Raise ValueError if the tensors of a checkpoint, given by name and shape, are not those of the model."""
     mine = {name: value.shape for name, value in step.model.state_dict().items() if isinstance(value, Tensor)}
     different = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
     if different:
@@ -57,12 +47,12 @@ def check_model(step: Step, theirs: Mapping[str, torch.Size], *, source: str) ->
         was, now = ("absent" if shape is None else str(tuple(shape)) for shape in shapes)
         raise ValueError(
             f"{source} is of another model: {len(different)} tensors differ, at first {name!r}, {was} there and {now} "
-            "here; build the model it was made with, or begin a new run"
+            "here; build the model it was made with, or start a new run"
         )
 
 
 def rest_of_state(step: Step, *, done: int, seed: int) -> dict[str, Any]:
-    """Everything but model and optimizer. Collective: it holds every rank's windows, buffers and random states."""
+    """Return everything but model and optimizer: every rank's windows, buffers and random states. Collective."""
     return {
         "position": {"step": done, "seed": seed},
         "scaler": step.scaler.state_dict(),
@@ -73,23 +63,23 @@ def rest_of_state(step: Step, *, done: int, seed: int) -> dict[str, Any]:
 
 
 def load_rest_of_state(step: Step, state: dict[str, Any]) -> int:
-    """Put back what `rest_of_state` gave; the number of steps done."""
+    """Restore what `rest_of_state` returned, and return the number of completed steps."""
     rank, world = step.parallel.rank, step.parallel.world
     step.scaler.load_state_dict(state["scaler"])
-    # What ranks that are gone had gathered, others take over: the commit merges them all.
+    # Other ranks take over the windows of ranks that no longer exist: the commit merges them all.
     step.transaction.load_state_dict(merge_states(state["windows"], state["windows"][rank::world]))
     _load_buffers(step.model, {**state["buffers"][0], **(state["buffers"][rank:] or [{}])[0]})
-    # Ranks that were not there before begin with their seed, so as not to draw what another one does. All that training
-    # draws is keyed by sample, and where a model's randomness could not be, the run has said so.
+    # New ranks keep their own seed, so that no two ranks draw the same numbers. What training draws is keyed by sample;
+    # if a model's randomness cannot be keyed, the run has said so.
     if rank < len(state["random"]):
         RandomState.set(state["random"][rank], step.device)
     return state["position"]["step"]
 
 
 def _own_buffers(step: Step) -> dict[str, Tensor]:
-    """This rank's buffers that rank 0's state dict does not hold: those that are not persistent or differ from its.
+    """Return this rank's buffers that rank 0's state dict does not hold: non-persistent or different ones. Collective.
 
-    Nothing merges the running statistics of ranks, and a layer such as BatchRenorm computes with them. Collective.
+    The running statistics of ranks are not merged, and a layer such as BatchRenorm computes with them.
     """
     mine = {name: buffer.detach().cpu() for name, buffer in step.model.named_buffers()}
     first = step.parallel.broadcast(mine)
@@ -112,35 +102,19 @@ def _load_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
         here[name].copy_(value)
 
 
-def save_weights(step: Step, path: Path) -> None:
-    """Write the model as safetensors, atomically. Collective; tensors that share memory are written once."""
-    import safetensors.torch
-
-    if isinstance(step.parallel, Sharded):
-        tensors: Any = whole_state(step)["model"]
-        save = lambda target: safetensors.torch.save_file(tensors, target)  # noqa: E731
-    else:
-        save = lambda target: safetensors.torch.save_model(step.model, target)  # noqa: E731
-    if step.parallel.rank == 0:
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
-        save(str(temporary))
-        # Not renamed: safetensors neither waits for the disk nor lets anyone but the owner read.
-        write_atomically(path, temporary.read_bytes())
-        temporary.unlink()
+def _names(step: Step) -> list[str]:
+    """Return the names of parameters in the order of their numbers in the optimizer's state dict."""
+    names = {id(parameter): name for name, parameter in step.model.named_parameters()}
+    return [names[id(parameter)] for group in step.optimizer.param_groups for parameter in group["params"]]
 
 
-def _names(model: nn.Module) -> list[str]:
-    """The parameters' names in the order `model.parameters()` gives them to an optimizer."""
-    return [name for name, _ in model.named_parameters()]
+def _optimizer_state(step: Step) -> dict[str, Any]:
+    names = _names(step)
+    return {names[i]: values for i, values in step.optimizer.state_dict()["state"].items()}
 
 
-def _by_name(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    names = _names(model)
-    return {names[i]: values for i, values in state["state"].items()}
-
-
-def _by_number(model: nn.Module, state: dict[str, Any]) -> dict[int, Any]:
-    numbers = {name: i for i, name in enumerate(_names(model))}
+def _by_number(step: Step, state: dict[str, Any]) -> dict[int, Any]:
+    numbers = {name: i for i, name in enumerate(_names(step))}
     unknown = [name for name in state if name not in numbers]
     if unknown:
         raise ValueError(

@@ -1,10 +1,12 @@
-"""What the engine asks of a task. Nothing else about the task is known here: classification, detection, video.
+"""The protocol of a task, and the checks of what a task returns.
 
-A *batch* is a tuple of tensors or lists, each indexed by sample along its first axis. A *share* is (epoch, indices):
-the samples that one rank takes of one optimizer step.
+A *sample* is what one index stands for: an image, a clip, a volume. A *batch* is a tuple of columns: tensors or lists
+that are indexed by sample. Images of different sizes come as a list. A *share* is (epoch, indices): the samples of
+one rank in one optimizer step. The engine needs to know nothing else about a task.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from numbers import Real
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -14,16 +16,16 @@ Share = tuple[int, Tensor]
 
 
 class Loss(Protocol):
-    """The loss of some samples, on whichever device they lie: any value with these three, such as a dataclass."""
+    """The loss of some samples: any object with these three attributes, such as a dataclass."""
 
     @property
     def sum(self) -> Tensor:
-        """Over the samples, to be divided once by the whole step's count."""
+        """The sum over samples. The engine divides it once, by the count of the whole step."""
         ...
 
     @property
     def count(self) -> Tensor | int:
-        """What this part adds to the count that the step's sum is divided by."""
+        """What these samples add to the count: samples, labelled pixels, or 0 if nothing is labelled."""
         ...
 
     @property
@@ -33,16 +35,40 @@ class Loss(Protocol):
 
 
 class Samples(Protocol):
-    """A set of samples that can be asked for by index."""
+    """A set of samples that are requested by index. Files may be opened as late as in `load`."""
 
     def __len__(self) -> int: ...
 
     def load(self, shares: Iterable[Share], *, seed: int) -> Iterator[Batch]:
-        """One batch per share, in order, its samples in the order of the share's indices.
+        """Yield one batch per share, in order, its samples in the order of the share's indices.
 
-        A sample's augmentation is a function of (seed, epoch, index) alone, never of its rank, worker or companions.
-        `shares` may be long: it is read as it is needed, a few shares ahead at most.
+        A sample's augmentation must depend on (seed, epoch, index) alone, never on rank, worker or other samples.
+        `shares` may be long: read it lazily, at most a few shares ahead.
         """
+        ...
+
+
+class Score(Protocol):
+    """How good a model is on some test samples: sums, a confusion matrix, a list of detections.
+
+    The engine merges the scores of batches. Across ranks it sends `state_dict()` as bytes (see `packing.pack`) and
+    loads it into a new score of the same task.
+    """
+
+    def merge(self, other: Any) -> None:
+        """Add the score of other samples to this one."""
+        ...
+
+    def figures(self) -> dict[str, float]:
+        """Return the figures to report, by name."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return tensors, numbers, strings, and lists and dictionaries of these."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
         ...
 
 
@@ -51,22 +77,111 @@ class Task(Protocol):
 
     @property
     def train(self) -> Samples:
-        """The samples to learn from."""
+        """The training samples."""
         ...
 
     @property
     def test(self) -> Samples:
-        """The samples to evaluate on; nothing is augmented."""
+        """The test samples, without augmentation."""
+        ...
+
+    @property
+    def sample(self) -> str:
+        """What one sample is, in the singular: "image", "clip", "volume"."""
+        ...
+
+    @property
+    def evaluation_batch(self) -> int:
+        """How many test samples to load and evaluate at once, at most. Halved if memory runs out."""
         ...
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        """The training loss of a batch, by the model as it stands."""
-        ...
-
-    def score(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Sums over a batch of the test samples, each a tensor without axes; they are added over batches and ranks."""
+        """Return the training loss of a batch."""
         ...
 
     def figures(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """The figures to report, from sums: those of `score`, or those of `Loss.counts` with "loss" and "count"."""
+        """Return the training figures to report, from the sums of `Loss`: "loss", "count" and its `counts`."""
         ...
+
+    def new_score(self) -> Score:
+        """Return the score of no samples."""
+        ...
+
+    def score(self, model: nn.Module, batch: Batch) -> Score:
+        """Return the score of a batch of test samples. The model is in eval mode."""
+        ...
+
+    def examples(self, model: nn.Module) -> list[dict[str, Any]]:
+        """Return predictions for a few test samples as pictures; see `micronorm.records` for their keys."""
+        ...
+
+
+def check_task(task: Task) -> None:
+    """Raise TypeError for a part that is missing or of the wrong type, ValueError if there are no training samples."""
+    for name in ("train", "test"):
+        samples = getattr(task, name, None)
+        if not (hasattr(samples, "load") and hasattr(samples, "__len__")):
+            raise TypeError(
+                f"task.{name} must have a length and `load(shares, *, seed)`, got {type(samples).__name__}; "
+                "see docs/training.md for a set of samples"
+            )
+    needed = ("sample", "evaluation_batch", "loss", "figures", "new_score", "score", "examples")
+    missing = [name for name in needed if not hasattr(task, name)]
+    if missing:
+        raise TypeError(f"the task {type(task).__name__} lacks {', '.join(missing)}; see docs/training.md")
+    if len(task.train) == 0:
+        raise ValueError("task.train is empty: there is nothing to learn from")
+
+
+def check_batch(batch: Any, samples: int) -> None:
+    """Raise TypeError if a batch is not a tuple, ValueError if a column does not hold exactly `samples` samples."""
+    if not isinstance(batch, (tuple, list)):
+        raise TypeError(
+            f"a batch must be a tuple of tensors or lists, each indexed by sample, got {type(batch).__name__}; "
+            "yield (images, labels), or (images,) for a single column"
+        )
+    lengths = [len(column) for column in batch if isinstance(column, (Tensor, list))]
+    if any(length != samples for length in lengths):
+        raise ValueError(
+            f"each column of a batch must hold the {samples} samples of its share, got {lengths}; "
+            "`load` yields one batch per share, its samples in the order of the share's indices"
+        )
+
+
+def check_loss(loss: Any) -> None:
+    """Raise TypeError or ValueError if a loss lacks a part, or has one that cannot be summed."""
+    total, count, counts = (getattr(loss, name, None) for name in ("sum", "count", "counts"))
+    if isinstance(loss, Tensor) or not isinstance(counts, Mapping):
+        raise TypeError(
+            "task.loss must return an object with `sum`, `count` and `counts` (a mapping, which may be empty), such as "
+            f"a dataclass; got {type(loss).__name__} with counts of type {type(counts).__name__}"
+        )
+    if not isinstance(total, Tensor):
+        raise TypeError(f"the sum of a loss must be a tensor with a gradient, got {type(total).__name__}")
+    if total.ndim:
+        raise ValueError(f'the sum of a loss must have no axes, got shape {tuple(total.shape)}; use reduction="sum"')
+    if not total.requires_grad:
+        raise ValueError("the sum of a loss must depend on trainable parameters, this one has no gradient")
+    for name, value in {"count": count, **counts}.items():
+        if not isinstance(value, Real) and not (isinstance(value, Tensor) and value.ndim == 0):
+            shown = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise TypeError(f"the {name} of a loss must be a number or a tensor without axes, got {shown}")
+    if isinstance(count, Real) and count < 0:
+        raise ValueError(f"the count of a loss must be 0 or more, got {count}: the step's sum is divided by it")
+    reserved = sorted(counts.keys() & {"loss", "count"})
+    if reserved:
+        raise ValueError(f"the counts of a loss must not be named {', '.join(reserved)}: the engine uses these names")
+
+
+def check_score(score: Any) -> None:
+    """Raise TypeError if a score lacks a method."""
+    missing = [
+        name
+        for name in ("merge", "figures", "state_dict", "load_state_dict")
+        if not callable(getattr(score, name, None))
+    ]
+    if missing:
+        raise TypeError(
+            f"task.score must return a score with {', '.join(missing)}, got {type(score).__name__}; "
+            "see micronorm.tasks.scores for one that adds up sums"
+        )

@@ -100,6 +100,36 @@ register_block(BasicBlock, _fused_block, fuses={"norm1": "relu", "norm2": "add r
 register_block(SmallImageResNet, _fused_network, fuses={"norm": "relu"})
 
 
+class SmallSegmenter(nn.Module):
+    """A small fully convolutional network, with a classifier after each block.
+
+    Every block but the first halves height and width. Coarser logits are enlarged and added to the finer ones, as in
+    Long et al.'s FCN.
+
+    Args:
+        widths: channels of each block.
+        classes: outputs per pixel.
+        inputs: channels of the images.
+    """
+
+    def __init__(self, *, widths: Sequence[int], classes: int, inputs: int = 3) -> None:
+        super().__init__()
+        sizes = zip((inputs, *widths), widths, strict=False)
+        self.blocks = nn.ModuleList(BasicBlock(i, o, stride=1 if k == 0 else 2) for k, (i, o) in enumerate(sizes))
+        self.classifiers = nn.ModuleList(nn.Conv2d(width, classes, 1) for width in widths)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """N×inputs×H×W images to N×classes×H×W."""
+        features = []
+        for block in self.blocks:
+            x = block(x)
+            features.append(x)
+        logits = self.classifiers[-1](features[-1])
+        for y, classifier in zip(features[-2::-1], list(self.classifiers)[-2::-1], strict=True):
+            logits = F.interpolate(logits, y.shape[2:], mode="bilinear") + classifier(y)
+        return logits
+
+
 def _cifar(depth: int, *, classes: int) -> nn.Module:
     """The 6n + 2 layers of He et al. for CIFAR: three stages of n basic blocks."""
     count, rest = divmod(depth - 2, 6)
@@ -143,6 +173,7 @@ _RESNEXT = {"groups": 32, "width_per_group": 4}
 
 NETWORKS: Mapping[str, Callable[..., nn.Module]] = {
     "digits": _digits,
+    "shapes": partial(SmallSegmenter, widths=(16, 32, 64, 64)),
     "cifar-resnet20": partial(_cifar, 20),
     "cifar-resnet56": partial(_cifar, 56),
     "cifar-resnet110": partial(_cifar, 110),

@@ -12,6 +12,7 @@ Figures = Mapping[str, float]
 
 TITLES = {
     "digits": "small ResNet",
+    "shapes": "small FCN",
     "cifar-resnet20": "ResNet-20",
     "cifar-resnet56": "ResNet-56",
     "cifar-resnet110": "ResNet-110",
@@ -109,6 +110,7 @@ def make(
     *,
     batch: int,
     settings: Settings,
+    task: str = "classification",
     paper: Figures | None = None,
     notes: tuple[str, ...] = (),
     unavailable: str | None = None,
@@ -130,6 +132,7 @@ def make(
         weight=weight,
         data=data,
         settings=settings,
+        task=task,
         micro_batch=batch,
         paper=paper,
         notes=notes,

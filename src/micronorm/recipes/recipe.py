@@ -12,6 +12,7 @@ from micronorm.engine.settings import Settings
 from micronorm.nn import BN
 from micronorm.nn.spec import NormSpec, WeightSpec
 from micronorm.recipes.networks import NETWORKS, build_network, zero_last_norms
+from micronorm.tasks import TASKS
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ DATA: Mapping[str, DataFacts] = {
     "digits": DataFacts("scikit-learn's digits", train=1297, test=500, classes=10, shape=(1, 8, 8)),
     "cifar10": DataFacts("CIFAR-10", train=50_000, test=10_000, classes=10, shape=(3, 32, 32)),
     "cifar100": DataFacts("CIFAR-100", train=50_000, test=10_000, classes=100, shape=(3, 32, 32)),
+    "shapes": DataFacts("generated shapes", train=2048, test=128, classes=4, shape=(3, 32, 32)),
     "imagenet": DataFacts("ImageNet", train=1_281_167, test=50_000, classes=1000, shape=(3, 224, 224)),
 }
 """By the name a recipe uses. Counts are those of the official releases, training and validation for ImageNet."""
@@ -49,6 +51,7 @@ class Recipe:
         norm: what every norm becomes; None leaves the network's own BatchNorm.
         weight: what every convolution before a norm becomes; None leaves it plain.
         data: its key in `DATA`.
+        task: its key in `micronorm.tasks.TASKS`.
         settings: optimizer, schedule, samples per step, and which samples share a forward.
         micro_batch: images per forward as the row is meant, the paper's batch size per GPU. A hint: how many are
             computed at once follows from the settings' `unit` and `largest`.
@@ -67,13 +70,15 @@ class Recipe:
     data: str
     settings: Settings
     micro_batch: int
+    task: str = "classification"
     paper: Mapping[str, float] | None = None
     notes: tuple[str, ...] = ()
     unavailable: str | None = None
     zero_start: bool = False
 
     def __post_init__(self) -> None:
-        for name, value, known in (("network", self.network, NETWORKS), ("data", self.data, DATA)):
+        named = (("network", self.network, NETWORKS), ("data", self.data, DATA), ("task", self.task, TASKS))
+        for name, value, known in named:
             if value not in known:
                 raise ValueError(f"{self.name}: no {name} {value!r}; there are {', '.join(known)}")
 
@@ -125,7 +130,15 @@ class Recipe:
             True
         """
         settings = self.settings
-        definition = {
+        # Keys that came later appear only if they are set, so that earlier records keep their definition.
+        later = {
+            "task": None if self.task == "classification" else self.task,
+            "steps": settings.steps,
+            "groups": repr(settings.groups) if settings.groups else None,
+            "ema": settings.ema,
+            "zero_start": self.zero_start or None,
+        }
+        return {
             "network": self.network,
             "classes": self.classes,
             "norm": None if self.norm is None else repr(self.norm),
@@ -137,9 +150,8 @@ class Recipe:
             "schedule": repr(settings.schedule),
             "unit": settings.unit,
             "largest": settings.largest,
+            **{name: value for name, value in later.items() if value is not None},
         }
-        # Only where it is set: records made before the field existed keep their definition.
-        return {**definition, "zero_start": True} if self.zero_start else definition
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,12 +14,26 @@ from micronorm.recipes import (
     micro_batch,
     quick,
     resnext,
+    shapes,
 )
 from micronorm.recipes.recipe import Recipe, Table
 
 _TABLES = {
     module.TABLE.name: module.TABLE
-    for module in (abl, imagenet_ws, cwn, ind_abl, resnext, imagenet, cifar1, cifar2, quick, micro_batch, digits)
+    for module in (
+        abl,
+        imagenet_ws,
+        cwn,
+        ind_abl,
+        resnext,
+        imagenet,
+        cifar1,
+        cifar2,
+        quick,
+        micro_batch,
+        digits,
+        shapes,
+    )
 }
 _WITHOUT_RECIPES = ("mask", "fast", "voc", "tsm")  # tables of the paper on detection, segmentation and video
 

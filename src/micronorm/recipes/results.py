@@ -50,6 +50,7 @@ class Result:
         device: what it ran on, for people.
         finished: whether it came to its end.
         definition: of the recipe at that time (`Recipe.definition`); None where the record does not say.
+        weights: the file of weights that the run started from; None if it started from the recipe's initial weights.
     """
 
     recipe: str
@@ -62,6 +63,7 @@ class Result:
     device: str | None = None
     finished: bool = True
     definition: Mapping[str, Any] | None = None
+    weights: str | None = None
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,8 @@ def fault(result: Result, recipe: Recipe) -> str | None:
                 return f"{kind}{name} {found[name]} where the recipe has {value}"
     if result.data.get("verified") is False:
         return "data that were not compared with the published files"
+    if result.weights:
+        return f"started from the weights of {result.weights}"
     now = recipe.definition()
     then = now if result.definition is None else result.definition
     changed = [name for name in {**now, **then} if then.get(name, ...) != now.get(name, ...)]
@@ -218,6 +222,7 @@ def _result(facts: Mapping[str, Any], outcome: Mapping[str, Any], *, where: str)
             device=_device(facts),
             finished=outcome.get("finished") is True and bool(outcome.get("figures")),
             definition=facts.get("definition"),
+            weights=(facts.get("variation") or {}).get("weights"),
         )
     except KeyError as error:
         raise ValueError(f"the record lacks {error}") from None

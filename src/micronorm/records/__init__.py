@@ -1,24 +1,26 @@
-"""A run directory: what a run was, what each step and epoch gave, and what it came to. Standard library only.
+"""The format of a run directory, with its reader and writer. Standard library only.
+
+Nothing here trains or draws: the engine writes run directories, and the report reads them.
 
 | file | holds | written |
 |---|---|---|
 | `run.json` | the facts of the run, keys below | whole, atomically |
 | `steps.jsonl` | a JSON object per optimizer step | appended, a line each |
 | `epochs.jsonl` | a JSON object per evaluation | appended, a line each |
-| `diagnostics.jsonl` | a JSON object per look into the network, where one was asked for | appended, a line each |
-| `outcome.json` | what the run came to; absent until it ends | whole, atomically |
-| `predictions.json` | what the network says of a few test samples, where its task can tell | whole, atomically |
+| `diagnostics.jsonl` | a JSON object per measurement of the layers (`--observe`) | appended, a line each |
+| `outcome.json` | the result of the run; absent until it ends | whole, atomically |
+| `predictions.json` | predictions for a few test samples | whole, atomically |
 
 Facts: `format` (1), `recipe` (str), `settings`, `execution`, `data`, `environment` (objects), `revision` (str or null),
-`command` (str), `date` (ISO 8601), and whatever else the writer knows, such as `resumptions`. Of a recipe `paper` holds
-the paper's figures by the names of the run's own, or null where the paper has none, and `title` its row for people.
+`command` (str), `date` (ISO 8601), and any others, such as `resumptions`. For a recipe, `paper` holds the paper's
+figures under the names of the run's own, or null, and `title` its row in words.
 
 A row of steps: `step` (completed steps, from 1), `epoch` (from 0), `loss`, `lr`, `samples`, `seconds`, `micro_batch`,
 `memory` (bytes or null), and any counts. A row of epochs: `epoch` (from 0), `step`, `seconds`, and the figures `train`
 and `test`.
 
-A row of diagnostics: `step`, `epoch`, and `layers`, by the name of each layer that was looked at an object with its
-`kind` and figures. Kind "norm": `norm` (the class), `channels`, `groups`, `stat_diff` and `stat_diff_worst` (the mean
+A row of diagnostics: `step`, `epoch`, and `layers`: by the name of each measured layer, an object with its `kind` and
+figures. Kind "norm": `norm` (the class), `channels`, `groups`, `stat_diff` and `stat_diff_worst` (the mean
 and the largest over groups), `sigma_mean` and `sigma_std` (the spread of the normalized channels' means and
 deviations), `active` (the share of positive outputs), `dead` and `rare` (counts of channels that are never, or hardly
 ever, active). Kind "weight": `weight` (the reparameterization, "none" for a plain one), `along`, `mean`, `rest` and
@@ -26,19 +28,28 @@ ever, active). Kind "weight": `weight` (the reparameterization, "none" for a pla
 and `grad` (of W). A figure that was not measured is absent.
 
 Predictions: `samples`, a list of objects with `height`, `width` and `channels` (1 or 3) of a small picture, `pixels`
-(base64 of so many bytes, row by row, the channels of a pixel together), `label` and `prediction` (str), and
-`probability` (what the network gives its own answer).
+(base64 of its bytes, row by row, the channels of a pixel together), `label` and `prediction` (str), and `probability`
+(the network's confidence in its prediction). A picture may show label maps or boxes beside or over the image.
 
-JSON has no NaN and no infinity: they are written as {"float": "nan"}, {"float": "inf"} and {"float": "-inf"}, and read
-back as the numbers they were. Other floats are written with the digits that give the same float again.
+JSON has no NaN and no infinity: they are written as {"float": "nan"}, {"float": "inf"} and {"float": "-inf"}. Floats
+are read back exactly as they were.
 """
 
 from micronorm.records.atomic import PARTIAL, remove_partials, sync_folder, write_atomically
 from micronorm.records.encoding import Row
-from micronorm.records.facts import FORMAT
-from micronorm.records.folder import DIAGNOSTICS, EPOCHS, FACTS, OUTCOME, PREDICTIONS, STEPS, find_runs
-from micronorm.records.predictions import write_predictions
-from micronorm.records.record import Record, read
+from micronorm.records.record import (
+    DIAGNOSTICS,
+    EPOCHS,
+    FACTS,
+    FORMAT,
+    OUTCOME,
+    PREDICTIONS,
+    STEPS,
+    Record,
+    find_runs,
+    read,
+    write_predictions,
+)
 from micronorm.records.run import Run
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Write files atomically."""
 
 import os
 import secrets
@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import BinaryIO
 
 PARTIAL = ".partial"
-"""How the name of a file ends that `write_atomically` has not finished."""
+"""How the name of a file ends while `write_atomically` writes it."""
 
 
 def write_atomically(path: str | os.PathLike[str], content: bytes | Callable[[BinaryIO], object]) -> None:
-    """Write a file so that at every moment, power failures included, it is either the old one or the new one, whole.
+    """Write a file so that, even after a power failure, it is complete: either the old one or the new one.
 
-    An exception leaves the old file and nothing else. A killed process may leave a hidden file beside it whose name
-    ends in `.partial`; `remove_partials` removes such files.
+    After an exception only the old file remains. A killed process may leave a hidden file whose name ends in
+    `.partial`; `remove_partials` deletes such files.
 
     Args:
         path: the file; its folder must exist.
-        content: the bytes, or a function that writes them into the open file it is given.
+        content: the bytes, or a function that writes them into an open file.
     """
     target = Path(path)
     partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}{PARTIAL}")
@@ -39,7 +39,7 @@ def write_atomically(path: str | os.PathLike[str], content: bytes | Callable[[Bi
 
 
 def remove_partials(folder: str | os.PathLike[str]) -> list[Path]:
-    """Remove what killed writers left in `folder`, when no writer is at work there, and say what it was."""
+    """Delete the unfinished files of killed writers in `folder`, and return their paths."""
     found = sorted(Path(folder).glob(f".*{PARTIAL}"))
     for file in found:
         file.unlink(missing_ok=True)
@@ -47,8 +47,8 @@ def remove_partials(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Return when the names in `folder` are on the disk, as after a rename."""
-    with suppress(PermissionError):  # Windows opens no folders; elsewhere one may be writable without being readable
+    """Wait until the names in `folder` are on the disk, as after a rename."""
+    with suppress(PermissionError):  # Windows cannot open folders, and a folder may be writable but not readable
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Rows and documents as JSON, and JSON as what it was written from: floats that are no numbers included."""
+"""Rows and documents as JSON, including NaN and infinity."""
 
 import json
 import math
@@ -9,17 +9,17 @@ Row = dict[str, Any]
 
 
 def encode_line(row: Mapping[str, Any]) -> bytes:
-    """A row as one line."""
+    """Return a row as one line."""
     return json.dumps(_encode(row, "row"), separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
 def encode_document(value: Mapping[str, Any]) -> bytes:
-    """A whole file, indented for people."""
+    """Return a document as an indented file."""
     return json.dumps(_encode(value, "value"), indent=2, allow_nan=False).encode() + b"\n"
 
 
 def _encode(value: Any, where: str) -> Any:
-    """The value as JSON can hold it; json itself would turn keys into text and write bare NaN."""
+    """Return the value as JSON can store it; json itself would turn keys into strings and write bare NaN."""
     if isinstance(value, Mapping):
         if _stands_for_float(value):
             raise ValueError(f"{where}: {dict(value)} would be read back as a float")
@@ -45,7 +45,7 @@ def _decode(row: Row) -> Any:
 
 
 def parse(data: bytes, where: str) -> Row:
-    """The object that a line or a document holds; ValueError, beginning with `where`, if there is none."""
+    """Return the object in a line or document. Raise ValueError, starting with `where`, if there is none."""
     try:
         value = json.loads(data, object_hook=_decode, parse_constant=_refuse)
     except ValueError as error:
@@ -60,5 +60,5 @@ def _refuse(constant: str) -> Any:
 
 
 def is_count(value: Any) -> TypeGuard[int]:
-    """Whether a value is a whole number from 0 on; JSON's true and false are none."""
+    """Return whether a value is an int from 0 on, and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -1,40 +1,77 @@
-"""A run directory, read back."""
+"""A run directory: the names of its files, what each must contain, and reading it."""
 
+import base64
+import binascii
+import math
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from micronorm.records.encoding import Row, parse
-from micronorm.records.facts import read_facts
-from micronorm.records.folder import OUTCOME, PREDICTIONS, ROWS
-from micronorm.records.predictions import read_predictions
-from micronorm.records.rows import read_lines
+from micronorm.records.atomic import write_atomically
+from micronorm.records.encoding import Row, encode_document, is_count, parse
+
+FORMAT = 1
+
+FACTS = "run.json"
+STEPS = "steps.jsonl"
+EPOCHS = "epochs.jsonl"
+DIAGNOSTICS = "diagnostics.jsonl"
+OUTCOME = "outcome.json"
+PREDICTIONS = "predictions.json"
+
+ROWS = (STEPS, EPOCHS, DIAGNOSTICS)
+ALL = (FACTS, *ROWS, OUTCOME, PREDICTIONS)
+
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "format": (int,),
+    "recipe": (str,),
+    "settings": (dict,),
+    "execution": (dict,),
+    "data": (dict,),
+    "environment": (dict,),
+    "revision": (str, type(None)),
+    "command": (str,),
+    "date": (str,),
+}
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a run directory holds."""
+    """The contents of a run directory."""
 
     path: Path
     facts: Row
     steps: list[Row]
     epochs: list[Row]
     outcome: Row | None
-    """None while the run goes on, and where it was killed."""
+    """None while the run is in progress, and after it was killed."""
     diagnostics: list[Row] = field(default_factory=list)
     predictions: list[Row] = field(default_factory=list)
 
 
+def find_runs(folder: str | os.PathLike[str]) -> list[Path]:
+    """Return the run directories in `folder`, itself included and at any depth, sorted.
+
+    Raises:
+        FileNotFoundError: the folder does not exist.
+    """
+    if not Path(folder).is_dir():
+        raise FileNotFoundError(f"no folder {folder}")
+    return sorted(file.parent for file in Path(folder).rglob(FACTS))
+
+
 def read(path: str | os.PathLike[str], *, rows: bool = True) -> Record:
-    """Read a run directory, of a run that goes on too. The torn last line of a killed writer is dropped.
+    """Read a run directory, also while the run is in progress. Drop the incomplete last line of a killed writer.
 
     Args:
         path: the directory.
-        rows: False leaves rows and predictions unread, and their lists empty: a long run has hundreds of thousands.
+        rows: False leaves the lists of rows and predictions empty: a long run has hundreds of thousands of rows.
 
     Raises:
-        FileNotFoundError: there is no run.
-        ValueError: anything else is wrong, with the file and the line.
+        FileNotFoundError: the directory holds no run.
+        ValueError: a file is damaged; names the file and the line.
     """
     folder = Path(path)
     facts = read_facts(folder)
@@ -50,5 +87,102 @@ def read(path: str | os.PathLike[str], *, rows: bool = True) -> Record:
         epochs,
         parse(outcome.read_bytes(), str(outcome)) if outcome.exists() else None,
         diagnostics,
-        read_predictions(folder / PREDICTIONS) if rows else [],
+        _read_predictions(folder / PREDICTIONS) if rows else [],
     )
+
+
+def read_facts(folder: Path) -> Row:
+    """Return the facts of the run in `folder`.
+
+    Raises:
+        FileNotFoundError: the folder holds no run.
+        ValueError: the facts are damaged, or of a newer format.
+    """
+    file = folder / FACTS
+    if not file.exists():
+        raise FileNotFoundError(f"{folder} holds no run: there is no {FACTS}")
+    facts = parse(file.read_bytes(), str(file))
+    check_facts(facts, file)
+    return facts
+
+
+def check_facts(facts: Row, file: Path) -> None:
+    """Raise ValueError if a fact is missing or of the wrong type, or if the format is another."""
+    if facts.get("format") != FORMAT:
+        raise ValueError(f"{file}: format {facts.get('format')!r}; this micronorm reads format {FORMAT} only")
+    for name, kinds in _KINDS.items():
+        if not isinstance(facts.get(name, ...), kinds):
+            wanted = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+            got = type(facts[name]).__name__ if name in facts else "nothing"
+            raise ValueError(f"{file}: the fact {name!r} must be {wanted}, got {got}")
+
+
+def read_lines(file: Path) -> list[tuple[bytes, Row]]:
+    """Return the complete lines of a `.jsonl` file and their rows, whose steps must increase."""
+    *lines, _ = file.read_bytes().split(b"\n")  # what follows the last newline is incomplete
+    found: list[tuple[bytes, Row]] = []
+    apart = 1 if file.name == STEPS else 0
+    last = 0
+    for number, line in enumerate(lines, start=1):
+        row = parse(line, f"{file}, line {number}")
+        step = row.get("step")
+        if not is_count(step) or step < last + apart:
+            raise ValueError(f"{file}, line {number}: step {step!r} after step {last}")
+        last = step
+        if file.name == DIAGNOSTICS:
+            check_layers(row, f"{file}, line {number}")
+        found.append((line + b"\n", row))
+    return found
+
+
+def check_layers(row: Row, where: str) -> None:
+    """Raise ValueError if the layers of a row of diagnostics are not objects."""
+    layers: Any = row.get("layers", {})
+    if not isinstance(layers, dict):
+        raise ValueError(f"{where}: layers must be an object, got {type(layers).__name__}")
+    for name, layer in layers.items():
+        if not isinstance(layer, dict):
+            raise ValueError(f"{where}: the layer {name!r} must be an object, got {type(layer).__name__}")
+
+
+def write_predictions(path: str | os.PathLike[str], samples: Iterable[Mapping[str, Any]]) -> None:
+    """Write predictions for some test samples into a run directory, replacing earlier ones.
+
+    Raises:
+        FileNotFoundError: the directory holds no run.
+        ValueError: a sample lacks a key, or its pixels do not match its size.
+    """
+    file = Path(path) / PREDICTIONS
+    kept = [dict(sample) for sample in samples]
+    _check_predictions(kept, file)
+    read_facts(Path(path))
+    write_atomically(file, encode_document({"samples": kept}))
+
+
+def _read_predictions(file: Path) -> list[Row]:
+    """Return the predictions stored in `file`, or an empty list if it does not exist."""
+    if not file.exists():
+        return []
+    samples: Any = parse(file.read_bytes(), str(file)).get("samples")
+    _check_predictions(samples, file)
+    return samples
+
+
+def _check_predictions(samples: Any, file: Path) -> None:
+    if not isinstance(samples, list):
+        raise ValueError(f"{file}: a list of samples was expected, got {type(samples).__name__}")
+    for number, sample in enumerate(samples):
+        where = f"{file}, sample {number}"
+        sides: list[Any] = [sample.get(name) for name in ("height", "width")] if isinstance(sample, dict) else []
+        if not sides or not all(is_count(side) and side for side in sides) or sample.get("channels") not in (1, 3):
+            raise ValueError(f"{where}: height and width from 1 on and 1 or 3 channels were expected")
+        for name in ("pixels", "label", "prediction"):
+            if not isinstance(sample.get(name), str):
+                raise ValueError(f"{where}: {name} must be str, got {type(sample.get(name)).__name__}")
+        try:
+            found = len(base64.b64decode(sample["pixels"], validate=True))
+        except (binascii.Error, ValueError) as error:
+            raise ValueError(f"{where}: its pixels are no base64 ({error})") from None
+        wanted = math.prod(sides) * sample["channels"]
+        if found != wanted:
+            raise ValueError(f"{where}: {found} bytes of pixels where its size gives {wanted}")

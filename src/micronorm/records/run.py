@@ -1,4 +1,4 @@
-"""A run directory open for writing: facts, rows as they come, and the outcome at the end."""
+"""Writing a run directory: facts first, then rows, and the outcome at the end."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -8,16 +8,28 @@ from typing import Any
 
 from micronorm.records.atomic import write_atomically
 from micronorm.records.encoding import Row, encode_document, encode_line, is_count, parse
-from micronorm.records.facts import FORMAT, check_facts, read_facts
-from micronorm.records.folder import ALL, DIAGNOSTICS, EPOCHS, FACTS, OUTCOME, PREDICTIONS, ROWS, STEPS
-from micronorm.records.rows import check_layers, mend, read_lines
+from micronorm.records.record import (
+    ALL,
+    DIAGNOSTICS,
+    EPOCHS,
+    FACTS,
+    FORMAT,
+    OUTCOME,
+    PREDICTIONS,
+    ROWS,
+    STEPS,
+    check_facts,
+    check_layers,
+    read_facts,
+    read_lines,
+)
 
 
 class Run:
     """A run directory open for writing, by one process at a time.
 
-    Rows reach the operating system before a call returns: a killed process loses none of them, and leaves at most one
-    torn line, which readers drop. A machine that loses power keeps what `sync` was called after.
+    Rows are handed to the operating system before a call returns. A killed process loses none of them, and leaves at
+    most one incomplete line, which readers drop. Rows before a call of `sync` survive a power failure.
 
     Example:
         >>> import tempfile
@@ -42,44 +54,44 @@ class Run:
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], facts: Mapping[str, Any], *, replace: bool = False) -> "Run":
-        """Make the directory and write its facts; `format` is added.
+        """Create the directory and write its facts; `format` is added.
 
         Args:
             path: the directory; it may exist, and hold other files.
             facts: the keys listed at the top of `micronorm.records`, and any others.
-            replace: remove the records of a run that is there. Files of other names, such as checkpoints, stay.
+            replace: delete the records of an existing run. Files of other names, such as checkpoints, stay.
 
         Raises:
-            FileExistsError: there is a run, and `replace` is False.
-            ValueError: a fact is missing or of the wrong kind.
+            FileExistsError: the directory holds a run, and `replace` is False.
+            ValueError: a fact is missing or of the wrong type.
         """
         folder = Path(path)
         complete = {"format": FORMAT, **facts}
         check_facts(complete, folder / FACTS)
-        text = encode_document(complete)  # before anything is removed
+        text = encode_document(complete)  # may raise, so before anything is deleted
         present = [name for name in ALL if (folder / name).exists()]
         if present and not replace:
             raise FileExistsError(
                 f"{folder} already holds a run ({', '.join(present)}): resume it or name another folder"
             )
         folder.mkdir(parents=True, exist_ok=True)
-        for name in present:  # the facts first: the rest is no run without them
+        for name in present:  # the facts first: without them the rest is not a run
             (folder / name).unlink()
         write_atomically(folder / FACTS, text)
         return cls(folder, parse(text, str(folder / FACTS)))
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "Run":
-        """Go on with a run; call `rewind` before the first append.
+        """Open an existing run; call `rewind` before the first append.
 
         Raises:
-            FileNotFoundError: there is no run.
-            ValueError: its facts are damaged or of a newer format.
+            FileNotFoundError: the directory holds no run.
+            ValueError: its facts are damaged, or of a newer format.
         """
         return cls(Path(path), read_facts(Path(path)))
 
     def add_facts(self, **facts: Any) -> None:
-        """Set facts, in place of those of the same names."""
+        """Add facts, replacing those of the same names."""
         complete = {**self.facts, **facts}
         check_facts(complete, self.path / FACTS)
         text = encode_document(complete)
@@ -95,11 +107,11 @@ class Run:
         self._append(EPOCHS, [row], apart=0)
 
     def append_diagnostics(self, row: Mapping[str, Any]) -> None:
-        """Append a look into the network, with a `step` not below that of the row before it."""
+        """Append a measurement of the layers, with a `step` not below that of the row before it."""
         self._append(DIAGNOSTICS, [row], apart=0)
 
     def rewind(self, step: int) -> None:
-        """Drop rows of steps above `step`, torn lines, and what was written at the end: the run goes on from there."""
+        """Drop rows of later steps than `step`, incomplete lines, outcome and predictions, to continue from there."""
         for name in (OUTCOME, PREDICTIONS):
             (self.path / name).unlink(missing_ok=True)
         self._last.clear()
@@ -111,11 +123,11 @@ class Run:
                     write_atomically(file, kept)
 
     def finish(self, outcome: Mapping[str, Any]) -> None:
-        """Write what the run came to."""
+        """Write the outcome."""
         write_atomically(self.path / OUTCOME, encode_document(outcome))
 
     def sync(self) -> None:
-        """Return when all rows are on the disk: before a checkpoint that relies on them."""
+        """Wait until all rows are on the disk; before a checkpoint that relies on them."""
         for name in ROWS:
             with suppress(FileNotFoundError), open(self.path / name, "rb") as file:
                 os.fsync(file.fileno())
@@ -123,7 +135,7 @@ class Run:
     def _append(self, name: str, rows: list[Mapping[str, Any]], *, apart: int) -> None:
         file = self.path / name
         if name not in self._last:
-            self._last[name] = mend(file)
+            self._last[name] = _cut_incomplete_line(file)
         last = self._last[name]
         for row in rows:
             step = row.get("step")
@@ -142,6 +154,18 @@ class Run:
                 if written != len(data):
                     raise OSError(f"{file}: {written} of {len(data)} bytes written; is the disk full?")
             except BaseException:
-                out.truncate(before)  # what follows must not be glued to half a line
+                out.truncate(before)  # the next row must not follow half a line
                 raise
         self._last[name] = last
+
+
+def _cut_incomplete_line(file: Path) -> int:
+    """Cut off an incomplete last line, and return the step of the last complete one, or 0."""
+    if not file.exists():
+        return 0
+    with open(file, "r+b") as out:
+        data = out.read()
+        whole = data.rfind(b"\n") + 1
+        if whole != len(data):
+            out.truncate(whole)
+    return max((row["step"] for _, row in read_lines(file)), default=0)

@@ -1,1 +1,53 @@
-"""Training problems: data, loss and score of each kind, as the engine asks for them."""
+"""Training tasks, one module each, behind the protocol `micronorm.engine.Task`: data, loss, score and example pictures.
+
+`open_task` finds a task by the name that a recipe uses. Data formats are in `micronorm.data`, networks in
+`micronorm.recipes`.
+"""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TASKS = {"classification": "open_classification", "segmentation": "open_segmentation"}
+"""The function that opens a task, in the module of the task's name."""
+
+
+def open_task(
+    task: str,
+    data: str,
+    folder: Path | str | None = None,
+    *,
+    classes: int | None = None,
+    device: torch.device | str = "cpu",
+    workers: int = 0,
+    download: bool = False,
+    verify: bool = True,
+    size: int | None = None,
+) -> Any:
+    """Open a task by name.
+
+    Args:
+        task: a key of `TASKS`.
+        data: the data set, by the name that the task uses.
+        folder: where the data are; None searches ./data and ~/data.
+        classes: outputs of the model; None for the number of classes of the data set.
+        device: where the run computes. Data sets that are kept in memory are kept there.
+        workers: processes that decode files.
+        download: download the data set if it is not found.
+        verify: compare files with their published checksums.
+        size: height and width of the inputs, for data sets that are resized.
+
+    Raises:
+        ValueError: no such task or data set, or an option that this data set does not have.
+
+    Example:
+        >>> len(open_task("classification", "digits").train)
+        1297
+    """
+    if task not in TASKS:
+        raise ValueError(f"no task {task!r}; there are {', '.join(TASKS)}")
+    module = importlib.import_module(f"micronorm.tasks.{task}")
+    options = {"classes": classes, "device": device, "workers": workers}
+    return getattr(module, TASKS[task])(data, folder, **options, download=download, verify=verify, size=size)

@@ -1,6 +1,5 @@
-"""Classification: cross entropy of logits, and how many answers are wrong."""
+"""Image classification: cross entropy of logits, and the number of wrong answers."""
 
-import base64
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +14,11 @@ from micronorm.data.digits import SHIFT, open_digits
 from micronorm.data.folders import open_folders
 from micronorm.data.memory import MemorySamples, PadCropFlip
 from micronorm.data.search import find_data, locate, search_folders
+from micronorm.tasks.pictures import encode_picture, even_indices, in_eval_mode, to_picture
+from micronorm.tasks.scores import SumScore
 
 NAMES = ("digits", "cifar10", "cifar100", "imagenet")
-"""The data sets that `open_classification` knows."""
-
-LARGEST_PICTURE = 48
-"""Height and width, at most, of the pictures that `Classification.examples` gives."""
+"""The data sets that `open_classification` can open."""
 
 
 class LabelledSamples(Protocol):
@@ -29,13 +27,13 @@ class LabelledSamples(Protocol):
     def __len__(self) -> int: ...
 
     def load(self, shares: Iterable[tuple[int, Tensor]], *, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """One batch per share (epoch, indices), in order."""
+        """Yield one batch per share (epoch, indices), in order."""
         ...
 
 
 @dataclass(frozen=True)
 class ClassificationLoss:
-    """Summed cross entropy of some samples, how many they are, and how many answers were wrong."""
+    """Summed cross entropy of some samples, their number, and the number of wrong answers."""
 
     sum: Tensor
     count: int
@@ -43,12 +41,12 @@ class ClassificationLoss:
 
 
 class Classification:
-    """Learn to name the class of an image.
+    """Predict the class of an image.
 
     Args:
-        train: the samples to learn from.
-        test: the samples to evaluate on.
-        classes: how many classes there are, which is how many logits the model must give.
+        train: the training samples.
+        test: the test samples.
+        classes: the number of classes, and of logits that the model returns.
         label_smoothing: share of the target that is spread over all classes, in training only.
 
     Example:
@@ -58,11 +56,14 @@ class Classification:
         >>> batch = next(task.train.load([(0, torch.arange(4))], seed=0))
         >>> task.loss(model, batch).count
         4
-        >>> sorted(task.score(model, batch))
+        >>> sorted(task.score(model, batch).sums)
         ['count', 'loss', 'wrong', 'wrong5']
         >>> task.figures({"loss": 3.0, "wrong": 1, "wrong5": 0, "count": 4})
         {'loss': 0.75, 'top1': 25.0, 'top5': 0.0}
     """
+
+    sample = "image"
+    evaluation_batch = 256
 
     def __init__(
         self, train: LabelledSamples, test: LabelledSamples, *, classes: int, label_smoothing: float = 0.0
@@ -77,17 +78,21 @@ class Classification:
         self.label_smoothing = label_smoothing
 
     def loss(self, model: nn.Module, batch: tuple[Any, ...]) -> ClassificationLoss:
-        """Cross entropy summed over the batch, in float32 at least, with label smoothing."""
+        """Return the cross entropy summed over the batch, in float32 at least, with label smoothing."""
         images, labels = batch
         logits = self._logits(model, images)
         entropy = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=self.label_smoothing)
         return ClassificationLoss(entropy, len(labels), {"wrong": (_ahead(logits.detach(), labels) >= 1).sum()})
 
-    def score(self, model: nn.Module, batch: tuple[Any, ...]) -> dict[str, Tensor]:
-        """Sums over the batch: "count", "loss" without label smoothing, "wrong", and "wrong5" for more than 5 classes.
+    def new_score(self) -> SumScore:
+        """Return the score of no samples."""
+        return SumScore(self.figures)
+
+    def score(self, model: nn.Module, batch: tuple[Any, ...]) -> SumScore:
+        """Return "count", "loss" without label smoothing, "wrong", and "wrong5" if there are more than 5 classes.
 
         "wrong5" counts labels that are not among the five largest logits. Of equal logits the first class counts as the
-        larger, as for argmax; one that is not a number is larger than any, so that a broken model is never right.
+        larger, as in argmax. NaN is larger than any number, so that the answer of a broken model is always wrong.
         """
         images, labels = batch
         logits = self._logits(model, images)
@@ -97,10 +102,10 @@ class Classification:
             "loss": F.cross_entropy(logits, labels, reduction="sum"),
             "wrong": (ahead >= 1).sum(),
         }
-        return {**sums, "wrong5": (ahead >= 5).sum()} if self.classes > 5 else sums
+        return SumScore(self.figures, {**sums, "wrong5": (ahead >= 5).sum()} if self.classes > 5 else sums)
 
     def figures(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Mean loss, and the errors "top1" and, where it was counted, "top5" in per cent."""
+        """Return the mean loss, and the errors "top1" and, if it was counted, "top5" in per cent."""
         count = sums["count"]
         if not count:
             raise ValueError("there are no figures of 0 samples")
@@ -109,10 +114,7 @@ class Classification:
 
     @torch.no_grad()
     def examples(self, model: nn.Module, *, count: int = 16) -> list[dict[str, Any]]:
-        """What the model says of `count` test images, taken evenly from all of them, as a record keeps it.
-
-        Pictures are stretched to black and white, image by image, and shrunk to 48 pixels at most: to look at, not to
-        compute with. An image at a time, so that whatever could be trained on fits.
+        """Return the predictions for `count` test images, spread evenly over all of them, as a record stores them.
 
         Example:
             >>> task = Classification(*open_digits(), classes=10)
@@ -120,27 +122,23 @@ class Classification:
             >>> [(sample["label"], sample["height"], sample["channels"]) for sample in found]
             [('4', 8, 1), ('8', 8, 1)]
         """
-        indices = torch.linspace(0, len(self.test) - 1, min(count, len(self.test))).round().long()
-        parameter = next(model.parameters())
-        was_training = model.training
-        model.eval()
-        try:
-            found = []
-            for images, labels in self.test.load(((0, index[None]) for index in indices), seed=0):
+        found = []
+        shares = ((0, index[None]) for index in even_indices(len(self.test), count))  # one image fits any memory
+        with in_eval_mode(model) as parameter:
+            for images, labels in self.test.load(shares, seed=0):
                 logits = self._logits(model, images.to(parameter.device, parameter.dtype))
                 probability, prediction = logits.softmax(1).max(1)
-                said = {"label": str(labels.item()), "prediction": str(prediction.item())}
-                found.append(_picture(images[0]) | said | {"probability": probability.item()})
-            return found
-        finally:
-            model.train(was_training)
+                answer = {"label": str(labels.item()), "prediction": str(prediction.item())}
+                picture = encode_picture(to_picture(images[0]))
+                found.append(picture | answer | {"probability": probability.item()})
+        return found
 
     def _logits(self, model: nn.Module, images: Tensor) -> Tensor:
         logits = model(images)
         if not isinstance(logits, Tensor):
             raise TypeError(
-                f"the model gives a {type(logits).__name__}, not a tensor of N×{self.classes} logits: switch its "
-                "auxiliary heads off, or wrap it in a module that returns the logits alone"
+                f"the model gives a {type(logits).__name__}, not a tensor of N×{self.classes} logits: switch off its "
+                "auxiliary heads, or wrap it in a module that returns the logits alone"
             )
         if logits.shape != (len(images), self.classes):
             raise ValueError(
@@ -151,24 +149,11 @@ class Classification:
 
 
 def _ahead(logits: Tensor, labels: Tensor) -> Tensor:
-    """How many classes come before the right one, N."""
+    """Return how many classes have a larger logit than the true one, N."""
     own = logits.gather(1, labels[:, None])
     earlier = torch.arange(logits.shape[1], device=logits.device) < labels[:, None]
-    # Not `>`: whatever cannot be compared, because it is not a number, comes before.
+    # Not `>`: comparisons with NaN are false, and NaN must count as larger.
     return (~(logits <= own) | ((logits == own) & earlier)).sum(1)
-
-
-def _picture(image: Tensor) -> dict[str, Any]:
-    """A C×H×W image as bytes; of other numbers of channels than 1 and 3 the first is shown."""
-    shown = image.detach().float().cpu()
-    shown = shown if len(shown) in (1, 3) else shown[:1]
-    factor = -(-max(shown.shape[1:]) // LARGEST_PICTURE)
-    shown = F.avg_pool2d(shown, factor, ceil_mode=True)
-    low, high = shown.aminmax()
-    pixels = ((shown - low) / (high - low).clamp_min(1e-12) * 255).round().nan_to_num().to(torch.uint8)
-    channels, height, width = pixels.shape
-    text = base64.b64encode(bytes(pixels.permute(1, 2, 0).flatten().tolist())).decode()
-    return {"height": height, "width": width, "channels": channels, "pixels": text}
 
 
 def open_classification(
@@ -184,19 +169,19 @@ def open_classification(
     classes: int | None = None,
     label_smoothing: float = 0.0,
 ) -> Classification:
-    """The classification task of a data set known by name.
+    """Open the classification task of a data set.
 
     Args:
-        name: "digits" (comes with scikit-learn), "cifar10", "cifar100", or "imagenet": any folders of its layout.
-        folder: where the data lie; None looks in ./data, then in ~/data.
-        device: where batches appear; sets that are held in memory are held there.
-        workers: processes that decode ImageNet's files. The other sets are in memory and need none.
-        download: fetch CIFAR through torchvision where it is not found, into `folder` or ./data.
-        verify: require CIFAR's files to be the official ones; without it they may be a miniature in the same format.
-        augment: crop and mirror training images by chance.
-        size: height and width of ImageNet's crops; None for 224. The other sets have theirs.
-        classes: logits that the model gives; None for as many as the set has classes. With more, as for a few folders
-            of ImageNet and a model of 1000 outputs, some are never right.
+        name: "digits" (part of scikit-learn), "cifar10", "cifar100", or "imagenet": any folders of its layout.
+        folder: where the data are; None searches ./data, then ~/data.
+        device: where data sets that are kept in memory are kept. Images of files stay on the CPU.
+        workers: processes that decode ImageNet's files. The other data sets need none.
+        download: download CIFAR through torchvision into `folder` or ./data if it is not found.
+        verify: require CIFAR's official files; otherwise they may be a miniature in the same format.
+        augment: crop and mirror training images at random.
+        size: height and width of ImageNet's crops; None for 224.
+        classes: outputs of the model; None for the number of classes of the data set. More are allowed, as for a few
+            folders of ImageNet and a model of 1000 outputs.
         label_smoothing: share of the target that is spread over all classes.
 
     Example:
@@ -206,16 +191,13 @@ def open_classification(
     if name not in NAMES:
         raise ValueError(f"no data set is known as {name!r}; there are {', '.join(NAMES)}")
     if size is not None and name != "imagenet":
-        raise ValueError(f"size is for imagenet, the images of {name} have their own: leave it out")
+        raise ValueError(f"size is for imagenet, the images of {name} have a fixed size: leave it out")
     if workers and name != "imagenet":
         raise ValueError(f"workers decode the files of imagenet, {name} is held in memory: leave --workers out")
     if name == "imagenet":
         if download:
-            raise ValueError(
-                "imagenet cannot be downloaded, it is given out to those who register: leave --download out"
-            )
-        place = locate(name, folder)
-        opened = open_folders(place, size=size or 224, augment=augment, workers=workers, device=device)
+            raise ValueError("imagenet cannot be downloaded without registration: leave --download out")
+        opened = open_folders(locate(name, folder), size=size or 224, augment=augment, workers=workers)
         train, test, labels = opened.train, opened.test, len(opened.classes)
     else:
         train, test = _open_small(name, folder, device=device, download=download, verify=verify, augment=augment)
@@ -233,7 +215,7 @@ def _open_small(
         if folder is not None or download:
             raise ValueError("digits come with scikit-learn: leave the folder (--data) and --download out")
         return open_digits(augmentation=SHIFT if augment else PadCropFlip(), device=device)
-    # A download goes where one looks first; without one, whoever finds nothing says all the places it looked at.
+    # Download into the first search folder. Without a download, the error lists all searched folders.
     place = find_data(folder).get(name) or (search_folders(folder)[0] if download else locate(name, folder))
     return open_cifar(
         place,

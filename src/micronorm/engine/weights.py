@@ -1,0 +1,122 @@
+"""Weights in files: `model.safetensors` at the end of a run, and a checkpoint of any origin to start from."""
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from micronorm.engine.parallel import ShardedRanks
+from micronorm.engine.step import Step
+from micronorm.records import PARTIAL, write_atomically
+
+_WRAPPERS = ("model", "state_dict", "model_state_dict", "module")
+
+
+@dataclass(frozen=True)
+class LoadedWeights:
+    """What a model took from a file, by the names of tensors."""
+
+    loaded: tuple[str, ...]
+    missing: tuple[str, ...]
+    """Tensors of the model that the file lacks; they keep their initial values."""
+    unused: tuple[str, ...]
+    """Tensors of the file that the model lacks."""
+    other_shape: tuple[str, ...]
+    """Tensors whose shapes differ, such as a classifier of other classes; the model's keep their initial values."""
+
+    def __str__(self) -> str:
+        parts = [f"{len(self.loaded)} tensors loaded"]
+        for found, what in (
+            (self.other_shape, "dropped for their shape"),
+            (self.unused, "dropped, the model lacks them"),
+            (self.missing, "missing, they keep their initial values"),
+        ):
+            if found:
+                more = f" and {len(found) - 4} more" if len(found) > 4 else ""
+                parts.append(f"{len(found)} {what}: {', '.join(found[:4])}{more}")
+        return "; ".join(parts)
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Read the tensors of a safetensors file or of a torch checkpoint. Nothing in the file is executed.
+
+    A state dict below "model" or "state_dict" is found, and the prefix "module." of DDP is removed.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: it holds no weights.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"no weights at {path}")
+    try:
+        if path.suffix == ".safetensors":
+            import safetensors.torch
+
+            found: Any = safetensors.torch.load_file(path)
+        else:
+            found = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ValueError(f"{path} cannot be read as weights ({type(error).__name__}: {error})") from error
+    for _ in range(2):  # "state_dict" within "model", at most
+        inner = next((found[key] for key in _WRAPPERS if isinstance(found, dict) and _is_mapping(found, key)), None)
+        found = found if inner is None else inner
+    tensors = {str(k): v for k, v in found.items() if isinstance(v, Tensor)} if isinstance(found, Mapping) else {}
+    if not tensors:
+        raise ValueError(f"{path} holds no tensors by name; save model.state_dict()")
+    if all(name.startswith("module.") for name in tensors):
+        tensors = {name.removeprefix("module."): value for name, value in tensors.items()}
+    return tensors
+
+
+def _is_mapping(found: dict[Any, Any], key: str) -> bool:
+    return isinstance(found.get(key), Mapping)
+
+
+def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> LoadedWeights:
+    """Copy tensors of matching name and shape into a model, before training, and report the rest.
+
+    Raises:
+        ValueError: nothing matches.
+
+    Example:
+        >>> print(load_weights(nn.Linear(2, 3), {"weight": torch.ones(3, 2), "bias": torch.ones(5)}))
+        1 tensors loaded; 1 dropped for their shape: bias
+    """
+    own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    common = own.keys() & tensors.keys()
+    fitting = {name: tensors[name] for name in common if tensors[name].shape == own[name].shape}
+    if not fitting:
+        raise ValueError(
+            f"none of the {len(tensors)} tensors fits the model: the file has {next(iter(tensors), 'nothing')!r}, the "
+            f"model {next(iter(own), 'nothing')!r}, for example"
+        )
+    model.load_state_dict(fitting, strict=False)
+    return LoadedWeights(
+        loaded=tuple(sorted(fitting)),
+        missing=tuple(sorted(own.keys() - tensors.keys())),
+        unused=tuple(sorted(tensors.keys() - own.keys())),
+        other_shape=tuple(sorted(common - fitting.keys())),
+    )
+
+
+def save_weights(step: Step, path: Path, tensors: dict[str, Tensor] | None = None) -> None:
+    """Write the model, or `tensors`, as safetensors, atomically. Collective; shared memory is written once."""
+    import safetensors.torch
+
+    if tensors is None and isinstance(step.parallel, ShardedRanks):
+        from micronorm.engine import sharded
+
+        tensors = sharded.gather_whole(step)["model"]
+    if step.parallel.rank == 0:
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
+        if tensors is None:
+            safetensors.torch.save_model(step.model, str(temporary))
+        else:
+            safetensors.torch.save_file(tensors, str(temporary))
+        # Not renamed: safetensors neither waits for the disk nor lets other users read the file.
+        write_atomically(path, temporary.read_bytes())
+        temporary.unlink()

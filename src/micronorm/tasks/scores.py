@@ -1,0 +1,100 @@
+"""Scores that several tasks use. See `micronorm.engine.Score` for the protocol."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class SumScore:
+    """Named sums over samples, and a function from the sums to figures.
+
+    Args:
+        to_figures: the figures of given sums; usually the task's `figures`.
+        sums: tensors without axes. They are added in float64, and stay on their device until `figures`.
+
+    Example:
+        >>> score = SumScore(lambda sums: {"error": 100 * sums["wrong"] / sums["count"]})
+        >>> for wrong in (1, 2):
+        ...     score.merge(SumScore(score.to_figures, {"wrong": torch.tensor(wrong), "count": torch.tensor(8)}))
+        >>> score.figures()
+        {'error': 18.75}
+    """
+
+    def __init__(
+        self, to_figures: Callable[[Mapping[str, float]], dict[str, float]], sums: Mapping[str, Tensor] | None = None
+    ) -> None:
+        for name, value in (sums or {}).items():
+            if not isinstance(value, Tensor) or value.ndim:
+                shown = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+                raise TypeError(f"a sum must be a tensor without axes, {name!r} is {shown}; use .sum()")
+        self.to_figures = to_figures
+        self.sums = {name: value.detach().to(torch.float64) for name, value in (sums or {}).items()}
+
+    def merge(self, other: "SumScore") -> None:
+        """Add the sums of other samples."""
+        for name, value in other.sums.items():
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+
+    def figures(self) -> dict[str, float]:
+        """Return the figures of the sums."""
+        return self.to_figures({name: value.item() for name, value in self.sums.items()})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums."""
+        return dict(self.sums)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.sums = dict(state)
+
+
+class ConfusionMatrix:
+    """Counts of (true class, predicted class), for pixels, voxels or images.
+
+    Args:
+        classes: the number of classes.
+
+    Example:
+        >>> matrix = ConfusionMatrix(2)
+        >>> matrix.add(torch.tensor([0, 0, 1, 255]), torch.tensor([0, 1, 1, 1]), void=255)
+        >>> matrix.counts.tolist(), matrix.figures()
+        ([[1, 1], [0, 1]], {'miou': 50.0, 'accuracy': 66.66666666666667})
+    """
+
+    def __init__(self, classes: int) -> None:
+        self.counts = torch.zeros(classes, classes, dtype=torch.int64)
+
+    def add(self, truth: Tensor, prediction: Tensor, *, void: int | None = None) -> None:
+        """Count these pixels, except those whose true class is `void`."""
+        truth, prediction = truth.flatten(), prediction.flatten()
+        if void is not None:
+            truth, prediction = truth[truth != void], prediction[truth != void]
+        classes = len(self.counts)
+        found = torch.bincount(truth * classes + prediction, minlength=classes**2).reshape(classes, classes)
+        self.counts = self.counts.to(found.device) + found
+
+    def merge(self, other: "ConfusionMatrix") -> None:
+        """Add the counts of other samples."""
+        self.counts = self.counts.to(other.counts.device) + other.counts
+
+    def figures(self) -> dict[str, float]:
+        """Return mean intersection over union of the classes that occur, and pixel accuracy, in per cent."""
+        counts = self.counts.double().cpu()
+        right, union = counts.diag(), counts.sum(0) + counts.sum(1) - counts.diag()
+        if not union.sum():
+            raise ValueError("there are no labelled pixels to score")
+        occurs = union > 0
+        return {
+            "miou": (100 * (right[occurs] / union[occurs]).mean()).item(),
+            "accuracy": (100 * right.sum() / counts.sum()).item(),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts."""
+        return {"counts": self.counts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.counts = state["counts"]

@@ -1,0 +1,148 @@
+"""Semantic segmentation: cross entropy per labelled pixel, and the intersection over union of each class."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from micronorm.data.shapes import CLASSES, VOID, ShapeSamples
+from micronorm.tasks.pictures import encode_picture, even_indices, in_eval_mode, to_picture
+from micronorm.tasks.scores import ConfusionMatrix
+
+# One colour per class for pictures of label maps; void is white.
+_PALETTE = torch.tensor([[0, 0, 0], [214, 69, 65], [65, 131, 215], [80, 175, 76], [245, 171, 53], [155, 89, 182]])
+
+
+@dataclass(frozen=True)
+class SegmentationLoss:
+    """Cross entropy summed over labelled pixels, their number, and the number of pixels with a wrong class."""
+
+    sum: Tensor
+    count: Tensor
+    counts: Mapping[str, Tensor]
+
+
+class Segmentation:
+    """Predict the class of each pixel. A batch is (images, labels): N×C×H×W and N×H×W, with `void` for no label.
+
+    Images of different sizes come as two lists. The model returns N×classes×H×W logits.
+
+    Args:
+        train: the training samples.
+        test: the test samples.
+        names: the names of the classes, in the order of their labels.
+        void: the label of pixels that do not count.
+
+    Example:
+        >>> task = open_segmentation("shapes")
+        >>> batch = next(task.test.load([(0, torch.arange(2))], seed=0))
+        >>> sorted(task.score(nn.Conv2d(3, 4, 1), batch).figures())
+        ['accuracy', 'miou']
+    """
+
+    sample = "image"
+    evaluation_batch = 64
+
+    def __init__(self, train: Any, test: Any, *, names: tuple[str, ...], void: int = VOID) -> None:
+        self.train, self.test = train, test
+        self.names, self.void = names, void
+
+    def loss(self, model: nn.Module, batch: tuple[Any, ...]) -> SegmentationLoss:
+        """Return the cross entropy summed over labelled pixels, in float32 at least."""
+        pairs = self._predict(model, batch)
+        entropy = [F.cross_entropy(y, labels, ignore_index=self.void, reduction="sum") for y, labels in pairs]
+        labelled = [(labels != self.void).sum() for _, labels in pairs]
+        wrong = [((y.detach().argmax(1) != labels) & (labels != self.void)).sum() for y, labels in pairs]
+        return SegmentationLoss(sum(entropy[1:], entropy[0]), torch.stack(labelled).sum(), {"wrong": sum(wrong)})
+
+    def figures(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Return the mean loss per labelled pixel, and the share of wrong pixels in per cent."""
+        count = max(sums["count"], 1)
+        return {"loss": sums["loss"] / count, "pixel_error": 100 * sums["wrong"] / count}
+
+    def new_score(self) -> ConfusionMatrix:
+        """Return the score of no samples."""
+        return ConfusionMatrix(len(self.names))
+
+    def score(self, model: nn.Module, batch: tuple[Any, ...]) -> ConfusionMatrix:
+        """Return the confusion matrix of the labelled pixels."""
+        matrix = self.new_score()
+        for logits, labels in self._predict(model, batch):
+            matrix.add(labels, logits.argmax(1), void=self.void)
+        return matrix
+
+    @torch.no_grad()
+    def examples(self, model: nn.Module, *, count: int = 16) -> list[dict[str, Any]]:
+        """Return pictures of `count` test images, each beside its true and its predicted label map.
+
+        `label` and `prediction` name the classes that occur; `probability` is the mean confidence of the pixels.
+        """
+        found = []
+        shares = ((0, index[None]) for index in even_indices(len(self.test), count))  # one image fits any memory
+        with in_eval_mode(model) as parameter:
+            for images, labels in self.test.load(shares, seed=0):
+                logits = self._logits(model, images[0][None].to(parameter.device, parameter.dtype))
+                probability, classes = logits.softmax(1).max(1)
+                truth, answer = labels[0].cpu(), classes[0].cpu()
+                maps = [self._colour(truth), self._colour(answer)]
+                shown = to_picture(images[0])
+                height, width = shown.shape[1:]
+                maps = [F.interpolate(m[None].float(), (height, width))[0].to(torch.uint8) for m in maps]
+                picture = encode_picture(torch.cat([shown.expand(3, -1, -1), *maps], 2))
+                names = {"label": self._names(truth), "prediction": self._names(answer)}
+                found.append(picture | names | {"probability": probability.mean().item()})
+        return found
+
+    def _predict(self, model: nn.Module, batch: tuple[Any, ...]) -> list[tuple[Tensor, Tensor]]:
+        """Return (logits, labels) of the whole batch, or of each image if they come as lists."""
+        images, labels = batch
+        if isinstance(images, Tensor):
+            return [(self._logits(model, images), labels)]
+        return [(self._logits(model, i[None]), m[None]) for i, m in zip(images, labels, strict=True)]
+
+    def _logits(self, model: nn.Module, images: Tensor) -> Tensor:
+        logits = model(images)
+        wanted = (len(images), len(self.names), *images.shape[2:])
+        if not isinstance(logits, Tensor) or logits.shape != wanted:
+            shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+            raise ValueError(f"the model must return logits of shape {wanted}, got {shape}; see Segmentation")
+        return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+
+    def _names(self, labels: Tensor) -> str:
+        present = [self.names[k] for k in labels.unique().tolist() if 0 < k < len(self.names)]
+        return ", ".join(present) or self.names[0]
+
+    def _colour(self, labels: Tensor) -> Tensor:
+        """Return H×W labels as a 3×H×W picture."""
+        colours = _PALETTE[labels.clamp(max=len(self.names) - 1) % len(_PALETTE)]
+        colours[labels == self.void] = 255
+        return colours.permute(2, 0, 1).to(torch.uint8)
+
+
+def open_segmentation(
+    name: str,
+    folder: Path | str | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    workers: int = 0,
+    download: bool = False,
+    verify: bool = True,
+    size: int | None = None,
+    classes: int | None = None,
+) -> Segmentation:
+    """Open the segmentation task of a data set: "shapes", 2,048 training and 128 test images that are generated.
+
+    The arguments are those of `micronorm.tasks.open_task`. Generated images take neither files nor a size.
+    """
+    if name != "shapes":
+        raise ValueError(f"no data set is known as {name!r}; there is shapes")
+    if folder is not None or download or workers or size is not None:
+        raise ValueError("shapes are generated: leave --data, --download, --workers and --size out")
+    if classes not in (None, len(CLASSES)):
+        raise ValueError(f"shapes has {len(CLASSES)} classes, the model {classes} outputs")
+    train = ShapeSamples(2048, seed=1, augment=True, device=device)
+    return Segmentation(train, ShapeSamples(128, seed=2, device=device), names=CLASSES)

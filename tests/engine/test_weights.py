@@ -1,0 +1,57 @@
+"""A model takes from a file what fits by name and shape, and says what does not."""
+
+import pickle
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from micronorm.engine.weights import load_weights, read_weights
+
+
+def network(classes=3):
+    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(2, classes))
+
+
+def test_what_fits_is_loaded_and_the_rest_is_told():
+    theirs = {**network(classes=5).state_dict(), "extra": torch.ones(1)}
+    del theirs["1.bias"]
+    model = network()
+    initial = model[3].weight.clone()
+    found = load_weights(model, theirs)
+    assert (found.missing, found.unused, found.other_shape) == (("1.bias",), ("extra",), ("3.bias", "3.weight"))
+    assert torch.equal(model[0].weight, theirs["0.weight"])
+    assert torch.equal(model[3].weight, initial)
+    assert str(found) == (
+        "6 tensors loaded; 2 dropped for their shape: 3.bias, 3.weight; 1 dropped, the model lacks them: extra; "
+        "1 missing, they keep their initial values: 1.bias"
+    )
+
+
+@pytest.mark.parametrize("wrapped", ["plain", "safetensors", "model", "ddp"])
+def test_files_of_the_usual_forms_are_read(tmp_path, wrapped):
+    state = network().state_dict()
+    path = tmp_path / ("a.safetensors" if wrapped == "safetensors" else "a.pt")
+    if wrapped == "safetensors":
+        safetensors.torch.save_file(state, path)
+    else:
+        forms = {"plain": state, "model": {"model": {"state_dict": state}, "epoch": 3}}
+        forms["ddp"] = {"state_dict": {f"module.{name}": value for name, value in state.items()}}
+        torch.save(forms[wrapped], path)
+    found = read_weights(path)
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], state[name]) for name in state)
+
+
+def test_what_holds_no_weights_is_refused_and_not_executed(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no weights at"):
+        read_weights(tmp_path / "absent.pt")
+    torch.save({"epoch": 3}, tmp_path / "empty.pt")
+    with pytest.raises(ValueError, match="holds no tensors by name"):
+        read_weights(tmp_path / "empty.pt")
+    (tmp_path / "code.pt").write_bytes(pickle.dumps(print))
+    with pytest.raises(ValueError, match="cannot be read as weights"):
+        read_weights(tmp_path / "code.pt")
+    with pytest.raises(ValueError, match=r"none of the 1 tensors fits the model: the file has 'a'"):
+        load_weights(network(), {"a": torch.ones(1)})

@@ -1,0 +1,113 @@
+"""Segmentation of generated shapes: the loss is a sum over labelled pixels, and a small network learns it."""
+
+import base64
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from micronorm import records
+from micronorm.data.shapes import VOID, ShapeSamples
+from micronorm.engine.settings import Execution
+from micronorm.engine.task import Task
+from micronorm.recipes import find
+from micronorm.recipes.run import Variation, run_recipe
+from micronorm.tasks import open_task
+from micronorm.tasks.segmentation import open_segmentation
+
+
+def task() -> Task:  # the annotation is the test: pyright checks the protocol
+    return open_segmentation("shapes")
+
+
+def batch_of(problem, *indices):
+    return next(problem.test.load([(0, torch.tensor(indices))], seed=0))
+
+
+def test_the_loss_is_a_sum_over_labelled_pixels():
+    problem, model = task(), nn.Conv2d(3, 4, 1).double()
+    images, labels = batch_of(problem, 0, 1, 2)
+    images = images.double()
+    loss = problem.loss(model, (images, labels))
+    assert loss.count == (labels != VOID).sum() < labels.numel()
+    logits = model(images).permute(0, 2, 3, 1)[labels != VOID]
+    assert loss.sum.item() == pytest.approx(F.cross_entropy(logits, labels[labels != VOID], reduction="sum").item())
+    parts = [problem.loss(model, (images[cut], labels[cut])) for cut in (slice(1), slice(1, 3))]
+    assert sum(part.sum.item() for part in parts) == pytest.approx(loss.sum.item())
+    assert sum(part.counts["wrong"].item() for part in parts) == loss.counts["wrong"].item()
+    assert problem.figures({"loss": 6.0, "count": 4.0, "wrong": 1.0}) == {"loss": 1.5, "pixel_error": 25.0}
+
+
+def test_images_of_different_sizes_come_as_lists():
+    problem, model = task(), nn.Conv2d(3, 4, 1)
+    images, labels = batch_of(problem, 0, 1)
+    lists = ([images[0], images[1][:, :20]], [labels[0], labels[1][:20]])
+    loss = problem.loss(model, lists)
+    assert loss.count == (labels[0] != VOID).sum() + (labels[1][:20] != VOID).sum()
+    assert problem.score(model, lists).counts.sum() == loss.count
+
+
+def test_the_score_counts_pixels_by_class():
+    problem, model = task(), nn.Conv2d(3, 4, 1)
+    images, labels = batch_of(problem, 3, 4, 5)
+    score = problem.score(model, (images, labels))
+    assert score.counts.sum(1).tolist() == [(labels == k).sum() for k in range(4)]
+
+
+def test_pictures_are_samples_by_index_and_seed_alone():
+    def load(*indices, seed=1, **options):
+        return next(ShapeSamples(8, seed=seed, **options).load([(0, torch.tensor(indices))], seed=3))
+
+    images, labels = load(5, 2)
+    again, same = load(2)
+    assert torch.equal(images[1:], again)
+    assert torch.equal(labels[1:], same)
+    assert not torch.equal(images, load(5, 2, seed=2)[0])
+    assert set(labels.unique().tolist()) <= {0, 1, 2, 3, VOID}
+    for index in range(8):  # mirrored or not, image and labels together
+        (image,), (label,) = load(index, augment=True)
+        (plain,), (truth,) = load(index)
+        flipped = torch.equal(image, plain.flip(-1))
+        assert torch.equal(image, plain.flip(-1) if flipped else plain)
+        assert torch.equal(label, truth.flip(-1) if flipped else truth)
+
+
+def test_examples_show_image_truth_and_prediction_side_by_side():
+    model = nn.Conv2d(3, 4, 1).train()
+    found = task().examples(model, count=2)
+    assert model.training
+    assert [(sample["height"], sample["width"], sample["channels"]) for sample in found] == [(32, 96, 3)] * 2
+    assert len(base64.b64decode(found[0]["pixels"])) == 32 * 96 * 3
+    assert all({"label", "prediction", "probability"} <= sample.keys() for sample in found)
+
+
+def test_what_does_not_fit_is_refused():
+    problem = task()
+    with pytest.raises(ValueError, match=r"logits of shape \(2, 4, 32, 32\), got \(2, 3, 32, 32\)"):
+        problem.loss(nn.Conv2d(3, 3, 1), batch_of(problem, 0, 1))
+    with pytest.raises(ValueError, match="shapes are generated: leave --data"):
+        open_task("segmentation", "shapes", size=64)
+    with pytest.raises(ValueError, match="no data set is known as 'digits'; there is shapes"):
+        open_task("segmentation", "digits")
+    with pytest.raises(ValueError, match="no task 'detection'; there are classification, segmentation"):
+        open_task("detection", "coco")
+
+
+def test_a_recipe_of_another_task_trains_without_a_change_in_the_engine(tmp_path):
+    recipe = find("shapes")
+    assert recipe.definition()["task"] == "segmentation"
+    assert "task" not in find("digits").definition()
+    execution = Execution(device=torch.device("cpu"), steps=3)
+    outcome = run_recipe(recipe, out=tmp_path, variation=Variation(step_batch=8), execution=execution)
+    assert outcome.figures.keys() == {"miou", "accuracy"}
+    record = records.read(tmp_path)
+    assert record.steps[-1]["pixel_error"] > 0
+    assert record.facts["data"] == {"name": "shapes", "train": 2048, "test": 128, "sample": "image"}
+    assert len(record.predictions) == 16
+
+
+@pytest.mark.slow
+def test_a_small_network_learns_shapes_on_a_cpu(tmp_path):
+    outcome = run_recipe(find("shapes/bcn-ws"), out=None, execution=Execution(device=torch.device("cpu")))
+    assert outcome.figures["miou"] > 60
