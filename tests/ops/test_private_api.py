@@ -37,6 +37,14 @@ def test_a_missing_interface_is_named_with_the_version():
         private_api._required(torch, "_gone")
 
 
+def test_hooks_for_all_modules_are_found():
+    assert not private_api.has_global_hooks()
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
+    assert private_api.has_global_hooks()
+    handle.remove()
+    assert not private_api.has_global_hooks()
+
+
 def test_transforms_are_seen_inside_and_not_outside():
     assert not private_api.functorch_transforms_active()
     seen = []

@@ -14,6 +14,7 @@ and Triton 3.6.
 | `top_saved_tensors_hooks` | `torch._C._autograd._top_saved_tensors_default_hooks` | None (torch 2.6 and 2.7) |
 | `disable_dynamo` | `torch._disable_dynamo` | `torch.compiler.disable` |
 | `mark_constant` | the attribute `_dynamo_marked_constant` | compiled code traces the function instead |
+| `has_global_hooks` | `torch.nn.modules.module._has_any_global_hook` | ImportError that names it |
 | `preserve_version` | `torch.autograd._unsafe_preserve_version_counter` | ImportError that names it |
 | `fast_apply` | `apply` of the base class of `torch.autograd.Function` | the public `apply` |
 | `DropoutNd`, `BatchNormBase`, `InstanceNormBase` | `_DropoutNd`, … in `torch.nn.modules` | ImportError |
@@ -91,6 +92,9 @@ is_legacy_batched = _required(torch._C._functorch, "is_legacy_batchedtensor")  #
 
 graph_task_id = _required(torch._C, "_current_graph_task_id")
 """Return the id of the backward pass that runs in this thread, or -1 if none does."""
+
+has_global_hooks = _required(torch.nn.modules.module, "_has_any_global_hook")
+"""Return whether hooks are registered for all modules, as by `register_module_forward_hook`."""
 
 preserve_version = _required(torch.autograd, "_unsafe_preserve_version_counter")
 """Return a context that resets a tensor's version counter at its end."""
