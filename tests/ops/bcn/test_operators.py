@@ -35,8 +35,11 @@ def arguments(device, *, residual=True, activation="relu", from_batch=False, row
     "options",
     [
         {},
-        {"residual": False, "activation": "silu", "dtype": torch.bfloat16, "from_batch": True},
-        {"residual": True, "activation": "identity", "rows": (2,)},
+        pytest.param(
+            {"residual": False, "activation": "silu", "dtype": torch.bfloat16, "from_batch": True},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"residual": True, "activation": "identity", "rows": (2,)}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
