@@ -22,8 +22,8 @@ import micronorm as mn
 from micronorm.engine.environment import environment
 from micronorm.engine.graph import GraphedStep
 from micronorm.engine.microbatch import MicroBatch
-from micronorm.engine.parallel import Alone
-from micronorm.engine.step import Portion, Step
+from micronorm.engine.parallel import OneRank
+from micronorm.engine.step import Step, StepInputs
 from micronorm.ops.keyed import permutation, sample_keys
 from micronorm.recipes.networks import build_network
 from micronorm.tasks.classification import Classification, open_classification
@@ -58,7 +58,7 @@ def make_step(
     model = model.to(CUDA, torch.float64 if dtype == torch.float64 else torch.float32).train()
     if channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    ranks = Alone(CUDA)
+    ranks = OneRank(CUDA)
     ranks.prepare(model)
     rate: Any = torch.tensor(lr, device=CUDA) if graph else lr
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, weight_decay=1e-4, fused=graph)
@@ -85,10 +85,10 @@ def portions(task: Classification, *, step_batch: int, steps: int, first: int = 
         shares.append((epoch, order[within * step_batch : (within + 1) * step_batch]))
     for (epoch, indices), batch in zip(shares, task.train.load(iter(shares), seed=0), strict=True):
         keys = sample_keys(indices, seed=0, epoch=epoch).to(CUDA)
-        yield Portion(batch, keys, step_batch, step_batch)
+        yield StepInputs(batch, keys, step_batch, step_batch)
 
 
-def seconds_per_step(step: Step | GraphedStep, ready: list[Portion]) -> float:
+def seconds_per_step(step: Step | GraphedStep, ready: list[StepInputs]) -> float:
     torch.cuda.synchronize()
     start = time.perf_counter()
     for portion in ready:
