@@ -34,7 +34,7 @@ DATA: Mapping[str, DataFacts] = {
     "shapes": DataFacts("generated shapes", train=2048, test=128, classes=4, shape=(3, 32, 32)),
     "imagenet": DataFacts("ImageNet", train=1_281_167, test=50_000, classes=1000, shape=(3, 224, 224)),
 }
-"""By the name that a recipe uses, with the counts of the official releases. ImageNet is tested on its validation set."""
+"""By the name that a recipe uses, with the counts of the official releases. ImageNet's test set is its validation."""
 
 
 @dataclass(frozen=True, kw_only=True)
