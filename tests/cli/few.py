@@ -1,10 +1,10 @@
-"""The digits, but few of them: where what is printed or compared is under test, not what is learnt."""
+"""Replace the digits by a few of them, for tests of what is printed or compared."""
 
 import pytest
 
-from micronorm.cli import train
 from micronorm.data import digits
 from micronorm.data.memory import MemorySamples
+from micronorm.recipes import run
 from micronorm.tasks.classification import Classification
 
 TRAIN_IMAGES = 96  # a step of 64 and one of 32
@@ -20,4 +20,4 @@ def keep_few_digits(monkeypatch: pytest.MonkeyPatch) -> None:
         MemorySamples(test_pixels[:TEST_IMAGES], test_labels[:TEST_IMAGES], standardization=digits._SCALE),
         classes=10,
     )
-    monkeypatch.setattr(train, "open_classification", lambda name, folder, **options: few)
+    monkeypatch.setattr(run, "open_task", lambda task, data, folder, **options: few)

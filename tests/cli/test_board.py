@@ -35,9 +35,9 @@ def go(row: Row) -> None:
 
 def test_elsewhere_a_finished_run_is_a_line_and_the_table_comes_in_the_end():
     console, row = plain(), Row("GN")
-    with Board(console, [row], first="method") as board:
+    with Board(console, [row]) as board:
         go(row)
-        board.tell(row)
+        board.print_finished(row)
         assert output(console) == "GN: 12.50 % test error, 0.5 s\n"
     assert "\x1b" not in output(console)
     assert re.search(r"method +epoch +training loss +test error % +seconds", output(console))
@@ -46,18 +46,18 @@ def test_elsewhere_a_finished_run_is_a_line_and_the_table_comes_in_the_end():
 
 def test_where_no_run_has_begun_there_is_no_table():
     console = plain()
-    with Board(console, [Row("GN")], first="method"):
+    with Board(console, [Row("GN")]):
         pass
     assert output(console) == ""
 
 
 def test_a_terminal_gets_a_table_that_lives_and_then_stays():
     console, rows = terminal(), [Row("BN"), Row("GN")]
-    with Board(console, rows, first="method") as board:
+    with Board(console, rows) as board:
         go(rows[0])
         rows[1].on_start(2, 0, "")
         rows[1].on_step(step(1, loss=1.25))
-        board.tell(rows[0])
+        board.print_finished(rows[0])
     shown = output(console)
     assert "BN: 12.50" not in shown
     assert "\x1b[?25h" in shown  # the cursor is back
@@ -69,16 +69,16 @@ def test_a_terminal_gets_a_table_that_lives_and_then_stays():
 def test_a_dumb_terminal_gets_plain_lines(monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     console, row = Console(file=io.StringIO(), force_terminal=True, width=100), Row("GN")
-    with Board(console, [row], first="method") as board:
+    with Board(console, [row]) as board:
         go(row)
-        board.tell(row)
+        board.print_finished(row)
     assert output(console).startswith("GN: 12.50 % test error")
 
 
 def test_an_interrupted_board_shows_how_far_each_run_came():
     console, rows = plain(), [Row("BN"), Row("GN")]
     try:
-        with Board(console, rows, first="method"):
+        with Board(console, rows):
             rows[0].on_start(4, 0, "")
             rows[0].on_step(step(1))
             raise KeyboardInterrupt
@@ -86,17 +86,8 @@ def test_an_interrupted_board_shows_how_far_each_run_came():
         pass
     assert re.search(r"BN +0 +2\.0000 +0\.2", output(console))
     assert re.search(r"GN +\n", output(console))
-    assert not rows[0].ended
-
-
-def test_the_last_column_is_what_was_measured_after_the_latest_step_that_was():
-    console, row = plain(), Row("cut", {1: 2.5e-4, 2: None}.__getitem__)
-    with Board(console, [row], first="again", last="apart") as board:
-        go(row)
-        board.tell(row)
-    assert "again, cut: 12.50 % test error, 0.5 s, 2.5e-04 apart" in output(console)
-    assert re.search(r"again .* apart", output(console))
-    assert re.search(r"cut .* 2\.5e-04", output(console))
+    assert rows[0].is_running
+    assert not rows[1].is_running
 
 
 def test_the_loss_is_that_of_a_step_before_the_first_epoch_ends_and_of_an_epoch_from_then_on():
@@ -107,8 +98,8 @@ def test_the_loss_is_that_of_a_step_before_the_first_epoch_ends_and_of_an_epoch_
 
 
 def test_on_eighty_columns_every_figure_is_whole():
-    console, row = terminal(80), Row("control, one ulp", lambda step: 2.5e-4)
-    with Board(console, [row], first="BCN+WS at 1 again", last="apart"):
+    console, row = terminal(80), Row("GroupNorm + WS, 1 at a time")
+    with Board(console, [row]):
         go(row)
-    last = output(console)[output(console).rindex("again") :]
-    assert re.search(r"control, one ulp .* 1 +0\.5000 +12\.50 +0\.5 +2\.5e-04", last)
+    last = output(console)[output(console).rindex("method") :]
+    assert re.search(r"GroupNorm \+ WS, 1 at a time .* 1 +0\.5000 +12\.50 +0\.5", last)

@@ -177,7 +177,7 @@ def test_a_recipe_is_a_target_with_its_own_data():
         (["without_norms"], "has no group, layer, instance, batch or batch-channel normalization"),
         (["groups", "--data", "nowhere"], "no data 'nowhere'"),
         (["groups", "--data", "."], "no pictures (.jpg, .jpeg, .png) in ."),
-        (["groups", "--data", "factories_of_diagnose.py"], "holds no tensors by its name"),
+        (["groups", "--data", "factories_of_diagnose.py"], "is no file of tensors"),
         (["groups", "--checkpoint", "nowhere.pt"], "nowhere.pt does not exist"),
         (["groups", "--checkpoint", "factories_of_diagnose.py"], "cannot be read as tensors alone"),
         (["groups", "--size", "2"], "the model fails on images of 128×1×2×2"),

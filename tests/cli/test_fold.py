@@ -4,25 +4,32 @@ from pathlib import Path
 
 import pytest
 import torch
-import torchvision
 from safetensors.torch import load_file, save_file
+from torch import nn
 from typer.testing import CliRunner
 
 import micronorm as mn
 from micronorm.cli import app
 from tests.tolerances import assert_close_to_max, tolerance
 
-MODEL = "torchvision:shufflenet_v2_x0_5"
+MODEL = "tests.cli.test_fold:network"
+
+
+def network() -> nn.Module:
+    """Return a small network without BCN, which the command builds by this name."""
+    first = [nn.Conv2d(3, 16, 3, stride=2), nn.BatchNorm2d(16), nn.ReLU()]
+    second = [nn.Conv2d(16, 32, 3, stride=2), nn.BatchNorm2d(32), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*first, *second, nn.Linear(32, 10))
 
 
 def run(*arguments: str | Path):
     return CliRunner().invoke(app, ["fold", *map(str, arguments)])
 
 
-def trained() -> torch.nn.Module:
+def trained() -> nn.Module:
     """A converted network, absorbed, whose estimates have moved."""
     torch.manual_seed(0)
-    model = mn.convert(torchvision.models.shufflenet_v2_x0_5(), absorb=True)
+    model = mn.convert(network(), absorb=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.randn(2, 3, 64, 64)).square().mean().backward()
     optimizer.step()
@@ -38,7 +45,7 @@ def test_a_checkpoint_becomes_a_state_dict_of_plain_layers(tmp_path, suffix):
         save_file(model.state_dict(), checkpoint)
     result = run(checkpoint, "--model", MODEL, "--out", out)
     assert result.exit_code == 0, result.stderr
-    plain = mn.fold(mn.convert(torchvision.models.shufflenet_v2_x0_5()))
+    plain = mn.fold(mn.convert(network()))
     plain.load_state_dict(load_file(out))
     x = torch.randn(1, 3, 64, 64)
     with torch.no_grad():
@@ -59,8 +66,8 @@ def test_what_is_wrong_is_said_in_one_line_and_nothing_is_written(tmp_path):
     checkpoint, out = tmp_path / "model.safetensors", tmp_path / "plain.safetensors"
     save_file({"group_weight": torch.ones(1)}, checkpoint)
     for arguments, code, message in (
-        ([checkpoint, "--model", MODEL], 2, "say where to write"),
-        ([checkpoint, "--out", out], 2, "say which model it is"),
+        ([checkpoint, "--model", MODEL], 2, "give --out FILE.safetensors"),
+        ([checkpoint, "--out", out], 2, "give the model: --model"),
         ([checkpoint, "--model", MODEL, "--out", tmp_path / "x.pt"], 2, "--out writes safetensors, got 'x.pt'"),
         ([tmp_path / "none.pt", "--model", MODEL, "--out", out], 2, "no file"),
         ([checkpoint, "--model", "torchvision:shufflenet", "--out", out], 2, "near it: shufflenet_v2"),
@@ -75,7 +82,7 @@ def test_what_is_wrong_is_said_in_one_line_and_nothing_is_written(tmp_path):
 
 def test_a_checkpoint_from_before_the_conversion_is_refused(tmp_path):
     checkpoint = tmp_path / "bn.safetensors"
-    save_file(torchvision.models.shufflenet_v2_x0_5().state_dict(), checkpoint)
+    save_file(network().state_dict(), checkpoint)
     result = run(checkpoint, "--model", MODEL, "--out", tmp_path / "plain.safetensors")
     assert result.exit_code == 1
-    assert "saved before the conversion" in result.stderr
+    assert "saved from the model before its conversion" in result.stderr

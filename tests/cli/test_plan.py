@@ -34,9 +34,9 @@ def test_on_a_terminal_it_is_a_table(monkeypatch):
 
 
 def test_as_json_it_is_the_plan_with_its_target():
-    result = run("timm:resnet50d", "--norm", "bcn", "--groups", "32", "--weight", "ws", "--json")
+    result = run("timm:resnet18d", "--norm", "bcn", "--groups", "32", "--weight", "ws", "--json")
     record = json.loads(result.output)
-    assert record["target"] == "timm:resnet50d"
+    assert record["target"] == "timm:resnet18d"
     assert record["totals"]["norms converted"] == sum(
         d["role"] == "norm" and d["becomes"] is not None for d in record["decisions"]
     )

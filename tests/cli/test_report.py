@@ -1,10 +1,10 @@
-import sys
-
 import pytest
 from typer.testing import CliRunner, Result
 
 from micronorm.cli import app, report
 from tests.report.build import begin, full_run
+
+SMALL = {"epochs": 1, "steps_per_epoch": 1, "looks": False}
 
 
 def invoke(*arguments) -> Result:
@@ -12,7 +12,7 @@ def invoke(*arguments) -> Result:
 
 
 def test_runs_become_a_page_and_files(tmp_path):
-    runs = [full_run(tmp_path / "runs" / name, epochs=2, steps_per_epoch=0, looks=False) for name in ("one", "two")]
+    runs = [full_run(tmp_path / "runs" / name, **SMALL) for name in ("one", "two")]
     result = invoke(*runs, "--out", tmp_path / "page.html", "--plots", tmp_path / "plots")
     assert result.exit_code == 0, result.output
     assert f"{tmp_path / 'page.html'}: 2 runs" in result.output
@@ -23,7 +23,7 @@ def test_runs_become_a_page_and_files(tmp_path):
 
 
 def test_a_folder_stands_for_the_runs_below_it_each_once(tmp_path, monkeypatch):
-    first, _ = (full_run(tmp_path / "runs" / name) for name in ("one", "two"))
+    first, _ = (full_run(tmp_path / "runs" / name, **SMALL) for name in ("one", "two"))
     monkeypatch.chdir(tmp_path)
     result = invoke("runs", first)
     assert result.exit_code == 0, result.output
@@ -31,7 +31,7 @@ def test_a_folder_stands_for_the_runs_below_it_each_once(tmp_path, monkeypatch):
 
 
 def test_a_single_run_gives_the_page_its_name_unless_another_is_given(tmp_path):
-    path = full_run(tmp_path / "<b>run")
+    path = full_run(tmp_path / "<b>run", **SMALL)
     assert invoke(path, "--out", tmp_path / "a.html").exit_code == 0
     assert "<h1>&lt;b&gt;run</h1>" in (tmp_path / "a.html").read_text("utf-8")
     assert invoke(path, "--out", tmp_path / "b.html", "--title", "Mine").exit_code == 0
@@ -61,7 +61,7 @@ def damaged(folder):
 
 
 def test_of_several_runs_a_damaged_one_is_left_out_and_named(tmp_path):
-    full_run(tmp_path / "runs" / "good", looks=False)
+    full_run(tmp_path / "runs" / "good", **SMALL)
     damaged(tmp_path / "runs" / "bad")
     wrong = begin(tmp_path / "runs" / "wrong").path
     (wrong / "diagnostics.jsonl").write_text('{"step": 1, "layers": 7}\n')
@@ -96,7 +96,7 @@ def test_several_runs_that_are_all_damaged_make_no_page(tmp_path):
     ],
 )
 def test_what_cannot_be_written_ends_with_1_and_one_line_about_what_was_named(tmp_path, monkeypatch, options, reason):
-    run = full_run(tmp_path / "run", epochs=1, steps_per_epoch=1, looks=False)
+    run = full_run(tmp_path / "run", **SMALL)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
@@ -109,21 +109,10 @@ def test_what_cannot_be_written_ends_with_1_and_one_line_about_what_was_named(tm
     assert (left, list((tmp_path / "folder").iterdir())) == ({"run", "folder", "file"}, [])
 
 
-def test_a_missing_matplotlib_leaves_the_page_and_svg_files_and_ends_with_a_reason(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
-    run = full_run(tmp_path / "a", epochs=1, steps_per_epoch=1, looks=False)
-    result = invoke(run, "--out", tmp_path / "page.html", "--plots", tmp_path / "plots")
-    assert result.exit_code == 1
-    assert "plots as SVG; plots as PNG need matplotlib" in result.stderr
-    assert (tmp_path / "page.html").exists()
-    assert {file.suffix for file in (tmp_path / "plots").iterdir()} == {".svg"}
-
-
 def test_the_page_is_opened_only_when_asked(tmp_path, monkeypatch):
     opened = []
     monkeypatch.setattr(report.webbrowser, "open", opened.append)
-    path = full_run(tmp_path / "a")
+    path = full_run(tmp_path / "a", **SMALL)
     assert invoke(path, "--out", tmp_path / "page.html").exit_code == 0
     assert opened == []
     assert invoke(path, "--out", tmp_path / "page.html", "--open").exit_code == 0

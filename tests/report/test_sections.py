@@ -7,23 +7,20 @@ import pytest
 from PIL import Image
 
 from micronorm.records import read, write_predictions
-from micronorm.report.drawing import Circle, Path
-from micronorm.report.heat import Table, heat_plot, scale_top
-from micronorm.report.lines import Series, line_plot
-from micronorm.report.looks import read_looks
-from micronorm.report.page import plots_of
-from micronorm.report.thin import thin
+from micronorm.report.charts import Chart, Grid, Line, heat_map, largest_shown, line_chart, summarize
+from micronorm.report.diagnostics import read_layer_history
+from micronorm.report.page import sections_of
 from tests.report.build import begin, full_run, look_row, prediction
 from tests.report.parsed import page, section, table_rows
 
 
-def plot(runs, name: str):
-    return next(found for found in plots_of(runs) if found.name == name)
+def charts_of(runs) -> dict[str, Chart]:
+    return {chart.name: chart for section in sections_of(runs) for chart in section.charts}
 
 
-def hovers(drawing) -> dict[str, list[tuple[str, str]]]:
-    lines = [item.hover for item in drawing.items if isinstance(item, Path) and item.hover]
-    return {hover.name: list(zip(hover.xs, hover.ys, strict=True)) for hover in lines}
+def hovers(chart: Chart) -> list[str]:
+    """Everything that the chart says under the pointer, names of lines apart."""
+    return [text for texts in chart.hover.values() for text in texts if ": " in text]
 
 
 # --- the paper -------------------------------------------------------------------------------------------------------
@@ -33,7 +30,7 @@ def recipe(folder, name: str, *, level: float = 1.0, epochs: int = 6, seed: int 
     settings = {"epochs": 6, "step_batch": 64, "seed": seed}
     definition = {"epochs": epochs, "step_batch": 64}
     full = {"recipe": name, "paper": {"top1": 3.0}, "definition": definition, "settings": settings, **facts}
-    return full_run(folder, level=level, **full)
+    return full_run(folder, level=level, steps_per_epoch=2, looks=False, **full)
 
 
 def test_runs_of_one_recipe_are_averaged_over_seeds_beside_the_papers_figure(tmp_path):
@@ -58,7 +55,7 @@ def test_runs_of_one_recipe_are_averaged_over_seeds_beside_the_papers_figure(tmp
 def test_a_run_that_departs_from_its_recipe_is_shown_with_the_reason(tmp_path, facts, remark):
     text, _ = page(tmp_path, [recipe(tmp_path / "a", "cifar1/gn", **facts)])
     assert table_rows(section(text, "paper"))["gn"][-1] == remark
-    assert "gn (departs)" in text
+    assert "gn (differs)" in text
 
 
 def test_a_run_without_the_papers_figure_has_no_row_among_those_with_one(tmp_path):
@@ -74,26 +71,28 @@ def test_stat_diff_is_shown_by_layer_and_epoch_with_the_mean_and_deviation_over_
     run = full_run(tmp_path / "a", epochs=3, layers=2)
     rows = [look_row(0, epoch, 3, layers=2, level=1.0)["layers"] for epoch in range(3)]
     values = [[row[f"layer1.{k}.bn"]["stat_diff"] for row in rows] for k in range(2)]
-    grid = plot([run], "stat-diff-1-digits").drawing.grid
-    assert (grid.rows, grid.columns) == (["layer1.0.bn", "layer1.1.bn"], ["1", "2", "3"])
-    assert grid.values == [f"{value:.3g}" for row in values for value in row]
-    ((_, points),) = hovers(plot([run], "stat-diff").drawing).items()
+    charts = charts_of([run])
+    assert hovers(charts["stat-diff-1-digits"]) == [
+        f"layer1.{k}.bn: {values[k][0]:.3g} at epoch 1, {values[k][2]:.3g} at epoch 3" for k in range(2)
+    ]
+    (image,) = charts["stat-diff-1-digits"].figure.axes[0].images
+    assert image.get_array().tolist() == [pytest.approx(row) for row in values]
     low, high = values[0][2], values[1][2]
     mean, deviation = (low + high) / 2, (high - low) / 2
-    assert points[2] == ("3", f"{mean:.4g} ({mean - deviation:.3g} to {mean + deviation:.3g})")
+    shown = f"{mean:.4g} ({mean - deviation:.3g} to {mean + deviation:.3g})"
+    assert hovers(charts["stat-diff"])[2] == f"digits, 3: {shown}"
 
 
-def test_looks_within_one_epoch_are_shown_by_step_and_several_of_an_epoch_are_averaged(tmp_path):
+def test_observations_within_one_epoch_are_shown_by_step_and_several_of_an_epoch_are_averaged(tmp_path):
     run = begin(tmp_path / "a")
     for step, level in ((10, 1.0), (20, 3.0)):
         run.append_diagnostics(look_row(step, 0, 2, layers=1, level=level))
-    record = plots_of([run.path])
-    assert hovers(next(p for p in record if p.name == "stat-diff").drawing) == {
-        "digits": [("10", "0.15"), ("20", "0.45")]
-    }
+    assert hovers(charts_of([run.path])["stat-diff"]) == ["digits, 10: 0.15", "digits, 20: 0.45"]
     run.append_diagnostics(look_row(30, 1, 2, layers=1, level=2.0))
-    grid = plot([run.path], "stat-diff-1-digits").drawing.grid
-    assert (grid.columns, grid.values[0]) == (["1", "2"], "0.3")
+    history = read_layer_history(read(run.path), "norm", "stat_diff")
+    assert history is not None
+    assert (history.unit, history.times) == ("epoch", [1, 2])
+    assert history.values[0]["layer1.0.bn"] == pytest.approx((0.3,))
 
 
 def test_layers_without_all_figures_or_without_finite_ones_are_left_out(tmp_path):
@@ -102,29 +101,30 @@ def test_layers_without_all_figures_or_without_finite_ones_are_left_out(tmp_path
     layers = {"good": good, "nan": {**good, "stat_diff": math.nan}, "less": {"kind": "norm"}, "text": {}}
     run.append_diagnostics({"step": 1, "epoch": 0, "layers": layers})
     run.append_diagnostics({"step": 2, "epoch": 0})
-    looks = read_looks(read(run.path), "norm", "stat_diff")
-    assert looks is not None
-    assert (looks.layers, looks.xs) == (["good"], [1])
-    assert read_looks(read(run.path), "weight", "rest") is None
+    history = read_layer_history(read(run.path), "norm", "stat_diff")
+    assert history is not None
+    assert (history.layers, history.times) == (["good"], [1])
+    assert read_layer_history(read(run.path), "weight", "rest") is None
 
 
 def test_the_shares_are_stacked_to_their_sum_and_the_residual_is_told(tmp_path):
     run = full_run(tmp_path / "a", epochs=3, layers=4)
-    shown = plot([run], "shares-1-digits")
-    found = hovers(shown.drawing)
-    assert list(found) == ["mean", "along Ŵ", "reaches W"]  # from the top down, as they lie
-    assert sum(float(values[1][1].rstrip("%")) for values in found.values()) == pytest.approx(99.8, abs=0.15)
-    assert shown.note == "they sum to 1 but for a residual of 0.002 at most"
-    assert "Shares, by layer, at epoch 3" in [p.caption for p in plots_of([run])]
+    charts = charts_of([run])
+    shown = charts["shares-1-digits"]
+    found = dict(text.split(": ") for text in hovers(shown))
+    assert list(found) == ["reaches W", "along Ŵ", "mean"]  # from the bottom up, as they lie
+    assert sum(float(text.split("%")[0]) for text in found.values()) == pytest.approx(99.8, abs=0.15)
+    assert shown.note == "they sum to 1 except for a residual of at most 0.002"
+    assert charts["shares-by-layer-1-digits"].caption == "Shares, by layer, at epoch 3"
 
 
 def test_a_residual_that_can_be_seen_is_an_area_of_its_own(tmp_path):
     run = begin(tmp_path / "a")
     layer = {"kind": "weight", "along": 0.2, "mean": 0.3, "rest": 0.4}
     run.append_diagnostics({"step": 1, "epoch": 0, "layers": {"conv": layer}})
-    assert next(iter(hovers(plot([run.path], "shares-1-digits").drawing))) == "residual"
+    assert hovers(charts_of([run.path])["shares-1-digits"])[-1] == "residual: 10.0% at first, 10.0% at the end"
     text, _ = page(tmp_path, [run.path])
-    assert "residual, by ε" in section(text, "shares")
+    assert "residual, due to ε" in section(text, "shares")
 
 
 def shares_of(folder, **weights):
@@ -144,25 +144,25 @@ def test_of_plain_layers_the_shares_are_what_standardization_would_take(tmp_path
     text, _ = page(tmp_path, runs)
     shown = section(text, "shares")
     assert ">Shares, mean over layers: ws<" in shown
-    assert ">Shares that standardization would take, mean over layers: plain<" in shown
+    assert ">Shares that standardization would remove, mean over layers: plain<" in shown
     assert "Shares, mean over layers: mixed <" in shown
-    assert shown.count("1 of 2 layers plain: what it would take of them") == 1
-    assert "were its weights standardized" in shown
+    assert shown.count("1 of 2 layers are not standardized") == 1
+    assert "what it would remove" in shown
     text, _ = page(tmp_path, [runs["ws"]])
-    assert "would take" not in section(text, "shares")
+    assert "would remove" not in section(text, "shares")
 
 
-def test_the_plane_goes_from_the_first_look_to_the_last(tmp_path):
+def test_the_plane_goes_from_the_first_observation_to_the_last(tmp_path):
     run = full_run(tmp_path / "a", epochs=5, layers=3)
-    circles = [item for item in plot([run], "singularities").drawing.items if isinstance(item, Circle)]
+    hover = charts_of([run])["singularities"].hover
     ends = [look_row(0, epoch, 5, layers=3, level=1.0)["layers"] for epoch in (0, 4)]
-    for role, row, words in (("ring", ends[0], ", at first"), ("mark", ends[1], "")):
+    for kind, row, words in (("rings", ends[0], ", at first"), ("dots", ends[1], "")):
         expected = {
             f"{name}{words}: {layer['sigma_mean']:.3g}, {layer['sigma_std']:.3g}"
             for name, layer in row.items()
             if layer["kind"] == "norm"
         }
-        assert {circle.title for circle in circles if circle.role == role} == expected
+        assert set(hover[f"singularities-c0-{kind}"]) == expected
 
 
 def test_idle_channels_are_a_share_of_all(tmp_path):
@@ -170,14 +170,14 @@ def test_idle_channels_are_a_share_of_all(tmp_path):
     layers = {name: {"kind": "norm", "dead": dead, "rare": 2, "channels": 32, "sigma_mean": 0.1, "sigma_std": 0.1}
               for name, dead in (("a", 0), ("b", 4))}  # fmt: skip
     run.append_diagnostics({"step": 1, "epoch": 0, "layers": layers})
-    assert hovers(plot([run.path], "idle-channels").drawing) == {"digits": [("1", "12.5")]}
+    assert hovers(charts_of([run.path])["idle-channels"]) == ["digits, 1: 12.5"]
 
 
-def test_runs_without_looks_are_named_where_others_have_them(tmp_path):
+def test_runs_without_layer_statistics_are_named_where_others_have_them(tmp_path):
     runs = {"with": full_run(tmp_path / "a"), "without": full_run(tmp_path / "b", looks=False)}
     text, _ = page(tmp_path, runs)
     for key in ("stat-diff", "singularities", "shares"):
-        assert "No looks are recorded of without." in section(text, key)
+        assert "Without layer statistics: without." in section(text, key)
         assert "without</li>" not in section(text, key)
 
 
@@ -190,11 +190,10 @@ def test_speed_memory_and_a_micro_batch_that_changed_are_shown(tmp_path):
     run.append_steps(
         {"step": k, "seconds": s, "samples": 100, "memory": m, "micro_batch": size} for k, s, m, size in rows
     )
-    found = {p.name: hovers(p.drawing)["digits"] for p in plots_of([run.path])}
-    assert found == {
-        "speed": [("1", "200"), ("2", "400")],
-        "memory": [("1", "1"), ("2", "2")],
-        "micro-batch": [("1", "64"), ("2", "32")],
+    assert {name: hovers(chart) for name, chart in charts_of([run.path]).items()} == {
+        "speed": ["digits, 1: 200", "digits, 2: 400"],
+        "memory": ["digits, 1: 1", "digits, 2: 2"],
+        "micro-batch": ["digits, 1: 64", "digits, 2: 32"],
     }
     text, _ = page(tmp_path, [full_run(tmp_path / "b", memory=False)])
     assert "Memory is recorded on GPUs only." in section(text, "resources")
@@ -227,66 +226,74 @@ def test_pictures_that_several_runs_were_shown_stand_once_with_the_answers_that_
 
 
 def test_a_learning_rate_that_falls_to_nothing_keeps_a_linear_scale(tmp_path):
-    assert "logarithmic" not in plot([full_run(tmp_path / "a")], "learning-rate").note
-    assert "logarithmic" in plot([full_run(tmp_path / "b", epochs=60, steps_per_epoch=2)], "test-top1").note
+    charts = charts_of([full_run(tmp_path / "a", epochs=60, steps_per_epoch=2, layers=1)])
+    assert "logarithmic" not in charts["learning-rate"].note
+    assert "logarithmic" in charts["test-top1"].note
 
 
 # --- the pieces ------------------------------------------------------------------------------------------------------
 
 
-def test_thinning_keeps_the_least_and_the_largest_value_and_the_mean():
+def test_a_summary_keeps_the_least_and_the_largest_value_and_the_mean():
     values = [math.sin(k) for k in range(1000)]
     values[517], values[518] = 40.0, -40.0
-    pieces = thin(list(enumerate(values)), 64)
-    assert len(pieces) <= 64
-    assert sum(piece.count for piece in pieces) == 1000
-    assert (min(p.low for p in pieces), max(p.high for p in pieces)) == (-40.0, 40.0)
-    assert math.fsum(p.mean * p.count for p in pieces) == pytest.approx(math.fsum(values), abs=1e-9)
+    parts = summarize(list(enumerate(values)), 64)
+    assert len(parts) <= 64
+    assert sum(part.count for part in parts) == 1000
+    assert (min(p.low for p in parts), max(p.high for p in parts)) == (-40.0, 40.0)
+    assert math.fsum(p.mean * p.count for p in parts) == pytest.approx(math.fsum(values), abs=1e-9)
 
 
-def test_values_that_are_not_finite_have_no_part_in_their_piece():
-    (piece,) = thin([(0, 1.0), (1, math.inf), (2, math.nan), (3, 3.0)], 1)
-    assert (piece.low, piece.mean, piece.high, piece.count) == (1.0, 2.0, 3.0, 4)
-    assert math.isnan(thin([(0, math.nan)], 1)[0].mean)
+def test_values_that_are_not_finite_have_no_part_in_their_summary():
+    (part,) = summarize([(0, 1.0), (1, math.inf), (2, math.nan), (3, 3.0)], 1)
+    assert (part.low, part.mean, part.high, part.count) == (1.0, 2.0, 3.0, 4)
+    assert math.isnan(summarize([(0, math.nan)], 1)[0].mean)
 
 
-def test_a_thinned_line_has_a_band_and_says_so():
-    found = line_plot("x", [Series("a", "c0", [(k, k % 2) for k in range(100)])], caption="x", below="step", limit=10)
+def test_a_long_line_has_a_band_and_says_so():
+    found = line_chart("x", [Line("a", "c0", [(k, k % 2) for k in range(100)])], caption="x", x_label="step", limit=10)
     assert found is not None
     assert "means of up to 10 points" in found.note
-    (band,) = (item for item in found.drawing.items if item.role == "band")
-    assert len(band.pieces[0]) == 20
+    (band,) = found.figure.axes[0].collections
+    assert band.get_datalim(found.figure.axes[0].transData).intervaly.tolist() == [0, 1]
+
+
+def test_a_long_line_shows_its_least_and_largest_value_under_the_pointer():
+    points = [(k, 50.0 if k == 333 else -50.0 if k == 555 else 1.0) for k in range(1000)]
+    found = line_chart("x", [Line("a", "c0", points)], caption="x", x_label="step", limit=1000)
+    assert found is not None
+    assert {"a, 333: 50", "a, 555: -50"} < set(hovers(found))
+    assert 40 <= len(hovers(found)) <= 42
 
 
 def test_a_few_cells_far_out_do_not_leave_one_colour_for_the_others():
     values = [[0.1 * (k + 1) / 100 for k in range(99)] + [50.0]]
-    table = Table(["layer"], [str(k) for k in range(100)], values)
-    assert scale_top([table]) < 1
-    plot = heat_plot("x", table, top=scale_top([table]), caption="x", below="epoch")
-    levels = {item.colour for item in plot.drawing.items if item.role == "cell" and len(item.pieces) > 1}
-    assert len(levels) > 10
-    assert "above: darkest" in [item.text for item in plot.drawing.items if item.role == "label"]
+    grid = Grid(["layer"], [str(k) for k in range(100)], values)
+    assert largest_shown([grid]) < 1
+    chart = heat_map("x", grid, top=largest_shown([grid]), caption="x", x_label="epoch")
+    (image,) = chart.figure.axes[0].images
+    assert len({tuple(colour) for colour in image.to_rgba(image.get_array())[0]}) > 10
+    assert image.colorbar.extend == "max"
 
 
-@pytest.mark.parametrize("top, texts", [(0.93, ["0", "0.5", "0.93"]), (2.0, ["0", "0.5", "1", "1.5", "2"])])
-def test_the_scale_of_a_heat_map_says_where_it_ends(top, texts):
-    drawing = heat_plot("x", Table(["layer"], ["7"], [[top]]), top=top, caption="x", below="epoch").drawing
-    labels = [item for item in drawing.items if item.role == "label"]
-    figures = [item for item in labels if item.y == max(label.y for label in labels)]
-    assert [item.text for item in figures] == texts
-    assert figures[-1].x == pytest.approx(408)  # the right edge of the scale
+def test_the_scale_of_a_heat_map_says_where_it_ends():
+    chart = heat_map("x", Grid(["layer"], ["7"], [[0.93]]), top=0.93, caption="x", x_label="epoch")
+    labels = [label.get_text() for label in chart.figure.axes[1].get_xticklabels()]
+    assert labels == ["0", "0.465", "0.93"]
 
 
 def test_a_heat_map_of_nothing_finite_or_of_zeros_has_a_scale():
     for value in (math.nan, 0.0):
-        table = Table(["layer"], ["1"], [[value]])
-        assert scale_top([table]) == 1.0
-        assert heat_plot("x", table, top=1.0, caption="x", below="epoch").drawing.height > 0
+        grid = Grid(["layer"], ["1"], [[value]])
+        assert largest_shown([grid]) == 1.0
+        assert "<svg" in heat_map("x", grid, top=1.0, caption="x", x_label="epoch").svg()
 
 
-def test_series_that_end_early_or_begin_late_share_an_axis(tmp_path):
+def test_lines_that_end_early_or_begin_late_share_an_axis(tmp_path):
     short, late = begin(tmp_path / "a"), begin(tmp_path / "b")
     short.append_steps([{"step": 1, "loss": 1.0}])
     late.append_steps([{"step": k, "loss": 1.0} for k in range(50, 100)])
-    found = hovers(plot({"short": short.path, "late": late.path}, "step-loss").drawing)
-    assert (found["short"][0][0], found["late"][-1][0]) == ("1", "99")
+    chart = charts_of({"short": short.path, "late": late.path})["step-loss"]
+    assert {"short, 1: 1", "late, 99: 1"} < set(hovers(chart))
+    low, high = chart.figure.axes[0].get_xlim()
+    assert low < 1 < 99 < high

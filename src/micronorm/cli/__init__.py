@@ -1,4 +1,7 @@
-"""The `micronorm` command: parse, call, print."""
+"""The `micronorm` command: one module per command parses its options, calls the library and prints the result.
+
+What the commands compute is elsewhere, except the demo's comparison and the self-tests of `micronorm doctor`.
+"""
 
 from typing import Annotated
 
@@ -11,7 +14,7 @@ app = typer.Typer(
     name="micronorm",
     no_args_is_help=True,
     add_completion=False,
-    pretty_exceptions_enable=False,  # a fault of ours is reported with Python's own traceback, which can be pasted
+    pretty_exceptions_enable=False,  # errors of ours show Python's own traceback, which users can paste into a report
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(demo.demo)
@@ -42,5 +45,5 @@ def options(
 
 
 def main() -> None:
-    """Run the command line; the console script calls this."""
+    """Run the command line. The console script calls this function."""
     app()

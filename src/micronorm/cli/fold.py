@@ -1,4 +1,4 @@
-"""`micronorm fold`: a trained checkpoint as plain layers, for production."""
+"""`micronorm fold`: turn a trained checkpoint into plain layers for deployment."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,11 +21,11 @@ _HOW = ("model", "norm", "groups", "weight", "statistics")
 def fold(
     checkpoint: Annotated[Path, typer.Argument(help="The converted model's state dict: .safetensors, .pt or .pth.")],
     model: Annotated[
-        str | None, typer.Option(help="The model it belongs to: timm:NAME, torchvision:NAME or module:factory.")
+        str | None, typer.Option(help="The model it was saved from: timm:NAME, torchvision:NAME or module:factory.")
     ] = None,
-    norm: Annotated[str | None, typer.Option(help="What its norms were converted to; bcn if nothing says so.")] = None,
+    norm: Annotated[str | None, typer.Option(help="The norm the model was converted to; default bcn.")] = None,
     groups: Groups = None,
-    weight: Annotated[str | None, typer.Option(help="Likewise its convolutions; ws if nothing says so.")] = None,
+    weight: Annotated[str | None, typer.Option(help="The weight it was converted to; default ws.")] = None,
     statistics: Statistics = None,
     out: Annotated[Path | None, typer.Option(help="Write the folded state dict here (.safetensors).")] = None,
     onnx: Annotated[Path | None, typer.Option(help="Write an ONNX file here, verified by onnxruntime.")] = None,
@@ -34,14 +34,14 @@ def fold(
 ) -> None:
     """Fold a trained checkpoint into plain layers, and write them as a state dict, as ONNX, or both.
 
-    A state dict holds tensors, not layers: --model, --norm, --groups, --weight and --statistics say what it was saved
-    from. A .safetensors file may say so itself, in metadata of those names.
+    A state dict contains tensors but not the layers: --model, --norm, --groups, --weight and --statistics describe the
+    model it was saved from. A .safetensors file may contain them as metadata of the same names.
 
-    Exit code 0: written. 1: the checkpoint does not fit, or cannot be folded or exported. 2: an option is wrong.
+    Exit code 0: written. 1: the checkpoint does not fit the model, or folding or export failed. 2: an option is wrong.
     """
     try:
         if out is None and onnx is None:
-            raise TargetError("say where to write: --out FILE.safetensors, --onnx FILE.onnx, or both")
+            raise TargetError("give --out FILE.safetensors, --onnx FILE.onnx, or both")
         if out is not None and out.suffix != ".safetensors":
             raise TargetError(f"--out writes safetensors, got {out.name!r}")
         if not checkpoint.is_file():
@@ -49,11 +49,9 @@ def fold(
         given = dict(zip(_HOW, (model, norm, groups, weight, statistics), strict=True))
         network = _rebuild(_metadata(checkpoint) | {key: value for key, value in given.items() if value is not None})
         state = read_state(checkpoint)
-        groups_in = [any("group_weight" in key for key in keys) for keys in (network.state_dict(), state)]
-        if groups_in == [True, False]:
-            raise ValueError(
-                "the file holds no group_weight: it was saved before the conversion, and never trained after"
-            )
+        has_bcn, saved_bcn = (any("group_weight" in key for key in keys) for keys in (network.state_dict(), state))
+        if has_bcn and not saved_bcn:
+            raise ValueError("the file contains no group_weight: it was saved from the model before its conversion")
         network.load_state_dict(state)
         _write(fold_model(network.eval()), out, onnx, torch.randn(2, channels, *size))
     except (TargetError, ImportError, RuntimeError, TypeError, ValueError) as fault:
@@ -72,9 +70,9 @@ def _metadata(checkpoint: Path) -> dict[str, Any]:
 
 
 def _rebuild(how: dict[str, Any]) -> nn.Module:
-    """The converted network, with fresh weights."""
+    """Build the converted network with fresh weights."""
     if "model" not in how:
-        raise TargetError("say which model it is: --model timm:NAME, torchvision:NAME or package.module:factory")
+        raise TargetError("give the model: --model timm:NAME, torchvision:NAME or package.module:factory")
     groups = int(how["groups"]) if "groups" in how else None
     norm = norm_spec(how.get("norm", "bcn"), groups=groups, statistics=how.get("statistics"))
     return convert(resolve_model(how["model"]), norm, weight_spec(how.get("weight", "ws")))

@@ -1,4 +1,4 @@
-"""Images for commands that run a model on some: digits, a folder of pictures, a file of tensors, or random ones."""
+"""Read the images that a command runs a model on: digits, a folder of pictures, a file of tensors, or random ones."""
 
 import math
 from collections.abc import Sequence
@@ -26,20 +26,22 @@ def read_images(
     standardization: Standardization | None = None,
     notes: list[str] | None = None,
 ) -> Tensor:
-    """`count` images, N×channels×H×W in float32, or as many as there are.
+    """Return at most `count` images, N×channels×H×W in float32.
 
     Args:
-        source: "digits" (scikit-learn's, its test part), "random" (see `random_images`), a folder with pictures at any
-            depth, of which every so-many-th is taken, or a file with a tensor N×C×H×W that is taken as it is, bytes
-            standardized.
+        source: one of
+            "digits": the test images of scikit-learn's digits;
+            "random": see `random_images`;
+            a folder: pictures at any depth, chosen evenly;
+            a file: a tensor N×C×H×W. Floats are used as they are, integers are standardized.
         count: how many images.
-        size: height and width; None for those of the data, 224 for pictures and random images.
-        channels: what the model takes. Grey images are repeated, colours averaged.
-        standardization: of pictures and bytes, in pixels from 0 to 255; ImageNet's where None.
-        notes: where to say what was assumed of a file.
+        size: height and width. None keeps those of the data, and means 224 for pictures and random images.
+        channels: the model's input channels. Grey images are repeated, colours averaged.
+        standardization: of pictures and integers, in pixels from 0 to 255. None means ImageNet's.
+        notes: a list that gets a sentence on what was assumed about a file.
 
     Raises:
-        TargetError: there is no such source, or no image in it.
+        TargetError: the source does not exist, or contains no image.
     """
     if source == "digits":
         from micronorm.data.digits import read_digits
@@ -54,7 +56,7 @@ def read_images(
         if not images.is_floating_point():
             if notes is not None:
                 kind = str(images.dtype).removeprefix("torch.")
-                taken = "taken as pixels from 0 to 255 and standardized; floats are taken as they are"
+                taken = "taken as pixels from 0 to 255 and standardized; floats are used as they are"
                 notes.append(f"{source} holds {kind}: {taken}")
             images = _standardize(images, standardization)
     else:
@@ -66,9 +68,9 @@ def read_images(
 
 
 def random_images(count: int, *, channels: int, size: int, seed: int = 0) -> Tensor:
-    """Images of noise with the spectrum of photographs: amplitudes fall as 1/f, and colours vary together.
+    """Return noise with the spectrum of photographs: amplitudes fall as 1/f, and colours vary together.
 
-    Mean 0 and deviation 1 over all. White noise would not do: a convolution averages it away.
+    All images together have mean 0 and standard deviation 1. White noise would not do: convolutions average it away.
 
     Example:
         >>> images = random_images(4, channels=3, size=32)
@@ -85,20 +87,18 @@ def random_images(count: int, *, channels: int, size: int, seed: int = 0) -> Ten
 
 
 def _read_folder(folder: Path, count: int, size: int) -> Tensor:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise TargetError("pictures are read by Pillow, which is not installed: pip install pillow") from error
+    from PIL import Image
+
     files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
     if not files:
-        raise TargetError(f"no pictures ({', '.join(SUFFIXES)}) in {folder}, at whatever depth")
+        raise TargetError(f"no pictures ({', '.join(SUFFIXES)}) in {folder} or below")
     chosen = [files[i * len(files) // count] for i in range(count)] if len(files) > count else files
     images = torch.empty(len(chosen), 3, size, size, dtype=torch.uint8)
     for n, file in enumerate(chosen):
         try:
             with Image.open(file) as opened:
                 image = opened.convert("RGB")
-        except Exception as error:  # each of PIL's decoders fails in its own way
+        except Exception as error:  # PIL's decoders raise many kinds of exceptions
             raise TargetError(f"{file} is not a readable picture ({type(error).__name__}: {error})") from error
         # The usual evaluation crop: the shorter side to 256/224 of the size, then the middle.
         scale = size * 256 / 224 / min(image.size)
@@ -111,10 +111,10 @@ def _read_folder(folder: Path, count: int, size: int) -> Tensor:
 
 def _read_tensors(file: Path) -> Tensor:
     if file.suffix not in TENSORS:
-        raise TargetError(f"{file} holds no tensors by its name: it would end in {', '.join(TENSORS)}")
+        raise TargetError(f"{file} is no file of tensors: its name must end in {', '.join(TENSORS)}")
     try:
         found: Any = _load(file)
-    except Exception as error:  # bytes that are no tensors fail in many ways
+    except Exception as error:  # files without tensors raise many kinds of exceptions
         raise TargetError(f"{file} cannot be read as tensors alone: {loading_fault(error)}") from error
     values = list(found.values()) if isinstance(found, dict) else found if isinstance(found, Sequence) else [found]
     images = next((value for value in values if isinstance(value, Tensor) and value.ndim == 4), None)
@@ -124,7 +124,7 @@ def _read_tensors(file: Path) -> Tensor:
 
 
 def _load(file: Path) -> Any:
-    """What the file holds; nothing in it is executed."""
+    """Return what the file holds, without executing anything in it."""
     if file.suffix == ".safetensors":
         from safetensors import SafetensorError
         from safetensors.torch import load_file
@@ -143,7 +143,7 @@ def _load(file: Path) -> Any:
 def _standardize(images: Tensor, standardization: Standardization | None) -> Tensor:
     mean, std = (torch.tensor(part) for part in standardization or IMAGENET)
     images = images.to(torch.float32)
-    if images.shape[1] != len(mean):  # grey: by the mean colour
+    if images.shape[1] != len(mean):  # grey images: use the mean over the colours
         mean, std = mean.mean(0, keepdim=True), std.mean(0, keepdim=True)
     return (images - mean[:, None, None]) / std[:, None, None]
 

@@ -1,4 +1,4 @@
-"""`micronorm plan`: what a conversion would do to a model, layer by layer."""
+"""`micronorm plan`: show what a conversion would do to each layer of a model."""
 
 import json
 from typing import Annotated
@@ -23,12 +23,16 @@ def plan(
     groups: Groups = None,
     weight: Weight = "ws",
     statistics: Statistics = None,
-    absorb: Annotated[bool, typer.Option("--absorb", help="Keep each kernel's old mean and scale.")] = False,
+    absorb: Annotated[
+        bool, typer.Option("--absorb", help="Keep the mean and scale of each pretrained kernel.")
+    ] = False,
     warm_steps: Annotated[
-        int, typer.Option(min=0, help="Become BCN over so many steps, starting as the given network.")
+        int, typer.Option(min=0, help="Start as the given network and become BCN over this many steps.")
     ] = 0,
     layer_norm: Annotated[bool, typer.Option("--layer-norm", help="Convert layer norms too.")] = False,
-    no_fuse: Annotated[bool, typer.Option("--no-fuse", help="Leave activations and additions to the model.")] = False,
+    no_fuse: Annotated[
+        bool, typer.Option("--no-fuse", help="Do not fuse activations and additions into the norms.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Show what converting a model would do to each convolution and normalization, and why. Nothing is changed.

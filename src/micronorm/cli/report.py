@@ -1,4 +1,4 @@
-"""`micronorm report RUN…`: one page about some runs, and its plots as files."""
+"""`micronorm report RUN…`: write one page about some runs, and its charts as files."""
 
 import os
 import webbrowser
@@ -18,23 +18,20 @@ FAILED = 1
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Run directories, or folders that hold some at any depth.")
+        list[Path], typer.Argument(metavar="RUN...", help="Run directories, or folders that contain some at any depth.")
     ],
-    out: Annotated[Path, typer.Option(help="The page; replaced where it is there.")] = Path("report.html"),
-    plots: Annotated[
-        Path | None, typer.Option(help="A folder for every plot as SVG and PNG; PNG needs matplotlib.")
-    ] = None,
-    title: Annotated[str, typer.Option(help="The page's heading; the run's name, or how many runs.")] = "",
+    out: Annotated[Path, typer.Option(help="The page to write; an existing file is replaced.")] = Path("report.html"),
+    plots: Annotated[Path | None, typer.Option(help="A folder to write every chart to, as SVG and PNG.")] = None,
+    title: Annotated[str, typer.Option(help="The page's heading; by default the run's name or how many runs.")] = "",
     browse: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
 ) -> None:
-    """Write one self-contained HTML page about runs: results, the paper's figures, curves, looks, memory and speed.
+    """Write one self-contained HTML page about runs: results, the paper's figures, curves, layers, memory and speed.
 
-    The page loads nothing from anywhere and stays under 3 MB however long the runs are. Several runs are compared, each
-    in one colour throughout. A run that goes on is shown as far as it has come. Of several runs those whose records are
-    damaged are left out, and named.
+    The page makes no network requests and stays under 3 MB. It compares several runs, each in its own colour, and shows
+    unfinished runs up to their last step. If some of several records are damaged, the page leaves them out and names
+    them.
 
-    Exit code 0: written. 1: it could not be written; or matplotlib is missing for --plots, which then writes SVG alone.
-    2: no run there, no run with an undamaged record, or an option is wrong.
+    Exit code 0: written. 1: a file could not be written. 2: no readable run was found, or an option is wrong.
     """
     try:
         found, faults = _read(_find(runs))
@@ -55,14 +52,14 @@ def report(
             typer.echo(f"{plots}: {len(files)} files")
     except ValueError as fault:
         raise _said(str(fault), MISUSE) from None
-    except (_NotWritten, ImportError) as fault:
+    except _NotWritten as fault:
         raise _said(str(fault), FAILED) from None
     if browse:
         webbrowser.open(page.resolve().as_uri())
 
 
 def _find(places: list[Path]) -> list[Path]:
-    """The run directories that are meant, each once."""
+    """Return the run directories at and below the given places, each once."""
     found: dict[Path, Path] = {}
     for place in places:
         here = records.find_runs(place)
@@ -73,7 +70,7 @@ def _find(places: list[Path]) -> list[Path]:
 
 
 def _read(runs: list[Path]) -> tuple[list[records.Record], list[str]]:
-    """The records that can be read, and what is wrong with the others."""
+    """Return the records that can be read, and what is wrong with the others."""
     found, faults = [], []
     for run in runs:
         try:
@@ -84,12 +81,12 @@ def _read(runs: list[Path]) -> tuple[list[records.Record], list[str]]:
 
 
 class _NotWritten(Exception):
-    """A file or a folder that cannot be written, in words."""
+    """A file or folder could not be written; the message says why."""
 
 
 @contextmanager
 def _writing(target: Path, *, folder: bool = False) -> Iterator[None]:
-    """Say of a failure what the user named, not the hidden file that was written first; leave no empty folder."""
+    """On failure name the user's path instead of a temporary file, and remove the folders made for it."""
     missing = [path for path in (target, *target.parents) if not os.path.exists(path)]
     try:
         if not folder and target.is_dir():

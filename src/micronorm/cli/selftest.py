@@ -1,6 +1,5 @@
-"""What `micronorm doctor` tries out on this machine: the law, the forms of BCN, checkpoints and process groups."""
+"""The self-tests of `micronorm doctor`: the law, the implementations of BCN, checkpoints and process groups."""
 
-import math
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from micronorm.check import check_cuts
+from micronorm.cli.cuts import largest_difference
 from micronorm.data.memory import MemorySamples
 from micronorm.data.pixels import Standardization
 from micronorm.engine import checkpoint
@@ -27,24 +27,23 @@ from micronorm.nn.backends import KERNELS, kernel_problem
 from micronorm.recipes import find
 from micronorm.tasks.classification import Classification
 
-STEP_TOLERANCE = 1e-12
-"""Of one step in float64, cut differently: relative to each tensor's maximum."""
-
-_FORM_TOLERANCE = 1e-10
-_SAMPLES, _CUT = 24, 5
+# Largest differences relative to each tensor's maximum, in float64: one step split differently, and BCN's outputs and
+# gradients against the plain equations.
+STEP_TOLERANCE, FORM_TOLERANCE = 1e-12, 1e-10
+_SAMPLES, _MICRO_BATCH = 24, 5
 
 
 class Failed(Exception):
-    """A self-test found what must not be; the message says what."""
+    """Raised by a self-test that fails; the message says what is wrong."""
 
 
 class Absent(Exception):
-    """There is nothing here to be tested; the message says why. No fault."""
+    """Raised by a self-test that does not apply to this machine; the message says why."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """How one self-test went."""
+    """The result of one self-test."""
 
     name: str
     status: Literal["passed", "failed", "absent"]
@@ -56,7 +55,7 @@ SelfTest = tuple[str, Callable[[], str]]
 
 
 def self_tests(devices: Sequence[torch.device]) -> list[SelfTest]:
-    """The tests for these devices by name, each a function that returns what it found, or raises."""
+    """Return the tests for these devices: a name and a function that returns a description of its result, or raises."""
     tests: list[SelfTest] = []
     for device in devices:
         tests += [
@@ -71,7 +70,7 @@ def self_tests(devices: Sequence[torch.device]) -> list[SelfTest]:
 
 
 def run_tests(tests: Sequence[SelfTest]) -> list[Result]:
-    """Run them one after the other. Whatever one raises is its result; the others run all the same."""
+    """Run all tests in order and return their results. An exception counts as a failure of that test."""
     results = []
     for name, test in tests:
         started = time.perf_counter()
@@ -81,14 +80,14 @@ def run_tests(tests: Sequence[SelfTest]) -> list[Result]:
             status, detail = "absent", str(reason)
         except Failed as fault:
             status, detail = "failed", str(fault)
-        except Exception as error:  # a machine can be broken in any way
+        except Exception as error:  # a broken installation may raise anything
             status, detail = "failed", " ".join(f"{type(error).__name__}: {error}".split())
         results.append(Result(name, status, detail, time.perf_counter() - started))  # type: ignore[arg-type]
     return results
 
 
 def check_law(device: torch.device) -> str:
-    """`mn.check_cuts` of the digits' network with BCN and WS, in float64."""
+    """Run `mn.check_cuts` on the digits' network with BCN and WS, in float64."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(6, 1, 8, 8, generator=generator).to(device)
     model = find("digits/bcn-ws").build(seed=0).to(device).train()
@@ -104,7 +103,7 @@ def _summed_cross_entropy(model: nn.Module, part: tuple[Tensor, Tensor]) -> tupl
 
 
 def check_step(device: torch.device) -> str:
-    """One optimizer step of the engine in float64, whole and in micro-batches."""
+    """Compare one float64 step of the engine, whole and in micro-batches."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(256, (_SAMPLES, 1, 8, 8), dtype=torch.uint8, generator=generator)
     scale = Standardization((127.5,), (74.0,))
@@ -112,38 +111,39 @@ def check_step(device: torch.device) -> str:
     task = Classification(samples, samples, classes=10)
     settings = Settings(epochs=1, step_batch=_SAMPLES, optimizer=SGD(lr=0.02), schedule=Cosine(), dtype=torch.float64)
     states = []
-    for micro_batch in (_SAMPLES, _CUT):
+    for micro_batch in (_SAMPLES, _MICRO_BATCH):
         model = find("digits/bcn-ws").build(seed=0)
         train(model, task, settings, Execution(micro_batch=micro_batch, device=device))
         states.append(model.state_dict())
-    worst = max(_deviation(states[0][name], states[1][name]) for name in states[0])
-    if worst > STEP_TOLERANCE:
-        raise Failed(f"{_SAMPLES} samples at once and {_CUT} at a time end {worst:.1e} apart, beyond {STEP_TOLERANCE}")
-    return f"{_SAMPLES} samples at once and {_CUT} at a time end {worst:.1e} apart"
+    worst = largest_difference(states[1], states[0])
+    found = f"{_SAMPLES} samples at once and {_MICRO_BATCH} at a time differ by {worst:.1e}"
+    if not worst <= STEP_TOLERANCE:  # also if it is NaN
+        raise Failed(f"{found}, more than {STEP_TOLERANCE}")
+    return found
 
 
 def check_form(backend: str, device: torch.device) -> str:
-    """BCN's output and gradients by `backend` against the plain equations, in float64, in every mode."""
+    """Compare BCN's outputs and gradients by `backend` with the plain equations, in float64, in every mode."""
     generator = torch.Generator().manual_seed(0)
     x, outer = (torch.randn(4, 8, 5, 5, dtype=torch.float64, generator=generator).to(device) for _ in range(2))
-    worst = 0.0
+    found: dict[str, dict[str, Tensor]] = {backend: {}, "reference": {}}
     for statistics in ("step", "sequential", "batch"):
-        found = []
-        for form in (backend, "reference"):
+        for form, tensors in found.items():
             layer = BatchChannelNorm(
                 8, 4, statistics=statistics, rate=0.1, backend=form, device=device, dtype=torch.float64
             )
             inputs = x.clone().requires_grad_()
             y = layer(inputs)
-            found.append((y.detach(), *torch.autograd.grad(y, (inputs, *layer.parameters()), outer)))
-        worst = max([worst, *(_deviation(b, a) for a, b in zip(*found, strict=True))])
-    if worst > _FORM_TOLERANCE:
-        raise Failed(f"outputs or gradients are {worst:.1e} from those of the plain equations")
-    return f"outputs and gradients within {worst:.1e}"
+            gradients = torch.autograd.grad(y, (inputs, *layer.parameters()), outer)
+            tensors |= {f"{statistics} {k}": tensor.detach() for k, tensor in enumerate((y, *gradients))}
+    worst = largest_difference(found[backend], found["reference"])
+    if not worst <= FORM_TOLERANCE:  # also if it is NaN
+        raise Failed(f"outputs or gradients differ from the plain equations by {worst:.1e}")
+    return f"outputs and gradients agree within {worst:.1e}"
 
 
 def check_kernels(device: torch.device) -> str:
-    """As `check_form`, for every kernel of our own; absent where a device cannot run them."""
+    """Compare every kernel with the plain equations, if the device can run kernels."""
     problem = kernel_problem(device.type, device.index)
     if problem is not None:
         raise Absent(problem)
@@ -151,23 +151,23 @@ def check_kernels(device: torch.device) -> str:
 
 
 def check_checkpoint() -> str:
-    """A checkpoint comes back as it was written, and is refused when a byte of it has changed."""
+    """Check that a checkpoint loads as it was saved, and that one with a changed byte is refused."""
     state = {"model": find("digits/bcn-ws").build(seed=0).state_dict()}
     with tempfile.TemporaryDirectory(prefix="micronorm-doctor-") as folder:
         path = checkpoint.save(Path(folder), 1, state)
         content = path.read_bytes()
         if checkpoint.digest(checkpoint.load(path)["model"]) != checkpoint.digest(state["model"]):
-            raise Failed("what was read back is not what was written")
+            raise Failed("the loaded checkpoint differs from the saved one")
         path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         try:
             checkpoint.load(path)
         except checkpoint.CheckpointError:
-            return f"{len(content):,} bytes written and read back; a changed byte is noticed"
-    raise Failed("a changed byte was not noticed")
+            return f"{len(content):,} bytes written and read back; a changed byte is detected"
+    raise Failed("a changed byte was not detected")
 
 
 def check_group(backend: str, device: torch.device) -> str:
-    """A process group of one rank opens and adds up."""
+    """Open a process group of one rank and run one all-reduce."""
     if not dist.is_available() or not dist.is_backend_available(backend):
         raise Absent(f"this torch is built without {backend}")
     if dist.is_initialized():
@@ -181,12 +181,3 @@ def check_group(backend: str, device: torch.device) -> str:
     finally:
         dist.destroy_process_group()
     return "one rank, one all-reduce"
-
-
-def _deviation(expected: Tensor, actual: Tensor) -> float:
-    """The largest deviation, relative to the largest entry; infinite where a number is none."""
-    error = (actual.double() - expected.double()).abs().max().item()
-    size = expected.abs().max().item()
-    if math.isnan(error):  # which `max` would pass over
-        return math.inf
-    return error / size if error and size else error

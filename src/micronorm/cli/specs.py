@@ -9,19 +9,19 @@ from micronorm.cli.targets import TargetError, unknown
 from micronorm.nn import SPECS
 from micronorm.nn.spec import NormSpec, WeightSpec
 
-Norm = Annotated[str, typer.Option(help="The normalization: bcn, gn, bn, sn, …, or none to leave it.")]
-Groups = Annotated[int | None, typer.Option(help="Channel groups, where they divide the channels.")]
-Weight = Annotated[str, typer.Option(help="The weight: ws, wn, cwn, or none to leave it.")]
-Statistics = Annotated[str | None, typer.Option(help="BCN's estimates: step, sequential or batch.")]
+Norm = Annotated[str, typer.Option(help="The normalization: bcn, gn, bn, sn, …; none keeps the model's.")]
+Groups = Annotated[int | None, typer.Option(help="Channel groups; fewer where they do not divide the channels.")]
+Weight = Annotated[str, typer.Option(help="The weight: ws, wn, cwn; none keeps the model's.")]
+Statistics = Annotated[str | None, typer.Option(help="BCN's statistics: step, sequential or batch.")]
 
 
 def norm_spec(name: str, **options: Any) -> NormSpec | None:
-    """The norm spec of that name (any case), or None for "none". Options that are None are left to the spec."""
+    """Return the norm spec of that name in any case, or None for "none". Options that are None keep their default."""
     return _spec(name, NormSpec, options)
 
 
 def weight_spec(name: str) -> WeightSpec | None:
-    """The weight spec of that name (any case), or None for "none"."""
+    """Return the weight spec of that name in any case, or None for "none"."""
     return _spec(name, WeightSpec, {})
 
 

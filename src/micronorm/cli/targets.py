@@ -1,4 +1,4 @@
-"""What a command line calls a model: `package.module:factory`, `torchvision:NAME` or `timm:NAME`."""
+"""Models by name on the command line: `package.module:factory`, `torchvision:NAME` or `timm:NAME`."""
 
 import difflib
 import importlib
@@ -11,22 +11,25 @@ from typing import Any
 from torch import nn
 
 MISUSE = 2
-"""The exit code for a target or an option that is wrong."""
+"""The exit code for a wrong target or option."""
 
 
 class TargetError(Exception):
-    """A target that names nothing usable; the message is one line, for the user."""
+    """A target or an option that cannot be used; the message is one line for the user."""
 
 
 def resolve(target: str, *, also: Sequence[str] = ()) -> nn.Module | tuple:
-    """The model a target names, without pretrained weights; or what a factory returns, a model or a tuple.
+    """Build the model that a target names, without pretrained weights.
 
     Args:
-        target: as on the command line.
-        also: other targets that the command takes, for the message about one that is none.
+        target: The target as given on the command line.
+        also: Other forms that the command accepts, to be listed in the error message.
+
+    Returns:
+        The model; or the model or tuple that the user's factory returns.
 
     Raises:
-        TargetError: nothing of that name, with the names most like it; or a factory that fails, or returns something
+        TargetError: The name is unknown (the message lists similar names), or the factory fails or returns something
             else.
     """
     source, colon, name = target.partition(":")
@@ -41,7 +44,7 @@ def resolve(target: str, *, also: Sequence[str] = ()) -> nn.Module | tuple:
 
 
 def resolve_model(target: str) -> nn.Module:
-    """As `resolve`, for commands that want the model alone."""
+    """Build the model that a target names, as `resolve` does; take the first item if a factory returns a tuple."""
     made = resolve(target)
     model = made if isinstance(made, nn.Module) else made[0]
     if not isinstance(model, nn.Module):
@@ -55,7 +58,7 @@ def _torchvision(name: str) -> nn.Module:
     if name not in known:
         raise TargetError(unknown(f"torchvision has no model {name!r}", name, known))
     accepted = inspect.signature(models.get_model_builder(name)).parameters
-    # Segmentation and detection models would fetch a backbone's weights unless told not to.
+    # By default segmentation and detection models download the weights of their backbone.
     off = {key: None for key in ("weights", "weights_backbone") if key in accepted}
     return models.get_model(name, **off)
 
@@ -76,7 +79,7 @@ def _library(module: str, package: str) -> Any:
 
 def _factory(source: str, name: str) -> nn.Module | tuple:
     here = str(Path.cwd())
-    if here not in sys.path:  # as `python -m` does, and a console script does not
+    if here not in sys.path:  # a console script, unlike `python -m`, does not search it
         sys.path.insert(0, here)
     try:
         module = importlib.import_module(source)
@@ -91,7 +94,7 @@ def _factory(source: str, name: str) -> nn.Module | tuple:
         raise TargetError(unknown(f"{source} has no {name!r}", name, public))
     try:
         made = factory() if callable(factory) and not isinstance(factory, nn.Module) else factory
-    except Exception as error:  # other people's factories fail in their own ways
+    except Exception as error:  # a user's factory may raise anything
         raise TargetError(f"{source}:{name} fails ({type(error).__name__}: {error})") from error
     if not isinstance(made, (nn.Module, tuple)):
         raise TargetError(f"{source}:{name} must give a model or (model, batch, loss), got {type(made).__name__}")
@@ -99,9 +102,9 @@ def _factory(source: str, name: str) -> nn.Module | tuple:
 
 
 def unknown(message: str, name: str, known: Sequence[str]) -> str:
-    """A message for a name that is not known, with the names most like it."""
+    """Extend a message about an unknown name by the most similar known names."""
     near = difflib.get_close_matches(name, known, n=5, cutoff=0.5)
     if near:
         return f"{message}; near it: {', '.join(near)}"
     some = f" ({', '.join(known)})" if len(known) <= 20 else ""
-    return f"{message}, nor one like it among {len(known)} names{some}"
+    return f"{message}, and none of {len(known)} names is similar{some}"

@@ -1,8 +1,9 @@
-"""Run directories in, one self-contained HTML page out, and its plots as files."""
+"""Turn run directories into one self-contained HTML page; `plots` holds how every picture of the library is drawn.
 
-from micronorm.report.files import write_plots
-from micronorm.report.page import write_page
-from micronorm.report.sections.extras import Cuts
-from micronorm.report.text import Table
+Nothing here trains, measures or reads anything but run directories.
+"""
 
-__all__ = ["Cuts", "Table", "write_page", "write_plots"]
+from micronorm.report.html import Table
+from micronorm.report.page import Lead, write_page, write_plots
+
+__all__ = ["Lead", "Table", "write_page", "write_plots"]

@@ -1,42 +1,61 @@
-"""One self-contained HTML page about some runs: what they came to, how they got there, and what they ran on.
-
-No request leaves the page: style, script, charts and pictures are inline, and its content security policy forbids the
-rest, and any script and style but these two. Whatever comes from a run is text, and escaped.
-"""
+"""The page: one HTML file with everything in it, and its charts as files."""
 
 import base64
 import hashlib
+import math
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
+from importlib.resources import files
 from pathlib import Path
 
 from micronorm.records import write_atomically
-from micronorm.report.drawing import Drawing, Item, Key, Plot, box, to_svg
-from micronorm.report.drawing import Path as Outline
-from micronorm.report.runs import Detail, NamedRun, Runs, read_runs
-from micronorm.report.script import SCRIPT
-from micronorm.report.sections.extras import Cuts, cuts_section, findings_section, table_sections
-from micronorm.report.sections.facts import facts
-from micronorm.report.sections.paper import paper
-from micronorm.report.sections.predictions import predictions
-from micronorm.report.sections.resources import resources
-from micronorm.report.sections.results import results, verdict
-from micronorm.report.sections.shares import shares
-from micronorm.report.sections.singularities import singularities
-from micronorm.report.sections.stat_diff import stat_diff
-from micronorm.report.sections.training import training
-from micronorm.report.style import STYLE
-from micronorm.report.text import Section, Table, breakable, count
+from micronorm.report.charts import bar_chart
+from micronorm.report.diagnostics import shares, singularities, stat_diff
+from micronorm.report.facts import facts
+from micronorm.report.html import Section, Table, count, table_html
+from micronorm.report.paper import paper
+from micronorm.report.plots import DARK, LIGHT
+from micronorm.report.predictions import predictions
+from micronorm.report.results import results, verdict
+from micronorm.report.runs import NamedRun, Runs, last_figures, main_figure, read_runs
+from micronorm.report.training import resources, training
 
 LARGEST = 3_000_000
-"""Bytes of a page: long runs are shown in less detail rather than go beyond."""
+"""Bytes of a page. Long runs are shown in less detail to stay below."""
+DETAIL = 400
+"""Points of a line. Heat maps and trajectories scale with it."""
 
-FIRST: tuple[Callable[[Sequence[NamedRun], Detail], Section], ...] = (results, paper, training)
-"""The sections before what the caller adds."""
+FIRST: tuple[Callable[[Sequence[NamedRun], int], Section], ...] = (results, paper, training)
+"""The sections before the caller's tables."""
 LAST = (stat_diff, singularities, shares, resources, predictions, facts)
-"""The sections after it."""
+"""The sections after them."""
+
+
+@dataclass(frozen=True)
+class Lead:
+    """The first screen of a page: one finding, one picture, one number. All sections are folded below it.
+
+    The picture has a bar for each run: its test error, in the run's colour, under the run's name.
+
+    Args:
+        finding: one sentence that says what the runs show.
+        picture: the caption of the picture.
+        number: one figure, as text: "7e-15".
+        meaning: one sentence that says what the number is.
+        measured: how finding and number were measured, in a few sentences.
+
+    Example:
+        >>> Lead("A beats B.", "Test error", "7e-15", "A step changes by this much.", "Twenty steps, twice.").number
+        '7e-15'
+    """
+
+    finding: str
+    picture: str
+    number: str
+    meaning: str
+    measured: str
 
 
 def write_page(
@@ -44,27 +63,24 @@ def write_page(
     *,
     runs: Runs,
     title: str = "Runs",
-    findings: Sequence[str] = (),
+    lead: Lead | None = None,
     tables: Sequence[Table] = (),
-    cuts: Cuts | None = None,
     left_out: Sequence[str] = (),
 ) -> Path:
-    """Write the page about some run directories, and return where it lies.
+    """Write a page about run directories, and return its path.
 
     Args:
-        target: the HTML file; folders on the way are made.
-        runs: run directories, or their records as `records.read` gives them, by the name each shall have; or in a row,
-            named by their fact `name`, by their recipe where there is none, and by their folder too where names would
-            be alike.
+        target: the HTML file. Missing folders are created.
+        runs: run directories or their records, by the name that each gets on the page. In a list, runs are named by
+            their fact `name`, else by their recipe; equal names get the folder's name or a number added.
         title: the page's heading.
-        findings: sentences that stand at the top.
-        tables: shown after the training curves.
-        cuts: shown as a section on cut invariance.
-        left_out: why runs that were meant are not on the page, a line each, shown at the top.
+        lead: the first screen; without it the page begins with the results in a sentence.
+        tables: further tables, shown after the training curves.
+        left_out: why some runs are not on the page, a line each.
 
     Raises:
         FileNotFoundError: a path holds no run.
-        ValueError: a run's record is damaged, `runs` is empty, or so many that no page under 3 MB holds them.
+        ValueError: a run's record is damaged, or `runs` is empty, or it holds too many runs for a page of 3 MB.
 
     Example:
         >>> import tempfile
@@ -74,42 +90,58 @@ def write_page(
         >>> facts |= {"revision": None, "command": "micronorm train digits", "date": "2025-01-01"}
         >>> run = Run.create(f"{folder.name}/run", facts)
         >>> run.append_epoch({"epoch": 0, "step": 41, "train": {"loss": 0.8}, "test": {"error": 4.2}})
-        >>> page = write_page(f"{folder.name}/report.html", runs=[run.path], findings=["One epoch is few."])
+        >>> page = write_page(f"{folder.name}/report.html", runs=[run.path], title="One epoch")
         >>> "4.2" in page.read_text()
         True
         >>> folder.cleanup()
     """
     named = _read(runs)
-    detail = Detail()
+    given = [
+        Section(f"table-{k}", table.caption, table.about, body=table_html(table))
+        for k, table in enumerate(tables, start=1)
+    ]
+    detail = DETAIL
     while True:
-        added = [*cuts_section(cuts), *table_sections(tables)]
-        sections = [
-            *findings_section(findings),
-            *(section(named, detail) for section in FIRST),
-            *added,
-            *(section(named, detail) for section in LAST),
-        ]
-        # A command line may hold bytes that are no text; as question marks they spoil nothing.
-        page = _page(title, named, sections, left_out).encode("utf-8", "replace")
+        sections = [*(make(named, detail) for make in FIRST), *given, *(make(named, detail) for make in LAST)]
+        # A recorded command line may hold bytes that are no text; they become question marks.
+        page = _page_html(title, named, sections, lead, left_out).encode("utf-8", "replace")
         if len(page) < LARGEST:
             break
-        if detail == detail.halved():
+        if detail == 1:
             raise ValueError(f"{len(named)} runs make a page of {len(page):,} bytes: give fewer runs at a time")
-        detail = detail.halved()
+        detail = max(1, detail // 2)
     file = Path(target)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, page)
     return file
 
 
-def plots_of(runs: Runs) -> list[Plot]:
-    """The plots that a page about the runs shows, each with its own legend, in their order."""
+def write_plots(folder: str | os.PathLike[str], *, runs: Runs) -> list[Path]:
+    """Write every chart of a page about the runs as SVG and PNG, and return the files.
+
+    Example:
+        >>> import tempfile
+        >>> from micronorm.records import Run
+        >>> place = tempfile.TemporaryDirectory()
+        >>> facts = {"recipe": "digits", "settings": {}, "execution": {}, "data": {}, "environment": {}}
+        >>> facts |= {"revision": None, "command": "micronorm train digits", "date": "2025-01-01"}
+        >>> run = Run.create(f"{place.name}/run", facts)
+        >>> run.append_epoch({"epoch": 0, "step": 41, "train": {"loss": 0.8}})
+        >>> [file.name for file in write_plots(f"{place.name}/plots", runs=[run.path])]
+        ['training-loss.svg', 'training-loss.png']
+        >>> place.cleanup()
+    """
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    return [
+        file for section in sections_of(runs) for chart in section.charts for file in chart.save(target, section.legend)
+    ]
+
+
+def sections_of(runs: Runs) -> list[Section]:
+    """Return the sections of a page about the runs, in full detail."""
     named = _read(runs)
-    found = []
-    for section in (*FIRST, *LAST):
-        made = section(named, Detail())
-        found += [replace(plot, keys=made.keys if plot.keys is None else plot.keys) for plot in made.plots]
-    return found
+    return [make(named, DETAIL) for make in (*FIRST, *LAST)]
 
 
 def _read(runs: Runs) -> list[NamedRun]:
@@ -119,13 +151,17 @@ def _read(runs: Runs) -> list[NamedRun]:
     return named
 
 
-def _page(title: str, named: Sequence[NamedRun], sections: Sequence[Section], left_out: Sequence[str]) -> str:
-    links = "".join(f'<a href="#{s.key}">{escape(s.heading)}</a>' for s in sections if not s.absent)
+def _page_html(
+    title: str, named: Sequence[NamedRun], sections: Sequence[Section], lead: Lead | None, left_out: Sequence[str]
+) -> str:
+    style = _stylesheet()
     absent = "".join(f'<p class="about">{escape(f"Left out: {reason}")}</p>\n' for reason in left_out)
-    policy = (
-        f"default-src 'none'; style-src {_hash(STYLE)}; script-src {_hash(SCRIPT)}; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
-    )
+    links = "".join(f'<a href="#{s.key}">{escape(s.heading)}</a>' for s in sections if not s.absent)
+    first = f'<p class="verdict">{escape(verdict(named))}</p>\n' if lead is None else _lead_html(lead, named)
+    nav = f'<nav aria-label="Sections">{links}</nav>' if lead is None else "<h2>Details</h2>"
+    body = "".join(section.html(folded=lead is not None) for section in sections if lead is None or not section.absent)
+    # The policy forbids scripts, requests and all styles but this one.
+    policy = f"default-src 'none'; style-src {_hash(style)}; img-src data:; base-uri 'none'; form-action 'none'"
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -133,27 +169,34 @@ def _page(title: str, named: Sequence[NamedRun], sections: Sequence[Section], le
 <meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(title)}</title>
-<style>{STYLE}</style>
+<style>{style}</style>
 </head>
 <body>
 <main>
 <h1>{escape(title)}</h1>
-<p class="lead">{escape(_lead(named))}</p>
-<p class="verdict">{escape(verdict(named))}</p>
-{absent}<nav aria-label="Sections">{links}</nav>
-{"".join(map(_section, sections))}<footer>Made by micronorm from the records of {count(len(named), "run")}.</footer>
+<p class="summary">{escape(_summary(named))}</p>
+{first}{absent}{nav}
+{body}<footer>Made by micronorm from the records of {count(len(named), "run")}.</footer>
 </main>
-<script>{SCRIPT}</script>
 </body>
 </html>
 """
 
 
-def _hash(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+def _lead_html(lead: Lead, named: Sequence[NamedRun]) -> str:
+    key = main_figure(named)
+    bars = [(r.name, r.colour, last_figures(r.record).get(key, math.nan)) for r in named]
+    chart = bar_chart("lead", [bar for bar in bars if math.isfinite(bar[2])], caption=lead.picture, unit=" %")
+    return f"""<section id="lead" class="lead">
+<p class="verdict">{escape(lead.finding)}</p>
+<figure><figcaption>{escape(lead.picture)}</figcaption>{chart.svg()}</figure>
+<p class="law"><strong>{escape(lead.number)}</strong> {escape(lead.meaning)}</p>
+<details><summary>How this was measured</summary><p>{escape(lead.measured)}</p></details>
+</section>
+"""
 
 
-def _lead(named: Sequence[NamedRun]) -> str:
+def _summary(named: Sequence[NamedRun]) -> str:
     records = [run.record for run in named]
     data = " and ".join(dict.fromkeys(str(r.facts["data"].get("name")) for r in records if r.facts["data"].get("name")))
     days = sorted({record.facts["date"][:10] for record in records})
@@ -161,38 +204,19 @@ def _lead(named: Sequence[NamedRun]) -> str:
     return ", ".join(filter(None, (count(len(records), "run"), f"data: {data}" if data else "", when)))
 
 
-def _section(section: Section) -> str:
-    look = ' class="absent"' if section.absent else ""
-    parts = [f"<h2>{escape(section.heading)}</h2>"]
-    if section.absent:
-        parts.append(f"<p>{escape(section.absent)}</p>")
-    if section.about:
-        parts.append(f'<p class="about">{escape(section.about)}</p>')
-    if section.plots:
-        parts.append(_legend(section.keys))
-        parts.append(f'<div class="charts">{"".join(map(_figure, section.plots))}</div>')
-    body = "\n".join(filter(None, (*parts, section.body)))
-    return f'<section id="{section.key}"{look}>\n{body}\n</section>\n'
-
-
-def _figure(plot: Plot) -> str:
-    note = f' <span class="note">({escape(plot.note)})</span>' if plot.note else ""
-    return f"<figure><figcaption>{escape(plot.caption)}{note}</figcaption>{to_svg(plot.drawing)}</figure>"
-
-
-def _legend(keys: Sequence[Key]) -> str:
-    items = "".join(
-        f"<li>{to_svg(Drawing(26, 12, [swatch(key)], ''), attributes=_HIDDEN)}{breakable(key.text)}</li>"
-        for key in keys
+def _stylesheet() -> str:
+    """Return the colours as CSS variables, a class for each, and the layout."""
+    classes = "".join(f".{name}{{color:var(--{name})}}" for name in LIGHT if name[1:].isdigit())
+    return (
+        f":root{{color-scheme:light dark;{_variables(LIGHT)}}}"
+        f"@media screen and (prefers-color-scheme: dark){{:root{{{_variables(DARK)}}}}}"
+        f"{classes}{files('micronorm.report').joinpath('page.css').read_text('utf-8')}"
     )
-    return f'<ul class="legend">{items}</ul>' if items else ""
 
 
-_HIDDEN = ' aria-hidden="true"'
+def _variables(colours: Mapping[str, str]) -> str:
+    return "".join(f"--{name}:{value};" for name, value in colours.items())
 
 
-def swatch(key: Key, left: float = 1, top: float = 1) -> Item:
-    """A piece of the line, or of the area, that a legend's entry is about: 24 pixels wide, 10 high."""
-    if key.role == "cell":
-        return Outline([box(left, top, 24, 10)], "cell", key.colour, closed=True)
-    return Outline([[(left, top + 5), (left + 24, top + 5)]], key.role, key.colour)
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

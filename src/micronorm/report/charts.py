@@ -1,0 +1,413 @@
+"""The charts of a page: lines, bars, areas, heat maps, trajectories and pairs of points.
+
+Each function returns a `Chart`. Colours are names of `plots.LIGHT`. Coordinates that are not finite are left out.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from micronorm.report.html import LegendEntry, plain
+from micronorm.report.plots import LIGHT, apply_style, load_matplotlib, plot_style, save_figure, subplots, to_svg
+
+LOG_RATIO = 30
+"""A value axis is logarithmic if its largest value is at least this many times its smallest."""
+MARKED = 40
+"""A line with at most this many points shows a marker at each. A longer one has as many invisible hover targets, and
+further ones at its least and largest value."""
+
+_CHART_STYLE = {"text_parse_math": False, "font_size": 12}  # a name such as "$a$" is text, not a formula
+_DASHES = {"solid": "solid", "dashed": (0, (3, 1.5)), "dotted": (0, (0.8, 1.8)), "area": "solid"}
+_WIDTH = 420
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 10, 40
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A matplotlib figure with its words.
+
+    Args:
+        name: the stem of its files, made of letters, digits and hyphens.
+        caption: what it shows.
+        figure: the drawing.
+        hover: texts under the pointer, as `plots.to_svg` takes them.
+        note: a remark for the caption.
+        has_legend: whether the legend of its section belongs to it.
+    """
+
+    name: str
+    caption: str
+    figure: Any
+    hover: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    note: str = ""
+    has_legend: bool = True
+
+    def svg(self) -> str:
+        """Return the drawing as an SVG element for a page."""
+        with plot_style(**_CHART_STYLE):
+            return to_svg(self.figure, name=self.name, label=plain(self.caption), hover=self.hover)
+
+    def save(self, folder: Any, legend: Sequence[LegendEntry]) -> list[Any]:
+        """Write the drawing with its caption and legend as SVG and PNG into `folder`, and return the files."""
+        Line2D = load_matplotlib().lines.Line2D
+        with plot_style(**_CHART_STYLE):
+            words = plain(self.caption + (f"\n({self.note})" if self.note else ""))
+            self.figure.suptitle(words, x=0.02, y=1.0, ha="left", va="bottom", wrap=False)
+            if legend and self.has_legend:
+                styles = [{"color": LIGHT[e.colour], "linestyle": _DASHES[e.style]} for e in legend]
+                widths = [8 if entry.style == "area" else 2 for entry in legend]
+                lines = [Line2D([], [], lw=lw, **style) for style, lw in zip(styles, widths, strict=True)]
+                names = [plain(entry.text) for entry in legend]
+                self.figure.legend(lines, names, loc="upper left", bbox_to_anchor=(0.02, 0), frameon=False)
+            return save_figure(self.figure, folder / self.name)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A named line through points (x, y) with ascending x; `spread` is the half width of a band around each point."""
+
+    name: str
+    colour: str
+    points: Sequence[tuple[float, float]]
+    style: str = "solid"
+    spread: Sequence[float] = ()
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Neighbouring points of a line: the last x, and the least, mean and largest value. NaN if no value is finite."""
+
+    x: float
+    low: float
+    mean: float
+    high: float
+    count: int
+
+
+def summarize(points: Sequence[tuple[float, float]], limit: int) -> list[Summary]:
+    """Return at most `limit` summaries of equally many neighbouring points. Values that are not finite are skipped.
+
+    Example:
+        >>> summarize([(1, 5.0), (2, 1.0), (3, 3.0), (4, 3.0)], 2)
+        [Summary(x=2, low=1.0, mean=3.0, high=5.0, count=2), Summary(x=4, low=3.0, mean=3.0, high=3.0, count=2)]
+    """
+    size = max(1, math.ceil(len(points) / limit))
+    found = []
+    for start in range(0, len(points), size):
+        part = points[start : start + size]
+        finite = [y for _, y in part if math.isfinite(y)] or [math.nan]
+        # Dividing first avoids overflow; clamping keeps rounding from moving the mean out of [low, high].
+        mean = min(max(math.fsum(y / len(finite) for y in finite), min(finite)), max(finite))
+        found.append(Summary(part[-1][0], min(finite), mean, max(finite), len(part)))
+    return found
+
+
+def line_chart(
+    name: str,
+    lines: Sequence[Line],
+    *,
+    caption: str,
+    x_label: str,
+    limit: int = 400,
+    note: str = "",
+    log: bool | None = None,
+) -> Chart | None:
+    """Draw lines over one another, or return None if no point is finite.
+
+    A line of more than `limit` points is drawn through the means of neighbouring points, in a band from the least to
+    the largest of them. The value axis is logarithmic if `log` is True, or if it is None and the values span
+    magnitudes.
+    """
+    summaries = [_with_spread(line, limit) for line in lines]
+    finite = [point for points in summaries for point in points if not math.isnan(point.mean)]
+    if not finite:
+        return None
+    low, high = min(point.low for point in finite), max(point.high for point in finite)
+    log = low > 0 and (high / low >= LOG_RATIO if log is None else log)
+    hover: dict[str, list[str]] = {}
+    with plot_style(**_CHART_STYLE):
+        figure, axes = _axes(260)
+        _set_value_axis(axes, low, high, log)
+        _set_count_axis(axes, [point.x for point in finite], x_label)
+        for k, (line, points) in enumerate(zip(lines, summaries, strict=True)):
+            _draw_line(axes, line, points, hover, f"{name}-{k}")
+    most = max(point.count for points in summaries for point in points)
+    left_out = sum(not math.isfinite(y) for line in lines for _, y in line.points)
+    notes = [note] * bool(note) + ["logarithmic scale"] * log
+    notes += [f"means of up to {most} points, with a band from the least to the largest"] * (most > 1)
+    notes += [f"{left_out} values that are not finite left out"] * (left_out > 0)
+    return Chart(name, caption, figure, hover, "; ".join(notes))
+
+
+def _with_spread(line: Line, limit: int) -> list[Summary]:
+    means = summarize(line.points, limit)
+    if not line.spread:
+        return means
+    lows = summarize([(x, y - s) for (x, y), s in zip(line.points, line.spread, strict=True)], limit)
+    highs = summarize([(x, y + s) for (x, y), s in zip(line.points, line.spread, strict=True)], limit)
+    return [
+        Summary(mean.x, low.low, mean.mean, high.high, mean.count)
+        for mean, low, high in zip(means, lows, highs, strict=True)
+    ]
+
+
+def _draw_line(axes: Any, line: Line, points: Sequence[Summary], hover: dict[str, list[str]], gid: str) -> None:
+    kept = [point for point in points if not math.isnan(point.mean)]
+    if not kept:
+        return
+    colour = LIGHT[line.colour]
+    xs = [point.x for point in points]
+    if any(point.low < point.high for point in kept):
+        bottom = axes.get_ylim()[0]  # a band may reach below the end of a logarithmic axis
+        lows = [max(point.low, bottom) for point in points]
+        axes.fill_between(xs, lows, [point.high for point in points], color=colour, alpha=0.18, linewidth=0)
+    axes.plot(xs, [p.mean for p in points], color=colour, linewidth=2, linestyle=_DASHES[line.style], gid=gid)
+    hover[gid] = [plain(line.name)]
+    few = len(kept) <= MARKED
+    chosen = {round(k * (len(kept) - 1) / (MARKED - 1)) for k in range(MARKED)}
+    chosen |= {max(range(len(kept)), key=lambda k: kept[k].high), min(range(len(kept)), key=lambda k: kept[k].low)}
+    targets = kept if few else [kept[k] for k in sorted(chosen)]
+    style = {"size": 5} if few else {"size": 9, "alpha": 0}
+    _draw_points(axes, [(point.x, point.mean) for point in targets], colour, f"{gid}-points", **style)
+    hover[f"{gid}-points"] = [f"{plain(line.name)}, {point.x:.10g}: {_value_text(point)}" for point in targets]
+
+
+def _value_text(point: Summary) -> str:
+    text = f"{point.mean:.4g}"
+    return text if point.low == point.high else f"{text} ({point.low:.3g} to {point.high:.3g})"
+
+
+def bar_chart(name: str, bars: Sequence[tuple[str, str, float]], *, caption: str, unit: str) -> Chart:
+    """Draw a horizontal bar for each (name, colour, value), with its value at its end, the first on top."""
+    with plot_style(**_CHART_STYLE):
+        figure, axes = subplots(figsize=(560 / 72, (36 * len(bars) + 12) / 72))
+        figure.subplots_adjust(left=225 / 560, right=1 - 70 / 560, top=1, bottom=0)
+        apply_style(axes, grid="")
+        axes.spines[:].set_visible(False)
+        axes.set_xticks([])
+        axes.set_ylim(len(bars) - 0.5, -0.5)
+        axes.set_xlim(0, max(max(value for *_, value in bars), 1e-9))
+        axes.set_yticks(range(len(bars)), labels=[plain(label) for label, *_ in bars], color=LIGHT["text"])
+        for k, (_, colour, value) in enumerate(bars):
+            axes.barh(k, value, height=0.62, color=LIGHT[colour])
+            axes.annotate(f"{value:.1f}{unit}", (value, k), (6, 0), textcoords="offset points", va="center", size=13)
+    return Chart(name, caption, figure, has_legend=False)
+
+
+@dataclass(frozen=True)
+class Area:
+    """One of several stacked areas: its share at each x, at least 0."""
+
+    name: str
+    colour: str
+    shares: Sequence[float]
+
+
+def area_chart(
+    name: str, xs: Sequence[float], areas: Sequence[Area], *, caption: str, x_label: str, note: str = ""
+) -> Chart:
+    """Stack the areas from the bottom up over ascending `xs`. The axis ends at 1 unless their sum is larger."""
+    if len(xs) == 1:  # an area needs a width
+        xs, areas = [xs[0], xs[0] + 1], [Area(a.name, a.colour, [*a.shares] * 2) for a in areas]
+    hover = {}
+    with plot_style(**_CHART_STYLE):
+        figure, axes = _axes(240)
+        top = max(sum(column) for column in zip(*(area.shares for area in areas), strict=True))
+        axes.set_ylim(0, top if top > 1.001 else 1)
+        _set_count_axis(axes, xs, x_label, room=0)
+        shares = [area.shares for area in areas]
+        layers = axes.stackplot(xs, *shares, colors=[LIGHT[area.colour] for area in areas], edgecolor=LIGHT["card"])
+        for k, (area, layer) in enumerate(zip(areas, layers, strict=True)):
+            layer.set_gid(f"{name}-{k}")
+            hover[f"{name}-{k}"] = [f"{area.name}: {area.shares[0]:.1%} at first, {area.shares[-1]:.1%} at the end"]
+    return Chart(name, caption, figure, hover, note)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Values by row and column; NaN where no value is known."""
+
+    rows: Sequence[str]
+    columns: Sequence[str]
+    values: Sequence[Sequence[float]]
+
+
+def largest_shown(grids: Sequence[Grid]) -> float:
+    """Return where a common colour scale ends: at the largest value, or at the 98th percentile if that is under half.
+
+    A few large values would otherwise leave one colour for all the others.
+    """
+    values = np.concatenate([np.ravel(grid.values) for grid in grids])
+    finite = np.sort(values[np.isfinite(values)])
+    if not len(finite):
+        return 1.0
+    usual, largest = finite[math.ceil(0.98 * len(finite)) - 1], finite[-1]
+    return float(largest if largest <= 2 * usual or usual <= 0 else usual) or 1.0
+
+
+def heat_map(name: str, grid: Grid, *, top: float, caption: str, x_label: str, note: str = "") -> Chart:
+    """Draw the values as colours from 0 to `top`, the first row on top. A row shows its values under the pointer."""
+    rows, columns = len(grid.rows), len(grid.columns)
+    height = min(18.0, max(3.0, 200 / rows)) * rows
+    values = np.asarray(grid.values, dtype=float)
+    hover = {}
+    with plot_style(**_CHART_STYLE):
+        figure, axes = _axes(height + 100, left=118, bottom=90)
+        image = axes.imshow(values, cmap="cividis", vmin=0, vmax=top, aspect="auto", interpolation="none")
+        axes.grid(visible=False)
+        axes.spines[:].set_visible(False)
+        every = math.ceil(12 * rows / height)
+        axes.set_yticks(range(0, rows, every), labels=[_short(label) for label in grid.rows[::every]])
+        every = math.ceil(columns / 8)
+        axes.set_xticks(range(0, columns, every), labels=grid.columns[::every])
+        axes.set_xlabel(plain(x_label))
+        scale = figure.add_axes((118 / _WIDTH, 26 / (height + 100), 1 - (118 + _RIGHT) / _WIDTH, 8 / (height + 100)))
+        extend = "max" if np.nanmax(values, initial=0) > top else "neither"
+        bar = figure.colorbar(image, cax=scale, orientation="horizontal", extend=extend)
+        bar.outline.set_visible(False)
+        bar.set_ticks([0, top / 2, top], labels=[f"{tick:.3g}" for tick in (0, top / 2, top)])
+        scale.tick_params(colors=LIGHT["quiet"], length=0)
+        for k, (label, row) in enumerate(zip(grid.rows, values, strict=True)):
+            # Fully transparent patches are drawn without a fill, and the pointer would not hit them.
+            axes.axhspan(k - 0.5, k + 0.5, alpha=0.001, gid=f"{name}-{k}")
+            hover[f"{name}-{k}"] = [f"{plain(label)}: {_row_text(row, grid.columns, x_label)}"]
+    return Chart(name, caption, figure, hover, note, has_legend=False)
+
+
+def _row_text(row: np.ndarray, columns: Sequence[str], x_label: str) -> str:
+    known = [(value, column) for value, column in zip(row, columns, strict=True) if math.isfinite(value)]
+    if not known:
+        return "no finite value"
+    ends = list(dict.fromkeys([known[0], max(known, key=lambda pair: pair[0]), known[-1]]))
+    return ", ".join(f"{value:.3g} at {x_label} {column}" for value, column in ends)
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """The places of a named point from first to last, with finite coordinates of at least 0."""
+
+    name: str
+    colour: str
+    points: Sequence[tuple[float, float]]
+
+
+def trajectory_chart(
+    name: str, trajectories: Sequence[Trajectory], *, caption: str, x_label: str, y_label: str, note: str = ""
+) -> Chart:
+    """Draw trajectories from a ring to a dot on linear axes from 0."""
+    hover: dict[str, list[str]] = {}
+    collections = load_matplotlib().collections
+    with plot_style(**_CHART_STYLE):
+        figure, axes = _axes(300, top=26)
+        for colour in dict.fromkeys(trajectory.colour for trajectory in trajectories):
+            own = [trajectory for trajectory in trajectories if trajectory.colour == colour]
+            moved = [trajectory for trajectory in own if len(trajectory.points) > 1]
+            paths = [trajectory.points for trajectory in moved]
+            axes.add_collection(collections.LineCollection(paths, color=LIGHT[colour], alpha=0.45, linewidth=1))
+            for kind, members, place, words in (("rings", moved, 0, ", at first"), ("dots", own, -1, "")):
+                gid = f"{name}-{colour}-{kind}"
+                style = {"markerfacecolor": LIGHT["card"], "markeredgecolor": LIGHT[colour]} if place == 0 else {}
+                _draw_points(axes, [t.points[place] for t in members], LIGHT[colour], gid, **style)
+                at = [(plain(t.name), *t.points[place]) for t in members]
+                hover |= {gid: [f"{label}{words}: {x:.3g}, {y:.3g}" for label, x, y in at]} if at else {}
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel(plain(x_label))
+        axes.set_title(y_label, loc="left", x=-0.12, size=12, color=LIGHT["quiet"])
+    return Chart(name, caption, figure, hover, note)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The paper's figure and ours for one row of a table."""
+
+    name: str
+    paper: float
+    ours: float
+    colour: str
+
+
+def pair_chart(name: str, pairs: Sequence[Pair], *, caption: str, x_label: str) -> Chart:
+    """Draw a row for each pair: a ring for the paper's figure, a dot for ours."""
+    hover: dict[str, list[str]] = {}
+    with plot_style(**_CHART_STYLE):
+        figure, axes = _axes(24 * len(pairs) + 46, left=150, top=4)
+        axes.set_ylim(len(pairs) - 0.5, -0.5)
+        axes.set_yticks(range(len(pairs)), labels=[_short(pair.name, keep="start") for pair in pairs])
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel(plain(x_label))
+        axes.margins(x=0.08)
+        for k, pair in enumerate(pairs):
+            colour, card = LIGHT[pair.colour], LIGHT["card"]
+            axes.plot([pair.paper, pair.ours], [k, k], color=colour, linewidth=2)
+            ring = {"markerfacecolor": card, "markeredgecolor": colour, "size": 8}
+            for kind, value, style in (("the paper", pair.paper, ring), ("ours", pair.ours, {"size": 8})):
+                gid = f"{name}-{k}-{kind.split()[-1]}"
+                _draw_points(axes, [(value, k)], colour, gid, **style)
+                hover[gid] = [f"{plain(pair.name)}, {kind}: {value:.4g}"]
+    return Chart(name, caption, figure, hover, has_legend=False)
+
+
+def tick_text(value: float, _: object = None) -> str:
+    """Return the figure at a tick: 0.25, 1500, 20k, 1.5M.
+
+    Example:
+        >>> [tick_text(value) for value in (0.30000000000000004, 1500, 20_000, 1_500_000, 1e300)]
+        ['0.3', '1500', '20k', '1.5M', '1e+300']
+    """
+    value = float(value)
+    for size, sign in ((1e6, "M"), (1e3, "k")):
+        if 1e4 <= abs(value) < 1e9 and abs(value) >= size:
+            return f"{value / size:g}{sign}"
+    return f"{round(value, 12):g}" if abs(value) >= 1e-9 else f"{value:g}"
+
+
+def _axes(height: float, *, left: float = _LEFT, top: float = _TOP, bottom: float = _BOTTOM) -> tuple[Any, Any]:
+    """Return a figure of 420 by `height` pixels and its axes, with fixed margins: automatic layout is slow."""
+    figure, axes = subplots(figsize=(_WIDTH / 72, height / 72))
+    figure.subplots_adjust(left=left / _WIDTH, right=1 - _RIGHT / _WIDTH, top=1 - top / height, bottom=bottom / height)
+    axes.yaxis.set_major_formatter(tick_text)
+    axes.xaxis.set_major_formatter(tick_text)
+    return figure, apply_style(axes)
+
+
+def _set_value_axis(axes: Any, low: float, high: float, log: bool) -> None:
+    if log:
+        axes.set_yscale("log")
+        axes.set_ylim(low / 1.15, high * 1.15)
+        axes.minorticks_off()
+        axes.yaxis.set_major_locator(
+            load_matplotlib().ticker.LogLocator(subs=(1, 2, 5) if high / low < 50 else (1,), numticks=7)
+        )
+        axes.yaxis.set_major_formatter(tick_text)
+        return
+    if 0 <= low <= high / 2:
+        low = 0.0  # if the values come near zero, the distance to it is part of the picture
+    room = 0.05 * (high - low) or 0.1 * abs(high) or 1.0
+    axes.set_ylim(low if low == 0 else low - room, high + room)
+    axes.yaxis.set_major_locator(load_matplotlib().ticker.MaxNLocator(5))
+
+
+def _set_count_axis(axes: Any, xs: Sequence[float], label: str, *, room: float = 0.03) -> None:
+    space = room * (max(xs) - min(xs)) if max(xs) > min(xs) else 1
+    axes.set_xlim(min(xs) - space, max(xs) + space)
+    axes.xaxis.set_major_locator(load_matplotlib().ticker.MaxNLocator(7, integer=True))
+    axes.grid(axis="x", visible=False)
+    axes.set_xlabel(plain(label))
+
+
+def _draw_points(axes: Any, points: Sequence[tuple[float, float]], colour: str, gid: str, **style: Any) -> None:
+    if points:
+        given = {"color": colour, "markeredgecolor": LIGHT["card"], "markersize": style.pop("size", 5), **style}
+        axes.plot(*zip(*points, strict=True), linestyle="", marker="o", clip_on=False, gid=gid, zorder=3, **given)
+
+
+def _short(name: str, length: int = 17, *, keep: str = "end") -> str:
+    """Return a long name cut to `length` letters: the end of a layer's name tells it apart, the start of a row's."""
+    name = plain(name)
+    if len(name) <= length:
+        return name
+    return "…" + name[1 - length :] if keep == "end" else name[: length - 1] + "…"

@@ -1,0 +1,156 @@
+"""The results section: one or two sentences, a table, and the main figures of a single run."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from html import escape
+
+from micronorm.records import Record
+from micronorm.report.html import Section, Table, count, format_duration, table_html
+from micronorm.report.paper import departures
+from micronorm.report.runs import (
+    LOWER_IS_BETTER,
+    NamedRun,
+    by_step,
+    epochs_done,
+    last_figures,
+    last_step,
+    main_figure,
+    numbers,
+    speed_by_step,
+    state_of,
+    title_of,
+    training_seconds,
+)
+
+_PERCENT = ("top1", "top5")  # shown to a hundredth
+
+
+def verdict(runs: Sequence[NamedRun]) -> str:
+    """Return the page's results in a sentence or two."""
+    key = main_figure(runs)
+    figures = {run.name: value for run in runs if (value := last_figures(run.record).get(key)) is not None}
+    finite = {name: value for name, value in figures.items() if math.isfinite(value)}
+    if not figures:
+        return "No evaluation yet."
+    sentences = []
+    if finite:
+        sentences.append(_describe_one(runs[0], key) if len(runs) == 1 else _describe_several(runs, finite, key))
+    diverged = [name for name in figures if name not in finite]
+    if diverged:
+        sentences.append(f"{', '.join(diverged)}: training diverged, the test figure is not finite.")
+    unfinished = [run.name for run in runs if state_of(run.record) != "finished"]
+    if finite and unfinished:
+        sentences.append(f"Not finished: {', '.join(unfinished)}.")
+    return " ".join(sentences)
+
+
+def _format(value: float, key: str) -> str:
+    return f"{value:.2f} %" if key in _PERCENT else f"{value:.4g}"
+
+
+def _figure_name(key: str) -> str:
+    return f"test {title_of(key).removesuffix(' %')}"
+
+
+def _describe_one(run: NamedRun, key: str) -> str:
+    value = last_figures(run.record)[key]
+    text = f"{_format(value, key)} {_figure_name(key)} after {count(last_step(run.record), 'step')}"
+    seconds = training_seconds(run.record)
+    text += "" if seconds is None else f" in {format_duration(seconds)}"
+    paper = numbers(run.record.facts.get("paper")).get(key)
+    if paper is None:
+        return text + "."
+    against = departures(run.record)
+    remark = f", under other conditions: {'; '.join(against)}" if against else ""
+    return f"{text}; the paper reports {_format(paper, key)}{remark}."
+
+
+def _describe_several(runs: Sequence[NamedRun], finite: dict[str, float], key: str) -> str:
+    # Figures that read alike count as equal: the reader could not tell which is the lowest.
+    by_value: dict[str, list[str]] = {}
+    for name in sorted(finite, key=lambda name: finite[name]):
+        by_value.setdefault(_format(finite[name], key), []).append(name)
+    (low, lowest), (high, highest) = next(iter(by_value.items())), list(by_value.items())[-1]
+    named = _figure_name(key)
+    recipes = [run.record.facts["recipe"] for run in runs]
+    tail = " One seed each." if len(set(recipes)) == len(recipes) else ""
+    tail += _compare_lengths([run for run in runs if run.name in finite])
+    if len(finite) == 1:
+        return f"{lowest[0]}: {low} {named}."
+    if len(by_value) == 1:
+        return f"All {len(finite)} runs: {low} {named}.{tail}"
+    first, last = ("Lowest", "highest") if key in LOWER_IS_BETTER else ("Least", "largest")
+    ends = f"{_join(lowest)} with {low}; {last}: {_join(highest)} with {high}"
+    return f"{first} {named} of {len(finite)} runs: {ends}.{tail}"
+
+
+def _join(names: Sequence[str]) -> str:
+    return " and ".join(names) if len(names) < 3 else f"{len(names)} runs"
+
+
+def _compare_lengths(runs: Sequence[NamedRun]) -> str:
+    """Return a sentence if runs trained for different lengths, or for less than their recipes say."""
+    planned = [_planned_epochs(run.record) for run in runs]
+    done = [epochs_done(run.record) for run in runs]
+    short = any(wanted is not None and 0 < epochs < wanted for epochs, wanted in zip(done, planned, strict=True))
+    lengths: dict[str, list[str]] = {}
+    for run, epochs, wanted in zip(runs, done, planned, strict=True):
+        by_epochs = count(epochs, "epoch") if wanted is None else f"{epochs} of {wanted:g} epochs"
+        lengths.setdefault(by_epochs if short else count(last_step(run.record), "step"), []).append(run.name)
+    if len(lengths) > 1:
+        texts = (f"{length} ({', '.join(names)})" for length, names in lengths.items())
+        return f" The runs trained for different lengths: {'; '.join(texts)}."
+    return f" No run completed its recipe: {next(iter(lengths))}." if short else ""
+
+
+def _planned_epochs(record: Record) -> float | None:
+    """Return the epochs of the recipe, or those of the run's settings."""
+    definition = numbers(record.facts.get("definition"))
+    return definition.get("epochs", numbers(record.facts["settings"]).get("epochs"))
+
+
+def results(runs: Sequence[NamedRun], limit: int) -> Section:
+    """Return the last figures of every run as a table, after the main figures of a single run."""
+    tiles = _tiles(runs[0], main_figure(runs)) if len(runs) == 1 else ""
+    return Section("results", "Results", body=tiles + _table(runs))
+
+
+def _table(runs: Sequence[NamedRun]) -> str:
+    figures = {run.name: last_figures(run.record) for run in runs}
+    keys = list(dict.fromkeys(key for found in figures.values() for key in found))
+    keys.sort(key=lambda key: key != main_figure(runs))
+    header = ["run", *(f"test {title_of(key)}" for key in keys), "steps", "seconds", "seed", "state"]
+    rows = [
+        [
+            run.name,
+            *(_rounded(figures[run.name].get(key), key) for key in keys),
+            last_step(run.record),
+            None if (seconds := training_seconds(run.record)) is None else round(seconds, 1),
+            run.record.facts["settings"].get("seed"),
+            state_of(run.record),
+        ]
+        for run in runs
+    ]
+    return table_html(Table("Results", header, rows), colours=[run.colour for run in runs] if len(runs) > 1 else ())
+
+
+def _rounded(value: float | None, key: str) -> float | None:
+    return round(value, 2) if value is not None and key in _PERCENT else value
+
+
+def _tiles(run: NamedRun, key: str) -> str:
+    figure = last_figures(run.record).get(key)
+    seconds = training_seconds(run.record)
+    speeds = [speed for _, speed in speed_by_step(run.record)]
+    memory = [value for _, value in by_step(run.record, "memory")]
+    tiles = {
+        _figure_name(key): None if figure is None else _format(figure, key),
+        "training time": None if seconds is None else format_duration(seconds),
+        "samples per second": f"{statistics.median(speeds):,.3g}" if speeds else None,
+        "peak memory": f"{max(memory) / 2**30:.2f} GiB" if memory else None,
+    }
+    items = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in tiles.items() if text
+    )
+    return f'<dl class="tiles">{items}</dl>' if items else ""

@@ -1,0 +1,78 @@
+"""The figures in docs/results.md and in the README are those of the recorded rows."""
+
+import csv
+import statistics
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+RESULTS = (ROOT / "docs" / "results.md").read_text()
+README = (ROOT / "README.md").read_text()
+OURS = "BCN+WS shared"
+WORKLOADS = {
+    "ResNet-50, 64×224²": ("resnet50", "64"),
+    "ResNet-50, 2×800×1344": ("resnet50", "2"),
+    "ResNet-50, 1×224²": ("resnet50", "1"),
+    "ResNet-110, 128×32²": ("cifar-resnet110", "128"),
+}
+
+
+def rows_of(path: str) -> list[dict[str, str]]:
+    with (ROOT / path).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def steps() -> dict[str, dict[tuple[str, str], tuple[float, float]]]:
+    """Return milliseconds and relative peak memory of a step, by workload, then method and route."""
+    recorded = [row for row in rows_of("benchmarks/results/steps_gpu.csv") if row["what"] == "step"]
+    return {
+        workload: {
+            (row["method"], row["route"]): (float(row["ms"]), float(row["peak_to_bn"]))
+            for row in recorded
+            if (row["network"], row["samples"]) == (network, samples)
+        }
+        for workload, (network, samples) in WORKLOADS.items()
+    }
+
+
+def test_the_table_of_the_plain_loop_is_the_record():
+    for workload, found in steps().items():
+        (bn, _), (ours, memory) = found["BN", "eager"], found[OURS, "eager"]
+        assert f"| {workload} | {bn:.1f} | {ours:.1f} | {ours / bn:.2f}× | {memory:.2f}× |" in RESULTS
+
+
+def test_the_table_of_captured_steps_is_the_record():
+    text = RESULTS.replace("**", "")
+    for workload, found in steps().items():
+        (bn, _), (compiled, _) = found["BN", "graph"], found["BN compiled", "graph"]
+        (ours, memory), (again, less) = found[OURS, "graph"], found[f"{OURS} recompute", "graph"]
+        assert (
+            f"| {workload} | {bn:.2f} | {compiled:.2f} | {ours:.2f} | {ours / bn:.2f}×, {ours / compiled:.2f}× | "
+            f"{again:.2f} | {memory:.2f}×, {less:.2f}× |"
+        ) in text
+
+
+def test_the_readme_has_the_range_of_the_record_for_resnet50():
+    found = [row for workload, row in steps().items() if workload.startswith("ResNet-50")]
+
+    def span(method: str, base: str, route: str, digits: int) -> str:
+        ratios = [row[method, route][0] / row[base, route][0] for row in found]
+        return f"{min(ratios):.{digits}f}–{max(ratios):.{digits}f}"
+
+    assert f"{span(OURS, 'BN', 'eager', 1)} in a plain loop; {span(OURS, 'BN', 'graph', 2)} as a CUDA graph" in README
+    assert f"takes {span(OURS, 'BN compiled', 'graph', 2)} of its time" in README
+    memory, less = (found[0][method, "graph"][1] for method in (OURS, f"{OURS} recompute"))
+    assert f"{memory:.2f}; {less:.2f} with recomputation" in README
+
+
+def test_the_table_of_the_digits_is_the_record():
+    rows = rows_of("results/micro_batch_digits.csv")
+
+    def cell(method: str, size: str) -> str:
+        errors = [float(r["test_error_percent"]) for r in rows if (r["method"], r["micro_batch"]) == (method, size)]
+        assert len(errors) == 3
+        return f"{statistics.mean(errors):.1f} ({min(errors):.1f}–{max(errors):.1f})"
+
+    sizes = ("1", "2", "4", "8", "16", "32", "64")
+    assert f"| BN | {' | '.join(cell('BN', size) for size in sizes)} |" in RESULTS
+    for method in ("GN", "GN+WS", "BCN+WS"):
+        assert f"| {method} | {cell(method, '')} |{' same |' * 6}" in RESULTS
