@@ -1,6 +1,6 @@
-"""The same training run, cut differently, through the command line: how far apart do the results end?
+"""Compare the weights of the same training run, cut into micro-batches and ranks in different ways.
 
-Micro-batches of 1, 3, 8 and 32, on 1, 2 and 4 ranks, replicated and sharded, augmentation on. See README.md.
+Micro-batches of 1, 3, 8 and 32, on 1, 2 and 4 ranks, replicated and sharded, with augmentation. See README.md.
 """
 
 import argparse
@@ -10,11 +10,11 @@ import tempfile
 from pathlib import Path
 
 import torch
-from digits_runs import ROOT, distance, provenance, run, table, weights
-from tables import write_csv
+from digits_runs import ROOT, distance, provenance, run, weights
 from torch import nn
 
 from micronorm import records
+from micronorm.bench.results import markdown_table, write_csv
 from micronorm.engine.loop import train
 from micronorm.engine.settings import Execution
 from micronorm.recipes import find
@@ -31,41 +31,43 @@ LIMITS = {"float64": 1e-10, "float32": 1e-5}
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=50, help="of the float64 runs; more than 50 is not promised")
-    parser.add_argument("--epochs", type=int, default=4, help="of the float32 runs whose drift is shown")
-    parser.add_argument("--quick", action="store_true", help="two cuts and two steps, to see that it works")
+    parser.add_argument(
+        "--steps", type=int, default=50, help="length of the float64 runs; the limit holds for up to 50"
+    )
+    parser.add_argument("--epochs", type=int, default=4, help="length of the float32 runs whose drift is shown")
+    parser.add_argument("--quick", action="store_true", help="two cuts and two steps, to try the script")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "cuts.csv")
     options = parser.parse_args()
     cuts = [CUTS[1], CUTS[3]] if options.quick else CUTS
     steps, epochs = (2, 1) if options.quick else (options.steps, options.epochs)
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder))
-        bench.compare("float64", steps, cuts)
-        bench.compare("float32", 1, cuts)
-        bench.drift(epochs, cuts[:1] if options.quick else [CUTS[0], CUTS[2], CUTS[3]])
-    write_csv(options.out, bench.rows)
-    options.out.with_suffix(".md").write_text(page(bench.rows))
+        runs = CutRuns(Path(folder))
+        runs.compare("float64", steps, cuts)
+        runs.compare("float32", 1, cuts)
+        runs.drift(epochs, cuts[:1] if options.quick else [CUTS[0], CUTS[2], CUTS[3]])
+    write_csv(options.out, runs.rows)
+    options.out.with_suffix(".md").write_text(page(runs.rows))
     print(f"{options.out} and {options.out.with_suffix('.md').name} written")
-    beyond = [row for row in bench.rows if row["limit"] and float(row["distance"]) > float(row["limit"])]
+    beyond = [row for row in runs.rows if row["limit"] and float(row["distance"]) > float(row["limit"])]
     return 1 if beyond else 0
 
 
-class Bench:
-    """Runs, each in a folder of its own, and the rows of the table."""
+class CutRuns:
+    """Runs in separate folders, and the rows of the table."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.rows: list[dict[str, object]] = []
 
     def compare(self, dtype: str, steps: int, cuts: list[tuple[int, int, str]]) -> None:
-        """The same few steps by every cut; what is left between them and the whole is rounding."""
+        """Take the same few steps with every cut and compare with the uncut run; the difference is rounding."""
         expected = self._train(WHOLE, dtype, ["--steps", str(steps)])
         for cut in cuts:
             out = self._train(cut, dtype, ["--steps", str(steps)])
             self._add(cut, dtype, steps, distance(weights(out), weights(expected)), limit=LIMITS[dtype])
 
     def drift(self, epochs: int, cuts: list[tuple[int, int, str]]) -> None:
-        """A float32 run to its end; training amplifies rounding, and the control says by how much."""
+        """Train float32 runs to the end; the control shows how much training amplifies rounding."""
         whole = self._train(WHOLE, "float32", ["--epochs", str(epochs)])
         control = self._control(epochs)
         steps = records.read(whole).steps[-1]["step"]
@@ -86,7 +88,7 @@ class Bench:
         return out
 
     def _control(self, epochs: int) -> Path:
-        """The whole run from weights that differ by one unit in the last place."""
+        """Train the uncut run from weights that differ by one unit in the last place."""
         recipe, out = find("digits"), self.folder / "control"
         settings = Variation(step_batch=STEP_BATCH, lr=LR, epochs=epochs).apply(recipe.settings)
         execution = Execution(micro_batch=STEP_BATCH, device=torch.device("cpu"))
@@ -112,7 +114,7 @@ class Bench:
 
 @torch.no_grad()
 def nudge(model: nn.Module) -> nn.Module:
-    """Move every parameter to the next number above it."""
+    """Move every parameter to the next larger number; return the model."""
     for parameter in model.parameters():
         parameter.copy_(torch.nextafter(parameter, torch.full_like(parameter, torch.inf)))
     return model
@@ -141,7 +143,9 @@ def page(rows: list[dict[str, object]]) -> str:
         worst = max(float(str(row["distance"])) for row in chosen)
         steps = f"{chosen[0]['steps']} step{'s' * (chosen[0]['steps'] != 1)}"
         parts.append(f"## {dtype}, {steps}: at most {worst:.2g}, {chosen[0]['limit']:g} allowed")
-        parts.append(table(["micro-batch", "ranks", "", "distance"], [[*cut(row), row["distance"]] for row in chosen]))
+        parts.append(
+            markdown_table(["micro-batch", "ranks", "", "distance"], [[*cut(row), row["distance"]] for row in chosen])
+        )
     drifted = [row for row in rows if not row["limit"]]
     parts.append(f"## float32, {drifted[0]['steps']} steps: the drift, beside that of one unit in the last place")
     parts.append(
@@ -150,7 +154,7 @@ def page(rows: list[dict[str, object]]) -> str:
         "compared with; the control is the same run from weights that are one unit in the last place larger."
     )
     lines = [[*cut(row), row["note"], row["distance"], f"{row['test_error']:.2f} %"] for row in drifted]
-    parts.append(table(["micro-batch", "ranks", "", "", "distance", "test error"], lines))
+    parts.append(markdown_table(["micro-batch", "ranks", "", "", "distance", "test error"], lines))
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
 

@@ -1,8 +1,8 @@
-"""Training runs that are killed at random moments and resumed: do they end as if nothing had happened?
+"""Kill training runs at random moments, resume them, and compare the result with an uninterrupted run.
 
-Every run is killed once and then resumed to its end. On one rank its digest, over the raw bytes of model, optimizer,
-random states and position, must be that of a run nothing happened to. With --rank-changes runs are resumed on another
-number of ranks; then the weights must agree in float64. Rows of the same kind are replaced. See README.md.
+Every run is killed once and then resumed to its end. On one rank its digest over the raw bytes of model, optimizer,
+random states and position must equal that of the uninterrupted run. With --rank-changes runs are resumed on another
+number of ranks, and the weights must agree in float64. New rows replace rows of the same kind. See README.md.
 """
 
 import argparse
@@ -18,17 +18,17 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from digits_runs import ROOT, distance, provenance, run, spawn, table, weights
-from tables import read_csv, write_csv
+from digits_runs import ROOT, distance, provenance, run, spawn, weights
 
 from micronorm import records
+from micronorm.bench.results import markdown_table, read_csv, write_csv
 
 RUN = ["train", "digits", "--epochs", "4", "--save-every", "2", "--device", "cpu"]  # 84 steps, 44 checkpoints
 RANKS = ["train", "digits", "--steps", "30", "--save-every", "2", "--device", "cpu", "--dtype", "float64"]
 # (ranks, parallel) before and after
 CHANGES = [((4, "ddp"), (1, "ddp")), ((4, "ddp"), (2, "ddp")), ((1, "ddp"), (2, "ddp")), ((2, "ddp"), (4, "ddp"))]
 CHANGES += [((4, "fsdp"), (1, "ddp")), ((4, "fsdp"), (2, "fsdp")), ((1, "ddp"), (2, "fsdp"))]
-EARLY = 5  # one kill in so many comes before training has begun; drawn over the whole time most would, by far
+EARLY = 5  # one kill in so many comes before training begins
 LIMIT = 1e-10
 COMMAND = shlex.join(["python", "benchmarks/kills.py", *sys.argv[1:]])
 SIGNALS = {"KILL": signal.SIGKILL, "TERM": signal.SIGTERM, "INT": signal.SIGINT}
@@ -36,7 +36,7 @@ SIGNALS = {"KILL": signal.SIGKILL, "TERM": signal.SIGTERM, "INT": signal.SIGINT}
 
 @dataclass(frozen=True)
 class Kill:
-    """What a kill found and left: when it came, the exit code, completed steps, the newest checkpoint, torn files."""
+    """When a kill came, the exit code, completed steps, the newest checkpoint, and the number of torn files."""
 
     phase: str
     seconds: float
@@ -51,26 +51,26 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=50, help="runs to kill, for each signal or change of ranks")
     parser.add_argument("--signal", choices=SIGNALS, default="KILL")
     parser.add_argument("--rank-changes", action="store_true", help="kill runs on some ranks, resume on others")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments, as shares of the time a run takes")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random moments")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "kills.csv")
     options = parser.parse_args()
     changes = CHANGES if options.rank_changes else [((1, "ddp"), (1, "ddp"))]
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder), options.signal, random.Random(options.seed), options.out)
-        good = [bench.kill_runs(before, after, options.kills) for before, after in changes]
+        runs = KilledRuns(Path(folder), options.signal, random.Random(options.seed), options.out)
+        good = [runs.kill_runs(before, after, options.kills) for before, after in changes]
     print(f"{options.out} and {options.out.with_suffix('.md').name} written")
     return 0 if all(good) else 1
 
 
-class Bench:
-    """Kills runs, and keeps the table up to date after each."""
+class KilledRuns:
+    """Kill runs, and update the table after each."""
 
     def __init__(self, folder: Path, name: str, chance: random.Random, out: Path) -> None:
         self.folder, self.name, self.chance, self.out = folder, name, chance, out
         self.log = folder / "log"
 
     def kill_runs(self, before: tuple[int, str], after: tuple[int, str], kills: int) -> bool:
-        """Kill so many runs on `before`, resume each on `after`; whether all ended as they should."""
+        """Kill `kills` runs on `before`, resume each on `after`; return whether all results are as expected."""
         kind = f"{self.name} {before[0]} {before[1]} > {after[0]} {after[1]}"
         same = before == after
         arguments = RUN if same else RANKS
@@ -96,12 +96,12 @@ class Bench:
         return all(row["good"] for row in rows)
 
     def _reference(self, arguments: list[str], before: tuple[int, str]) -> tuple[Path, tuple[float, float]]:
-        """A run that nothing happens to, on one rank; and how long start and training take on those of `before`."""
+        """Return an uninterrupted run on one rank, and how long start and training take on the ranks of `before`."""
         expected = self.folder / "expected"
         if not expected.exists():
             run([*arguments, "--out", str(expected)], log=self.log)
         out, times = self.folder / "timed", []
-        for _ in range(2):  # the first one may meet a cold disk
+        for _ in range(2):  # the first one may read from a cold disk
             began = time.monotonic()
             process = spawn([*arguments, "--parallel", before[1], "--out", str(out)], ranks=before[0], log=self.log)
             _wait_for_start(process, out)
@@ -125,7 +125,7 @@ class Bench:
                 self._send(process)
                 process.wait()
                 return Kill("start" if early else "training", round(moment, 3), process.returncode, *_found(out))
-            shutil.rmtree(out, ignore_errors=True)  # it was faster than expected: another one
+            shutil.rmtree(out, ignore_errors=True)  # it ended before the signal: try again
 
     def _send(self, process: subprocess.Popen) -> None:
         number = SIGNALS[self.name]
@@ -140,7 +140,7 @@ class Bench:
 
 
 def _wait_for_start(process: subprocess.Popen, out: Path) -> None:
-    """Until the run has written its facts: imports and set-up are over."""
+    """Wait until the run has written its facts, after imports and set-up."""
     while process.poll() is None and not (out / records.FACTS).exists():
         time.sleep(0.005)
 
@@ -153,7 +153,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _found(out: Path) -> tuple[int, int, int]:
-    """Rows of steps, the newest checkpoint's step, and files or folders that were being written."""
+    """Return the recorded steps, the step of the newest checkpoint, and the number of unfinished files."""
     steps = (out / records.STEPS).read_bytes().count(b"\n") if (out / records.STEPS).exists() else 0
     names = [path.name for path in (out / "checkpoints").glob("step-*")]
     newest = max((int(name.split(".")[0].removeprefix("step-")) for name in names), default=0)
@@ -175,22 +175,21 @@ def page(rows: list[dict[str, str]]) -> str:
         codes = ", ".join(sorted({row["exit_code"] for row in mine}, key=int))
         change = [_ranks(ranks, parallel), _ranks(later, later_parallel)]
         lines.append([f"SIG{name}", *change, found if same else f"{found}, at most {worst:.2g}", began, torn, codes])
-    header = ["signal", "ranks", "resumed on", "ended alike", "in training", "in a write", "exit codes"]
+    header = ["signal", "ranks", "resumed on", "same result", "in training", "in a write", "exit codes"]
     parts = [
         "# Runs killed at random moments",
         f"{', '.join(f'`{command}`' for command in dict.fromkeys(row['command'] for row in rows))}. "
         f"{rows[-1]['provenance']}",
         f"`micronorm {shlex.join(RUN)}` (84 steps, 44 checkpoints) is killed once and resumed with `--resume` to its "
         f"end. One kill in {EARLY} comes at a moment drawn uniformly from the time before training begins (imports, "
-        "set-up), the others from the time after, to the end of the process. Ended alike: its "
-        "digest over the raw bytes of model, optimizer, random states and position is that of a run nothing happened "
-        "to, and every step is in its record once. Where the number of ranks changes, `micronorm "
-        f"{shlex.join(RANKS)}` must end with weights within {LIMIT:g} of one rank's, relative to each tensor's "
-        "maximum; the largest distance is given.",
-        table(header, lines),
-        "In training: kills that came when a step had been recorded. In a write: kills that left a torn file of a "
-        "checkpoint or a record behind. Exit codes are negative for a process that the signal ended, as during "
-        "imports; a launcher of several ranks has its own. One row per kill is in the CSV of the same name.",
+        "set-up), the others from the time after, to the end of the process. Same result: its digest over the raw "
+        "bytes of model, optimizer, random states and position equals that of an uninterrupted run, and every step is "
+        f"in its record once. If the number of ranks changes, `micronorm {shlex.join(RANKS)}` must end with weights "
+        f"within {LIMIT:g} of those of one rank, relative to each tensor's maximum; the largest distance is given.",
+        markdown_table(header, lines),
+        "In training: kills after the first recorded step. In a write: kills that left an unfinished file of a "
+        "checkpoint or a record. A negative exit code means that the signal ended the process, as during imports; a "
+        "launcher of several ranks has its own codes. The CSV file of the same name has one row per kill.",
     ]
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 

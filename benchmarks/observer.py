@@ -1,18 +1,18 @@
-"""What `mn.observe` costs: the same training loop with it and without, on the CPU or on a GPU.
+"""Measure the cost of `mn.observe`: the same training loop with and without it, on the CPU or on a GPU.
 
     python benchmarks/observer.py --blocks 6 --out benchmarks/results/observer_cpu.csv
     python benchmarks/observer.py --device cuda --network resnet50 --batch 64 --size 224 --dtype bfloat16 \
         --blocks 20 --out benchmarks/results/observer_gpu.csv
 
-Three loops over networks that began alike take turns: without an observer, with one, and with one that writes
-TensorBoard events too. A block of each has `every` steps and one look in it. On the CPU they take turns step by step,
-on a GPU block by block, since a turn begins and ends with an idle device; their order is reversed each time, so that
-drift cancels. On a GPU batches lie there, the layout is channels_last, and learning rates are plain numbers.
+Three training loops with equal networks take turns: without an observer, with one, and with one that also writes
+TensorBoard events. A block of each has `every` steps, one of them observed. On the CPU the loops take turns step by
+step, on a GPU block by block, because a turn starts and ends with an idle device. Their order is reversed each time, so
+that drift cancels. On a GPU the batch is already on the device, and the layout is channels_last.
 
-`overhead` is the median over blocks of observed/bare − 1 of a block's time, `cpu_overhead` the same of the process's
-CPU time, which other processes disturb less (on a GPU it also counts waiting). `look_ms` is the mean time of a single
-step that is looked at, `step_ms` of one that is not, taken in turns (CPU time where the CPU computes), and `by_look`
-what follows: (look − step)/(every·step). The target is 0.03 at every = 50.
+Columns: `overhead` is the median over blocks of observed/bare − 1 of a block's time. `cpu_overhead` is the same for CPU
+time, which other processes disturb less (on a GPU it includes waiting). `look_ms` is the mean time of an observed step,
+`step_ms` that of another step (CPU time if the CPU computes), and `by_look` is (look − step)/(every·step). The target
+is 0.03 at every = 50.
 """
 
 import argparse
@@ -31,11 +31,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tables import write_csv
 from torch import Tensor, nn
 
 import micronorm as mn
-from micronorm.bench.timing import QUIET, Neighbours
+from micronorm.bench.results import write_csv
+from micronorm.bench.timing import QUIET, BackgroundLoad
 from micronorm.engine.environment import environment
 from micronorm.engine.settings import DTYPES
 from micronorm.recipes.networks import build_network
@@ -62,13 +62,13 @@ class Loop:
         self.model: nn.Module = model.to(self.device, memory_format=layout).train()  # type: ignore[call-overload]
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
         self.writer = None if writer is None else writer()
-        self.observed, self.looks = observed, 0
+        self.observed, self.rows = observed, 0
 
     def watched(self, every: int) -> AbstractContextManager[Any]:
         if not self.observed:
             return nullcontext()
-        # As if the blocks were one run: histograms come with every tenth look.
-        start, self.looks = self.looks * every, self.looks + 1
+        # Count on as in one run: every tenth row has histograms.
+        start, self.rows = self.rows * every, self.rows + 1
         return mn.observe(self.model, every=every, writer=self.writer, sink=lambda row: None, start=start)
 
     def step(self) -> Tensor:
@@ -119,7 +119,7 @@ def measure(args: argparse.Namespace, method: str, folder: str) -> list[dict[str
     }
     take_turns(loops, every=WARM_UP, turn=1)
     on_gpu = args.device == "cuda"
-    neighbours = Neighbours()
+    neighbours = BackgroundLoad()
     blocks: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
     singles: dict[str, list[float]] = {name: [] for name in loops}
     for index in range(args.blocks):
@@ -133,8 +133,8 @@ def measure(args: argparse.Namespace, method: str, folder: str) -> list[dict[str
     rows = []
     for name in ("rows", "rows and events"):
         pairs = [(o[0] / b[0] - 1, o[1] / b[1] - 1) for o, b in zip(blocks[name], blocks["none"], strict=True)]
-        # Means: of ten looks one gives histograms.
-        step, look = (statistics.fmean(singles[kind]) for kind in ("none", name))
+        # Means, because one of ten observed steps writes histograms.
+        step, observed = (statistics.fmean(singles[kind]) for kind in ("none", name))
         rows.append(
             {
                 "method": method,
@@ -146,8 +146,8 @@ def measure(args: argparse.Namespace, method: str, folder: str) -> list[dict[str
                 "every": args.every,
                 "blocks": args.blocks,
                 "step_ms": f"{1e3 * step:.3f}",
-                "look_ms": f"{1e3 * look:.3f}",
-                "by_look": f"{(look / step - 1) / args.every:.4f}",
+                "look_ms": f"{1e3 * observed:.3f}",
+                "by_look": f"{(observed / step - 1) / args.every:.4f}",
                 "overhead": f"{statistics.median(wall for wall, _ in pairs):.4f}",
                 "cpu_overhead": f"{statistics.median(cpu for _, cpu in pairs):.4f}",
                 "busy_elsewhere": "" if busy is None else f"{busy:.2f}",
@@ -172,15 +172,15 @@ def facts(device: str) -> dict[str, object]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--method", action="append", choices=METHODS, help="one of them; all unless given")
+    parser.add_argument("--method", action="append", choices=METHODS, help="a method; all by default")
     parser.add_argument("--network", default="cifar-resnet20", help="as the recipes name them")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--size", type=int, default=32, help="height and width of the images")
     parser.add_argument("--dtype", choices=[name for name in DTYPES if name != "float64"], default="float32")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--every", type=int, default=50, help="steps from one look to the next")
+    parser.add_argument("--every", type=int, default=50, help="steps between two observed steps")
     parser.add_argument("--blocks", type=int, default=6, help="blocks of each loop")
-    parser.add_argument("--out", type=Path, help="write the rows to this CSV file; without it they are only printed")
+    parser.add_argument("--out", type=Path, help="also write the rows to this CSV file")
     args = parser.parse_args(argv)
     if args.device == "cpu":
         torch.set_num_threads(1)
@@ -193,8 +193,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 note = f"; preliminary: other processes kept {busy:.1f} cores busy" if busy > QUIET else ""
                 over = "" if float(str(row["overhead"])) <= TARGET else f", above the target of {TARGET}"
                 print(
-                    f"{method}, {row['gives']}: step {row['step_ms']} ms, look {row['look_ms']} ms ({row['by_look']}), "
-                    f"overhead {row['overhead']}, of CPU time {row['cpu_overhead']}{over}{note}",
+                    f"{method}, {row['gives']}: step {row['step_ms']} ms, observed {row['look_ms']} ms "
+                    f"({row['by_look']}), overhead {row['overhead']}, of CPU time {row['cpu_overhead']}{over}{note}",
                     flush=True,
                 )
                 rows.append(row | facts(args.device))

@@ -1,12 +1,9 @@
-"""Published networks, converted, folded and exported to ONNX: do they compute the same in onnxruntime? See README.md.
+"""Compare published networks, converted, folded and exported to ONNX, with onnxruntime's outputs. See README.md.
 
-Not named onnx.py: a script's folder comes first on Python's path, and `import onnx` would find the script.
+This script cannot be named onnx.py: `import onnx` would then import the script.
 """
 
 import argparse
-import datetime
-import importlib.metadata
-import platform
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -16,14 +13,13 @@ from pathlib import Path
 import timm
 import torch
 import torchvision
-from tables import write_csv
 from torch import Tensor, nn
 
 import micronorm as mn
-from micronorm.engine import environment as machine
+from micronorm.bench.results import provenance, write_csv
 
 SEED = 0
-PACKAGES = ("torch", "torchvision", "timm", "onnx", "onnxscript", "onnxruntime")
+PACKAGES = ("torchvision", "timm", "onnx", "onnxscript", "onnxruntime")
 IMAGES = ((1, 3, 96, 128), (2, 3, 160, 96))
 CLIPS = ((1, 3, 8, 64, 64), (2, 3, 16, 96, 64))
 vision, segmentation = torchvision.models, torchvision.models.segmentation
@@ -31,7 +27,7 @@ vision, segmentation = torchvision.models, torchvision.models.segmentation
 
 @dataclass(frozen=True)
 class Network:
-    """How to build a network, and the two sizes it is compared at."""
+    """How to build a network, and the two input shapes of the comparison."""
 
     build: Callable[[], nn.Module]
     shapes: tuple[tuple[int, ...], ...] = IMAGES
@@ -52,7 +48,7 @@ NETWORKS = {
 
 
 def randomize(model: nn.Module) -> None:
-    """Estimates and affines as training leaves them: different from channel to channel."""
+    """Set estimates and affines that differ between channels, as after training."""
     generator = torch.Generator().manual_seed(SEED)
 
     def noise(like: Tensor) -> Tensor:
@@ -67,7 +63,7 @@ def randomize(model: nn.Module) -> None:
 
 
 def measure(name: str) -> dict[str, object]:
-    """Convert, fold, export and compare one network."""
+    """Convert, fold, export and compare one network; return its row."""
     torch.manual_seed(SEED)
     network = NETWORKS[name]
     model = mn.convert(network.build())
@@ -92,37 +88,25 @@ def measure(name: str) -> dict[str, object]:
     }
 
 
-def environment(args: argparse.Namespace) -> dict[str, object]:
-    models = "".join(f" --model '{name}'" for name in args.model or ())
-    return {
-        "cpu": machine.environment()["cpu"]["model"],
-        "threads": args.threads,
-        **{package: importlib.metadata.version(package) for package in PACKAGES},
-        "python": platform.python_version(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": f"python benchmarks/onnx_models.py --threads {args.threads}{models}",
-    }
-
-
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--model", action="append", choices=NETWORKS, help="in place of all; may be given several times"
-    )
+    parser.add_argument("--model", action="append", choices=NETWORKS, help="one network instead of all; repeatable")
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
-    parser.add_argument("--out", type=Path, help="write the rows to this CSV file; without it they are only printed")
+    parser.add_argument("--out", type=Path, help="write the rows to this CSV file")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
     torch.set_num_threads(args.threads)
-    run = environment(args)
+    models = "".join(f" --model '{name}'" for name in args.model or ())
+    command = f"python benchmarks/onnx_models.py --threads {args.threads}{models}"
+    facts = provenance(torch.device("cpu"), command, packages=PACKAGES)
     rows = []
     for name in args.model or NETWORKS:
         row = measure(name)
         print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-        rows.append({**row, **run})
+        rows.append({**row, **facts})
     if args.out is not None:
         write_csv(args.out, rows)
 

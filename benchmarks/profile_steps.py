@@ -2,9 +2,9 @@
 
     python benchmarks/profile_steps.py --out benchmarks/results/profile_steps.csv
 
-The steps are those of training_step.py, captured as CUDA graphs. torch's profiler tells the time of every kernel of a
-few replays, which is summed by what a kernel is for: its name says that. `idle` is what remains of the replays' wall
-time without the profiler: the gaps between kernels, less what overlapped.
+The steps are those of training_step.py, captured as CUDA graphs. torch's profiler gives the time of every kernel of a
+few replays. The times are summed by purpose, which the kernel's name shows. `idle` is the rest of a replay's wall time
+without the profiler: the gaps between kernels, less what overlapped.
 """
 
 import argparse
@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tables import write_csv
 from torch.profiler import ProfilerActivity, profile
-from training_step import BN, BN_COMPILED, SHARED, SHARED_COMPILED, WORKLOADS, TrainingStep, Workload, facts
+from training_step import BN, BN_COMPILED, SHARED, SHARED_COMPILED, WORKLOADS, TrainingStep, Workload
 
+from micronorm.bench.results import provenance, write_csv
 from micronorm.bench.timing import Captured, device_ms, spread, warm_up
 
 METHODS = {method.name: method for method in (BN, BN_COMPILED, SHARED, SHARED_COMPILED)}
@@ -40,11 +40,11 @@ KINDS = (
     ),
     ("sums, casts, copies", r"elementwise|Memcpy|Memset|copy|fill|reduce|cat"),
 )
-"""What a kernel is for, by the first pattern that is found in its name. Inductor's kernels are BatchNorm's."""
+"""Purposes of kernels, by the first pattern that matches the name. Inductor's kernels are BatchNorm's."""
 
 
 def kind_of(name: str) -> str:
-    """What a kernel is for.
+    """Return the purpose of a kernel.
 
     Example:
         >>> kind_of("forward_apply"), kind_of("sm90_xmma_fprop_implicit_gemm"), kind_of("mystery")
@@ -55,14 +55,14 @@ def kind_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class Profile:
-    """Microseconds and counts of a step's kernels by name, and what the step takes without the profiler."""
+    """Microseconds and counts of a step's kernels by name, and the microseconds of a step without the profiler."""
 
     wall: float
     times: Counter[str]
     counts: Counter[str]
 
     def by_kind(self) -> dict[str, tuple[float, float]]:
-        """Microseconds and kernels of every kind, the largest first, and the idle rest."""
+        """Return microseconds and number of kernels of every kind, the largest first, then the idle rest."""
         times: Counter[str] = Counter()
         counts: Counter[str] = Counter()
         for name, time in self.times.items():
@@ -73,7 +73,7 @@ class Profile:
 
 
 def measure(workload: Workload, method: str) -> Profile:
-    """Capture one method's step, time its replays, then profile some."""
+    """Capture one method's step, time its replays, and profile some."""
     step = TrainingStep(workload, METHODS[method], torch.device("cuda"))
     warm_up(step)
     step.optimizer.zero_grad(set_to_none=True)
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        parser.error("torch finds no CUDA device, and a profile of a CPU would say nothing of the kernels")
+        parser.error("torch finds no CUDA device, and this script profiles GPU kernels")
     torch.backends.cudnn.benchmark = True
     command = shlex.join(["python", "benchmarks/profile_steps.py", "--workload", *options.workload])
     rows: list[dict[str, object]] = []
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             for name, time in found.times.most_common(options.top):
                 print(f"        {time:>9.1f} µs {found.counts[name]:>7.1f}  {name[:110]}", flush=True)
             if options.out is not None:
-                known = facts(torch.device("cuda"), command)
+                known = provenance(torch.device("cuda"), command, packages=("torchvision", "triton"))
                 write_csv(options.out, [{**row, **known} for row in rows])
 
 

@@ -1,8 +1,8 @@
-"""Add finished runs to the figures that come with the package.
+"""Add finished runs to the recorded figures of the package.
 
     python benchmarks/record.py RUN...
 
-Writes src/micronorm/recipes/recorded.json. A run that does not count for its recipe is refused, with the reason.
+Writes src/micronorm/recipes/recorded.json. A run that does not count for its recipe is an error.
 """
 
 import json
@@ -17,6 +17,7 @@ TARGET = Path(__file__).parents[1] / "src" / "micronorm" / "recipes" / RECORDED
 
 
 def entry(run: Path) -> dict[str, Any]:
+    """Return the entry of one run."""
     record = records.read(run, rows=False)
     (result,), _ = read_runs(run)
     reason = fault(result, recipes.find(result.recipe))

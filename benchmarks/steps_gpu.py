@@ -2,14 +2,16 @@
 
     python benchmarks/steps_gpu.py --out benchmarks/results/steps_gpu.csv
     python benchmarks/steps_gpu.py --tiny --device cpu          # the same logic in seconds, without graphs
+    python benchmarks/steps_gpu.py --draw benchmarks/results/steps_gpu.csv
 
 A step is that of training_step.py. cuDNN searches for its fastest algorithms. Methods take turns, round by round.
-BatchNorm's baseline is its best of eager, captured, compiled, and both; ours is compiled too. Captured steps come
-first, then compiled ones as long as `--budget` seconds last, then one image at a time and eager steps.
+BatchNorm's baseline is its best of eager, captured, compiled, and both; ours is compiled too. Captured steps are
+measured first, then compiled ones until `--budget` seconds have passed, then one image at a time, then eager steps.
+The report lists eager steps first.
 
-Peak memory is the allocator's: the most that was allocated at once during a step, less what was before the method was
-built, so with parameters, gradients and momenta. Of a captured step it is read during the capture, which allocates what
-every replay then uses. Ratios of memory compare methods by the same route.
+Peak memory is the most that the allocator had given out during a step, less what it had before the method was built. It
+includes parameters, gradients and momenta. For a captured step it is read during the capture, which allocates what
+every replay uses. Ratios of memory compare methods by the same route.
 """
 
 import argparse
@@ -19,9 +21,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-from tables import write_csv
 from training_step import (
     BN,
     BN_COMPILED,
@@ -30,43 +32,53 @@ from training_step import (
     SHARED_COMPILED,
     TINY,
     WORKLOADS,
-    Method,
+    StepMethod,
     TrainingStep,
     Workload,
-    facts,
 )
 
-import micronorm as mn
+from micronorm.bench.measure import one_line
+from micronorm.bench.results import number, provenance, read_csv, write_csv
 from micronorm.bench.timing import Captured, device_ms, host_ms, repeats_for, spread, warm_up
+from micronorm.report.plots import METHOD_COLOURS, TEXT, apply_style, save_figure, subplots
 
 CHUNK = 50  # times `repeats_for`'s 2 ms: how long one round of one method takes
 LITERAL_STEPS = 2
+ROUTES = ("eager", "graph")
+RATIOS = ("to_bn_best", "to_bn", "peak_to_bn", "batched_over_literal")
 
 
-def chosen_methods(weights: str) -> list[Method]:
-    """Ours by `--weights`, each with recomputation too where this micronorm has it."""
+def chosen_methods(weights: str) -> list[StepMethod]:
+    """Return BatchNorm and ours by `--weights`, each of ours with recomputation too."""
     ours = {"plain": [PLAIN], "shared": [SHARED], "both": [PLAIN, SHARED]}[weights]
-    if hasattr(mn, "recompute"):
-        ours += [Method(f"{m.name} recompute", is_ours=True, shares=m.shares, recomputes=True) for m in ours]
-    else:
-        print("this micronorm has no mn.recompute: its rows are left out", flush=True)
-    return [BN, *ours]
+    again = [StepMethod(f"{m.name} recompute", is_ours=True, shares=m.shares, recomputes=True) for m in ours]
+    return [BN, *ours, *again]
 
 
 @dataclass
-class Row:
+class StepResult:
+    """What was measured for one method by one route; `what` is "step", or "literal" for one image at a time."""
+
     workload: Workload
-    method: Method
+    method: StepMethod
     route: str
     what: str = "step"
     ms: tuple[float, float, float] | None = None
-    img_per_s: float | None = None
     peak: int | None = None
     reserved: int | None = None
     loss: float | None = None
     fault: str = ""
     ratios: dict[str, float] = field(default_factory=dict)
     bn_best: str = ""
+
+    @property
+    def median(self) -> float:
+        assert self.ms is not None
+        return self.ms[1]
+
+    @property
+    def img_per_s(self) -> float | None:
+        return None if self.ms is None else 1e3 * self.workload.samples / self.median
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
@@ -76,18 +88,18 @@ class Timed:
     """One method by one route, ready to be timed, with the peak of its memory."""
 
     def __init__(
-        self, workload: Workload, method: Method, route: str, device: torch.device, step: TrainingStep | None = None
+        self, workload: Workload, method: StepMethod, route: str, device: torch.device, step: TrainingStep | None = None
     ) -> None:
-        self.row = Row(workload, method, route)
+        self.result = StepResult(workload, method, route)
         self.device = device
         self.taken: list[float] = []
         try:
             self.step = TrainingStep(workload, method, device) if step is None else step
-            self._prepare(route, self.step.held)
-        except Exception as error:  # one method's failure leaves the others their figures
-            self.row.fault = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            self._prepare(route)
+        except Exception as error:  # the other methods are still measured
+            self.result.fault = one_line(error)
 
-    def _prepare(self, route: str, held: tuple[int, int]) -> None:
+    def _prepare(self, route: str) -> None:
         call: Callable[[], object] = self.step
         on_gpu = self.device.type == "cuda"
         if on_gpu:
@@ -101,70 +113,70 @@ class Timed:
             self.step()
         if on_gpu:
             torch.cuda.synchronize()
-            self.row.peak = torch.cuda.max_memory_allocated() - held[0]
-            self.row.reserved = torch.cuda.max_memory_reserved() - held[1]
+            allocated, reserved = self.step.memory_before
+            self.result.peak = torch.cuda.max_memory_allocated() - allocated
+            self.result.reserved = torch.cuda.max_memory_reserved() - reserved
         clock = device_ms if on_gpu else host_ms
         one = min(clock(call) for _ in range(2))
         repeats = min(50, max(1, repeats_for(one / CHUNK)))
         self.timer = lambda: clock(call, repeats)
 
-    def finish(self) -> Row:
-        if not self.row.fault:
+    def finish(self) -> StepResult:
+        if not self.result.fault:
             found = spread(self.taken)
-            self.row.ms = (found.q25, found.median, found.q75)
-            self.row.img_per_s = 1e3 * self.row.workload.samples / found.median
-            self.row.loss = float(self.step.loss)
-            if self.row.loss != self.row.loss:
-                self.row.fault = "the loss is not a number"
-        return self.row
+            self.result.ms = (found.q25, found.median, found.q75)
+            self.result.loss = float(self.step.loss)
+            if self.result.loss != self.result.loss:
+                self.result.fault = "the loss is not a number"
+        return self.result
 
 
 def measure(
     workload: Workload,
-    methods: Sequence[Method],
+    methods: Sequence[StepMethod],
     route: str,
     device: torch.device,
     rounds: int,
     *,
     step: TrainingStep | None = None,
-) -> Iterator[Row]:
-    """All methods by one route, in turn; routes one after the other, since every model alive costs each step a look.
+) -> Iterator[StepResult]:
+    """Yield the results of all methods by one route, which take turns.
 
-    A `step` that is there already, one method's, is taken in place of a new one: compiled code is made once.
+    A given `step` of one method is used instead of a new one, so that a compiled model is compiled once.
     """
     every = [Timed(workload, method, route, device, step) for method in methods]
-    sound = [timed for timed in every if not timed.row.fault]
+    sound = [timed for timed in every if not timed.result.fault]
     for _ in range(rounds):
         for timed in sound:
             timed.taken.append(timed.timer())
     for timed in every:
         yield timed.finish()
-        handle = None if timed.row.fault else timed.step.handle
-        if handle is not None and hasattr(handle, "report"):
-            print(f"recompute: {' '.join(str(handle.report()).split())[:300]}", flush=True)
+        if not timed.result.fault and timed.step.recomputation is not None:
+            print(f"recompute: {' '.join(str(timed.step.recomputation.report()).split())[:300]}", flush=True)
 
 
-def literal(workload: Workload, method: Method, routes: Sequence[str], device: torch.device) -> Iterator[Row]:
-    """One image per forward and backward, the step of `workload.samples` of them: from Python, and by replays."""
+def literal(
+    workload: Workload, method: StepMethod, routes: Sequence[str], device: torch.device
+) -> Iterator[StepResult]:
+    """Yield the results of a step taken one image at a time: from Python, and by replays of a captured image."""
     clock = device_ms if device.type == "cuda" else host_ms
     for route in routes:
-        row = Row(workload, method, route, what="literal")
+        result = StepResult(workload, method, route, what="literal")
         try:
             step = TrainingStep(workload, method, device)
             call = _replayed_literal(step) if route == "graph" else step.literal
             call()
             taken = [clock(call) for _ in range(LITERAL_STEPS)]
-            row.ms = (min(taken), sum(taken) / len(taken), max(taken))
-            row.img_per_s = 1e3 * workload.samples / row.ms[1]
+            result.ms = (min(taken), sum(taken) / len(taken), max(taken))
         except Exception as error:
-            row.fault = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        yield row
+            result.fault = one_line(error)
+        yield result
 
 
 def _replayed_literal(step: TrainingStep) -> Callable[[], None]:
-    """A graph of one image's pass, replayed for each; it adds to the gradients, which the update clears."""
+    """Capture one image's pass, which adds to the gradients, and the update, which clears them."""
     image, label = step.images[:1].clone(), step.labels[:1].clone()
-    warm_up(step.literal, 1)  # momenta, and gradients to add to
+    warm_up(step.literal, 1)  # allocates momenta and gradients
     one_image = Captured(lambda: step.backward(image, label))
     update = Captured(lambda: (step.optimizer.step(), step.optimizer.zero_grad(set_to_none=False)))
 
@@ -181,91 +193,126 @@ def _replayed_literal(step: TrainingStep) -> Callable[[], None]:
 # --- ratios, and what is printed and written --------------------------------------------------------------------------
 
 
-def compare(rows: Sequence[Row]) -> None:
-    """Ratios within one workload: time to BatchNorm's best, time and peak to BatchNorm by the same route."""
-    steps = [row for row in rows if row.what == "step" and row.ms is not None]
-    bn = [row for row in steps if not row.method.is_ours]
-    best = min(bn, key=_median, default=None)
-    for row in steps:
-        same = next((r for r in bn if r.method == BN and r.route == row.route), None)
-        row.ratios = {}
+def compare(results: Sequence[StepResult]) -> None:
+    """Set the ratios within one workload: time to BatchNorm's best, time and peak to BatchNorm by the same route."""
+    steps = [result for result in results if result.what == "step" and result.ms is not None]
+    bn = [result for result in steps if not result.method.is_ours]
+    best = min(bn, key=lambda result: result.median, default=None)
+    for result in steps:
+        same = next((r for r in bn if r.method == BN and r.route == result.route), None)
+        result.ratios = {}
         if best is not None:
-            row.ratios["to_bn_best"] = _median(row) / _median(best)
-            row.bn_best = f"{best.method.name}, {best.route}"
+            result.ratios["to_bn_best"] = result.median / best.median
+            result.bn_best = f"{best.method.name}, {best.route}"
         if same is not None:
-            row.ratios["to_bn"] = _median(row) / _median(same)
-            if row.peak and same.peak:
-                row.ratios["peak_to_bn"] = row.peak / same.peak
-    batched = [row for row in steps if row.method.is_ours and not row.method.recomputes]
-    for row in rows:
-        if row.what == "literal" and row.ms is not None and batched:
-            row.ratios = {"batched_over_literal": _median(row) / min(map(_median, batched))}
+            result.ratios["to_bn"] = result.median / same.median
+            if result.peak and same.peak:
+                result.ratios["peak_to_bn"] = result.peak / same.peak
+    batched = [result.median for result in steps if result.method.is_ours and not result.method.recomputes]
+    for result in results:
+        if result.what == "literal" and result.ms is not None and batched:
+            result.ratios = {"batched_over_literal": result.median / min(batched)}
 
 
-def _median(row: Row) -> float:
-    assert row.ms is not None
-    return row.ms[1]
+def line(result: StepResult) -> str:
+    what = f"{result.workload.name:<26}{result.what:<9}{result.method.name:<26}{result.route:<7}"
+    if result.ms is None or result.fault:
+        return f"{what}{result.fault}"
+    q25, median, q75 = result.ms
+    peak = "" if result.peak is None else f"  peak {result.peak / 1e6:,.0f} MB"
+    ratios = "".join(f"  {name} {value:.3f}" for name, value in result.ratios.items())
+    return f"{what}{median:>10.3f} ms ({q25:.3f} to {q75:.3f}) {result.img_per_s:>9.1f} img/s{peak}{ratios}"
 
 
-def line(row: Row) -> str:
-    what = f"{row.workload.name:<26}{row.what:<9}{row.method.name:<26}{row.route:<7}"
-    if row.ms is None or row.fault:
-        return f"{what}{row.fault}"
-    q25, median, q75 = row.ms
-    peak = "" if row.peak is None else f"  peak {row.peak / 1e6:,.0f} MB"
-    ratios = "".join(f"  {name} {value:.3f}" for name, value in row.ratios.items())
-    return f"{what}{median:>10.3f} ms ({q25:.3f} to {q75:.3f}) {row.img_per_s:>9.1f} img/s{peak}{ratios}"
-
-
-def verdicts(rows: Sequence[Row], workload: Workload) -> list[str]:
-    """What the captured steps of ours say of the targets; eager ones where nothing was captured."""
-    route = "graph" if any(row.route == "graph" for row in rows) else "eager"
+def compare_with_targets(results: Sequence[StepResult], workload: Workload) -> list[str]:
+    """Return a line per target and captured step of ours; eager steps count if nothing was captured."""
+    route = "graph" if any(result.route == "graph" for result in results) else "eager"
     lines = []
-    for row in rows:
-        if not row.method.is_ours or row.what != "step" or row.route != route:
+    for result in results:
+        if not result.method.is_ours or result.what != "step" or result.route != route:
             continue
-        peak_target = workload.recompute_target if row.method.recomputes else workload.memory_target
+        peak_target = workload.recompute_target if result.method.recomputes else workload.memory_target
         for name, most in (("to_bn_best", workload.time_target), ("peak_to_bn", peak_target)):
-            value = row.ratios.get(name)
+            value = result.ratios.get(name)
             if most is not None and value is not None:
-                word = "met" if value <= most else "missed"
-                lines.append(
-                    f"{workload.name}, {row.method.name}, {route}: {name} {value:.3f}, target {most:g}: {word}"
-                )
+                what = f"{workload.name}, {result.method.name}, {route}: {name} {value:.3f}"
+                lines.append(f"{what}, target {most:g}: {'met' if value <= most else 'missed'}")
     return lines
 
 
-def record(row: Row) -> dict[str, object]:
-    q25, median, q75 = row.ms or (None, None, None)
-    ratios = ("to_bn_best", "to_bn", "peak_to_bn", "batched_over_literal")
+def eager_first(results: Sequence[StepResult]) -> list[StepResult]:
+    return sorted(results, key=lambda result: (result.what != "step", ROUTES.index(result.route)))
 
-    def number(value: float | None, digits: int = 3) -> str:
-        return "" if value is None else f"{value:.{digits}f}"
 
+def record(result: StepResult) -> dict[str, object]:
+    q25, median, q75 = result.ms or (None, None, None)
     return {
-        "what": row.what,
-        "network": row.workload.network,
-        "samples": row.workload.samples,
-        "size": "x".join(map(str, row.workload.size)),
+        "what": result.what,
+        "network": result.workload.network,
+        "samples": result.workload.samples,
+        "size": "x".join(map(str, result.workload.size)),
         "dtype": "bfloat16",
         "layout": "nhwc",
-        "method": row.method.name,
-        "route": row.route,
-        "ms": number(median),
-        "q25_ms": number(q25),
-        "q75_ms": number(q75),
-        "img_per_s": number(row.img_per_s, 1),
-        **{name: number(row.ratios.get(name), 4) for name in ratios},
-        "bn_best": row.bn_best,
-        "peak_mb": number(None if row.peak is None else row.peak / 1e6, 1),
-        "reserved_mb": number(None if row.reserved is None else row.reserved / 1e6, 1),
-        "loss": number(row.loss),
-        "fault": row.fault,
+        "method": result.method.name,
+        "route": result.route,
+        "ms": number(median, 3),
+        "q25_ms": number(q25, 3),
+        "q75_ms": number(q75, 3),
+        "img_per_s": number(result.img_per_s, 1),
+        **{name: number(result.ratios.get(name), 4) for name in RATIOS},
+        "bn_best": result.bn_best,
+        "peak_mb": number(None if result.peak is None else result.peak / 1e6, 1),
+        "reserved_mb": number(None if result.reserved is None else result.reserved / 1e6, 1),
+        "loss": number(result.loss, 3),
+        "fault": result.fault,
     }
 
 
+def draw(table: Path) -> list[Path]:
+    """Draw the steps of a CSV file beside it: milliseconds, in a plain loop and captured, and peak memory."""
+    rows = [row for row in read_csv(table) if row["what"] == "step" and row["ms"]]
+    workloads = list(dict.fromkeys((row["network"], row["samples"], row["size"]) for row in rows))
+    rows.sort(key=lambda row: ("BCN" in row["method"], row["method"]))
+    size = (12.5, 1.7 * len(workloads) + 0.6)
+    figure, grid = subplots(len(workloads), 3, figsize=size, layout="constrained", squeeze=False)
+    for (eager, graph, memory), workload in zip(grid, workloads, strict=True):
+        own = [row for row in rows if (row["network"], row["samples"], row["size"]) == workload]
+        for axes, route in ((eager, "eager"), (graph, "graph")):
+            found = [row for row in own if row["route"] == route]
+            best = min((float(row["ms"]) for row in found if row["method"].startswith("BN")), default=float("nan"))
+            labels = [f"{float(row['ms']):.1f} ms, {float(row['ms']) / best:.2f}×" for row in found]
+            _draw_bars(axes, found, "ms", labels)
+        found = [row for row in own if row["route"] == "graph" and row["peak_to_bn"]]
+        _draw_bars(memory, found, "peak_to_bn", [f"{float(row['peak_to_bn']):.2f}×" for row in found])
+        for axes, title in (
+            (eager, f"{workload[0]}, {workload[1]}×{workload[2]}: plain loop"),
+            (graph, "captured in a CUDA graph"),
+            (memory, "peak memory, captured, ÷ BN"),
+        ):
+            axes.set_title(title, loc="left", fontsize=9, color=TEXT)
+    where = f"{rows[0]['gpu']}, torch {rows[0]['torch']}, {rows[0]['date'][:10]}"
+    title = "Training steps, bfloat16, channels_last; ×: multiples of the best BatchNorm step in the same panel"
+    figure.suptitle(f"{title}\n{where}", fontsize=10)
+    return save_figure(figure, table.with_suffix(""))
+
+
+def _draw_bars(axes: Any, rows: Sequence[dict[str, str]], key: str, labels: Sequence[str]) -> None:
+    places = range(len(rows) - 1, -1, -1)
+    values = [float(row[key]) for row in rows]
+    colours = [METHOD_COLOURS["BCN+WS" if "BCN" in row["method"] else "BN"] for row in rows]
+    axes.barh(places, values, color=colours, height=0.7)
+    for place, value, label in zip(places, values, labels, strict=True):
+        axes.text(value, place, f" {label}", va="center", fontsize=7)
+    axes.set_yticks(places, [row["method"] for row in rows], fontsize=7)
+    axes.set_xlim(0, max(values, default=1) * 1.5)
+    apply_style(axes, grid="x")
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
 def _without_out(arguments: Sequence[str]) -> list[str]:
-    """The arguments without --out, which names a path."""
+    """Return the arguments without --out, which names a path."""
     kept, skip = [], False
     for argument in arguments:
         if not skip and argument != "--out" and not argument.startswith("--out="):
@@ -281,13 +328,16 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--weights", choices=("plain", "shared", "both"), default="both", help="how WS is computed")
     parser.add_argument("--route", nargs="+", choices=("graph", "eager"), default=["graph", "eager"])
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--no-compile", action="store_true", help="leave the compiled forms out")
+    parser.add_argument("--no-compile", action="store_true", help="leave out the compiled methods")
     parser.add_argument("--no-literal", action="store_true", help="leave out one image at a time")
     parser.add_argument("--budget", type=float, default=200.0, help="seconds after which nothing more is compiled")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small networks and images, to try the script")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="write the results to this CSV file")
+    parser.add_argument("--draw", type=Path, metavar="CSV", help="draw this CSV file and measure nothing")
     options = parser.parse_args(argv)
+    if options.draw is not None:
+        return options
     if options.device == "cpu":
         options.route = ["eager"]
     elif not torch.cuda.is_available():
@@ -299,26 +349,29 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = parse_arguments()
+    if options.draw is not None:
+        print("\n".join(map(str, draw(options.draw))))
+        return
     device = torch.device(options.device)
     torch.backends.cudnn.benchmark = True
     started = time.perf_counter()
     workloads = [w for w in (TINY if options.tiny else WORKLOADS) if not options.workload or w.name in options.workload]
-    rows: dict[Workload, list[Row]] = {workload: [] for workload in workloads}
+    found: dict[Workload, list[StepResult]] = {workload: [] for workload in workloads}
     command = shlex.join(["python", "benchmarks/steps_gpu.py", *_without_out(sys.argv[1:])])
+    facts = provenance(device, command, packages=("torchvision", "triton"))
 
-    def take(workload: Workload, found: Iterator[Row]) -> None:
-        new = list(found)
-        rows[workload] += new
-        compare(rows[workload])
+    def add(workload: Workload, results: Iterator[StepResult]) -> None:
+        new = list(results)
+        found[workload] = eager_first([*found[workload], *new])
+        compare(found[workload])
         print("\n".join(map(line, new)), flush=True)
         if options.out is not None:
-            known = facts(device, command)
-            write_csv(options.out, [{**record(row), **known} for members in rows.values() for row in members])
+            write_csv(options.out, [{**record(result), **facts} for members in found.values() for result in members])
 
     methods = chosen_methods(options.weights)
     first, *others = options.route
     for workload in workloads:
-        take(workload, measure(workload, methods, first, device, options.rounds))
+        add(workload, measure(workload, methods, first, device, options.rounds))
     for workload in () if options.no_compile else workloads:
         if time.perf_counter() - started > options.budget:
             print(f"{workload.name}: not compiled, {options.budget:.0f} s are over", flush=True)
@@ -327,18 +380,18 @@ def main() -> None:
             torch.compiler.reset()
             step = TrainingStep(workload, method, device)
             for route in options.route:
-                take(workload, measure(workload, [method], route, device, options.rounds, step=step))
+                add(workload, measure(workload, [method], route, device, options.rounds, step=step))
             del step
     if workloads and not options.no_literal:
-        take(workloads[0], literal(workloads[0], methods[1], options.route, device))
+        add(workloads[0], literal(workloads[0], methods[1], options.route, device))
     for workload in workloads:
         for route in others:
-            take(workload, measure(workload, methods, route, device, options.rounds))
+            add(workload, measure(workload, methods, route, device, options.rounds))
     print()
-    for workload, members in rows.items():
-        print("\n".join([*map(line, members), *verdicts(members, workload)]))
+    for workload, members in found.items():
+        print("\n".join([*map(line, members), *compare_with_targets(members, workload)]))
     print(f"{time.perf_counter() - started:.0f} s")
-    if any(row.fault and row.method.is_ours for members in rows.values() for row in members):
+    if any(result.fault and result.method.is_ours for members in found.values() for result in members):
         raise SystemExit(1)
 
 

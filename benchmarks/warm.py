@@ -1,17 +1,14 @@
-"""From a trained BatchNorm network to BCN + WS on digits: abruptly, abruptly with new statistics, and warm.
+"""Convert a trained BatchNorm network to BCN + WS on digits: abruptly, abruptly with new statistics, and warm.
 
 A BatchNorm network is trained with 32 images per forward, converted in each way, and fine-tuned with one image per
-micro-batch: by the law of BCN the 32 images of a step may go through in one forward, and BatchNorm has an exact batched
-form, `mn.BN(micro_batch=1)`. Learning rates are chosen per method on validation images; test error is only recorded.
+micro-batch. BCN computes the same step if the 32 images of a step go through one forward; for BatchNorm the exact
+batched form is `mn.BN(micro_batch=1)`. The learning rate of each method is chosen on validation images.
 
     python benchmarks/warm.py --out benchmarks/results/warm_conversion.csv
 """
 
 import argparse
 import copy
-import csv
-import datetime
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -23,53 +20,40 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import micronorm as mn
+from micronorm.bench.results import provenance, write_csv
 from micronorm.data.digits import Labelled, read_digits
-from micronorm.engine import environment as machine
 from micronorm.recipes.networks import build_network
+from micronorm.report.plots import COLOURS, apply_style, save_figure, subplots
 
 TRAIN_IMAGES = 1000  # of the 1,297; the others validate
 PRETRAIN_EPOCHS = 6
 SAMPLES_PER_STEP = 32
 STEPS = 64
 WARM_STEPS = 32  # half of the fine-tuning; not tuned
-EVERY = 8  # steps between two looks at the errors
+EVERY = 8  # steps between two evaluations
 PRETRAIN_RATE = 0.05
 LEARNING_RATES = (0.005, 0.02, 0.05)
 
-Convert = Callable[[nn.Module, Labelled], nn.Module]
-
-
-def kept(model: nn.Module, train: Labelled) -> nn.Module:
-    return mn.convert(model, mn.BN(micro_batch=1), None)
-
-
-def abrupt(model: nn.Module, train: Labelled) -> nn.Module:
-    return mn.convert(model)
-
 
 def calibrated(model: nn.Module, train: Labelled) -> nn.Module:
+    """Convert abruptly and calibrate once per norm: a call is exact for the norms whose predecessors are exact."""
     model = mn.convert(model)
-    norms = sum(isinstance(m, mn.nn.BatchChannelNorm) for m in model.modules())
-    for _ in range(norms):  # a call is exact for the norms whose predecessors are
+    for _ in range(sum(isinstance(m, mn.nn.BatchChannelNorm) for m in model.modules())):
         mn.calibrate(model, train.images.split(250))
     return model
 
 
-def warm(model: nn.Module, train: Labelled) -> nn.Module:
-    return mn.convert(model, warm_steps=WARM_STEPS)
-
-
-METHODS: dict[str, Convert] = {
-    "BN kept": kept,
-    "abrupt": abrupt,
+METHODS: dict[str, Callable[[nn.Module, Labelled], nn.Module]] = {
+    "BN kept": lambda model, train: mn.convert(model, mn.BN(micro_batch=1), None),
+    "abrupt": lambda model, train: mn.convert(model),
     "abrupt + calibrate": calibrated,
-    "warm": warm,
+    "warm": lambda model, train: mn.convert(model, warm_steps=WARM_STEPS),
 }
 
 
 @torch.no_grad()
 def error(model: nn.Module, part: Labelled) -> float:
-    """Wrong answers in %."""
+    """Return the share of wrong answers in %."""
     model.eval()
     wrong = (model(part.images).argmax(1) != part.labels).double().mean().item()
     model.train()
@@ -90,7 +74,7 @@ def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Labelle
 
 
 def step_indices(samples: int, *, epochs: int, seed: int) -> Tensor:
-    """Which samples each step takes, steps×SAMPLES_PER_STEP: a fresh order per epoch, one running into the next."""
+    """Return the samples of each step, steps×SAMPLES_PER_STEP: a new order in each epoch."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.cat([torch.randperm(samples, generator=generator) for _ in range(epochs)])
     steps = samples * epochs // SAMPLES_PER_STEP
@@ -98,7 +82,7 @@ def step_indices(samples: int, *, epochs: int, seed: int) -> Tensor:
 
 
 def build(seed: int) -> nn.Module:
-    """The network of the digits with BatchNorm, from torch's own initial weights."""
+    """Return the network of the digits with BatchNorm and torch's default initial weights."""
     model = build_network("digits", classes=10)
     torch.manual_seed(seed)
     for module in model.modules():
@@ -108,7 +92,7 @@ def build(seed: int) -> nn.Module:
 
 
 def pretrained(train: Labelled, *, seed: int) -> nn.Module:
-    """A network trained with BatchNorm and 32 images per forward."""
+    """Train a network with BatchNorm and 32 images per forward."""
     model = build(seed)
     optimizer = make_optimizer(model, lr=PRETRAIN_RATE)
     indices = step_indices(len(train.labels), epochs=PRETRAIN_EPOCHS, seed=seed)
@@ -127,7 +111,7 @@ def blend_of(model: nn.Module) -> float | None:
 def fine_tune(
     model: nn.Module, train: Labelled, validation: Labelled, test: Labelled, *, lr: float, seed: int
 ) -> list[dict[str, Any]]:
-    """Errors before the first step and after every few, at a constant learning rate."""
+    """Return the errors before the first step and after every few steps, at a constant learning rate."""
     optimizer = make_optimizer(model, lr=lr)
     rows = []
     indices = step_indices(len(train.labels), epochs=4, seed=100 + seed)[:STEPS]
@@ -180,7 +164,7 @@ def mean_error(rows: Sequence[dict[str, Any]], what: str, **where: Any) -> float
 
 
 def chosen_rates(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """For each method the learning rate with the lowest mean validation error over the last four looks."""
+    """Return for each method the learning rate with the lowest mean validation error in the last four evaluations."""
     late = [row for row in rows if row["step"] > STEPS - 4 * EVERY]
     return {
         name: min(LEARNING_RATES, key=lambda lr, name=name: mean_error(late, "validation_error", method=name, lr=lr))
@@ -199,31 +183,25 @@ def table(rows: Sequence[dict[str, Any]], rates: dict[str, float]) -> str:
     return "\n".join(lines)
 
 
-def plot(rows: Sequence[dict[str, Any]], rates: dict[str, float], path: Path) -> bool:
-    """Test error over steps; False without matplotlib."""
-    try:
-        import matplotlib  # type: ignore[import-not-found]
-    except ImportError:
-        return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot  # type: ignore[import-not-found]
-
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+def plot(rows: Sequence[dict[str, Any]], rates: dict[str, float], path: Path) -> None:
+    """Draw the test error over steps: mean and range over seeds."""
+    figure, axes = subplots(figsize=(7, 4), layout="constrained")
+    apply_style(axes, grid="y")
     steps = range(0, STEPS + 1, EVERY)
-    for name, lr in rates.items():
+    for colour, (name, lr) in zip(COLOURS, rates.items(), strict=False):
         at = [[r["test_error"] for r in rows if (r["method"], r["lr"], r["step"]) == (name, lr, s)] for s in steps]
-        line = axes.plot(steps, [statistics.mean(e) for e in at], marker="o", markersize=3, label=f"{name}, lr {lr:g}")
-        axes.fill_between(steps, [min(e) for e in at], [max(e) for e in at], color=line[0].get_color(), alpha=0.12)
+        means = [statistics.mean(errors) for errors in at]
+        axes.plot(steps, means, color=colour, marker="o", markersize=3, label=f"{name}, lr {lr:g}")
+        axes.fill_between(steps, list(map(min, at)), list(map(max, at)), color=colour, alpha=0.12, linewidth=0)
     before = statistics.mean({row["seed"]: row["bn_test_error"] for row in rows}.values())
     axes.axvline(WARM_STEPS, color="grey", linewidth=0.5)
     axes.text(WARM_STEPS, 0.02, " warm-up ends", transform=axes.get_xaxis_transform(), fontsize=8, color="grey")
-    axes.axhline(before, color="grey", linestyle=":", label="the BN network, before")
+    axes.axhline(before, color="grey", linestyle=":", label="the BN network before")
     axes.set(xlabel="optimizer step", ylabel="test error %", yscale="log", title="Fine-tuning after conversion, digits")
     ticks = [t for t in (1, 2, 5, 10, 20, 50, 100) if t < 2 * max(row["test_error"] for row in rows)]
     axes.set_yticks(ticks, labels=[str(t) for t in ticks])
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=130)
-    return True
+    axes.legend(fontsize=8, frameon=False)
+    save_figure(figure, path)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -238,22 +216,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"test error %, mean over {args.seeds} seeds; {time.perf_counter() - start:.0f} s\n{table(rows, rates)}")
     if args.out is None:
         return
-    environment = {
-        "cpu": machine.environment()["cpu"]["model"],
-        "threads": 1,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "micronorm": mn.__version__,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": f"python benchmarks/warm.py --seeds {args.seeds}",
-    }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    with args.out.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=[*rows[0], "chosen", *environment], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(row | {"chosen": int(rates[row["method"]] == row["lr"])} | environment for row in rows)
-    if not plot(rows, rates, args.out.with_suffix(".png")):
-        print("no plot: matplotlib is not installed")
+    facts = provenance(torch.device("cpu"), f"python benchmarks/warm.py --seeds {args.seeds}", packages=())
+    chosen = [row | {"chosen": int(rates[row["method"]] == row["lr"])} | facts for row in rows]
+    write_csv(args.out, chosen)
+    plot(rows, rates, args.out.with_suffix(""))
 
 
 if __name__ == "__main__":

@@ -36,16 +36,14 @@ ALLOWED: Mapping[str, frozenset[str] | None] = {
     "records": frozenset(),
     "report": frozenset({"records"}),
     # what it times (nn), what it compares with (ops), what an optimizer's step would do between two rounds (commit),
-    # and how pictures are drawn (report)
-    "bench": frozenset({"ops", "nn", "commit", "report"}),
+    # where a run ran (engine), and how pictures are drawn (report)
+    "bench": frozenset({"ops", "nn", "commit", "engine", "report"}),
     # ops and nn for what is keyed by sample (order, dropout) and for weights computed once per step
     "engine": frozenset({"ops", "nn", "convert", "commit", "records"}),
     "data": frozenset({"ops"}),  # keyed random numbers, for augmentation
     "tasks": frozenset({"ops", "data"}),
-    # the networks (nn, convert), what a figure measures (diagnostics, bench), how pictures are drawn (report)
-    "recipes": frozenset(
-        {"ops", "nn", "convert", "data", "tasks", "engine", "records", "diagnostics", "bench", "report"}
-    ),
+    # the networks (nn, convert), what a figure measures (diagnostics), how pictures are drawn (report)
+    "recipes": frozenset({"ops", "nn", "convert", "data", "tasks", "engine", "records", "diagnostics", "report"}),
 }
 
 # Rooms that import the standard library and nothing else: they can be read on a machine without torch.

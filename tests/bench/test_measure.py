@@ -5,13 +5,13 @@ import torch
 
 from micronorm.bench import measure as module
 from micronorm.bench.cases import Case
-from micronorm.bench.measure import Contestant, Settings, measure, saved_bytes
-from micronorm.bench.peers import BN, FUSED, GN, MODES, ON_CPU, SEPARATE, Method
+from micronorm.bench.measure import BenchSettings, Contestant, measure, saved_bytes
+from micronorm.bench.methods import BN, FUSED, GN, MODES, ON_CPU, SEPARATE, NormMethod, choose_methods
 from micronorm.bench.timing import Inputs
 
 CPU = torch.device("cpu")
 CASE = Case((2, 8, 24, 24), "tiny")
-SETTINGS = Settings(CPU, torch.float32, ("eager",), 2)
+SETTINGS = BenchSettings(CPU, torch.float32, ("eager",), 2)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_estimates_move_between_rounds_as_an_optimizer_would_move_them():
     x, grad = Inputs(CASE, "nchw", dtype=torch.float32, device=CPU).next()
     contestant.one_pass(x, grad)
     assert torch.equal(contestant.layer.running_mean, torch.zeros(8))
-    contestant.settle()
+    contestant.commit()
     expected = 0.1 * x.detach().mean((0, 2, 3))
     assert torch.allclose(contestant.layer.running_mean, expected, atol=1e-6)
 
@@ -69,7 +69,7 @@ def test_what_one_contestant_raises_is_its_own_row_and_no_other_s():
     def broken(channels, dtype):
         raise RuntimeError("no such\nkernel")
 
-    faulty = Method("broken", "Broken", "train", broken)
+    faulty = NormMethod("broken", "Broken", "train", broken)
     rows = list(measure(CASE, "nchw", [faulty, BN], SETTINGS))
     assert [(row.method.key, row.fault) for row in rows] == [("broken", "RuntimeError: no such kernel"), ("bn", "")]
 
@@ -87,7 +87,7 @@ def test_a_route_that_cannot_be_prepared_is_told_by_the_row(monkeypatch):
 
 
 def test_the_floor_is_told_where_the_bandwidth_is_known():
-    settings = Settings(CPU, torch.bfloat16, ("eager",), 2, bandwidth=1e9)
+    settings = BenchSettings(CPU, torch.bfloat16, ("eager",), 2, bandwidth=1e9)
     (row,) = measure(CASE, "nchw", [SEPARATE[0]], settings)
     assert row.floor_ms == pytest.approx(1e3 * 5 * 2 * CASE.elements / 1e9)
     assert row.floors == row.time.median / row.floor_ms
@@ -106,12 +106,9 @@ def test_methods_take_turns_in_every_round(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["nhwc", "nchw"])
 def test_on_a_gpu_every_contestant_runs_by_both_routes(layout):
-    from micronorm.bench.peers import choose_methods, one_rank
-
     methods = choose_methods([], on_gpu=True)
-    settings = Settings(torch.device("cuda"), torch.bfloat16, ("graph", "eager"), 2, bandwidth=1e12)
-    with one_rank(methods):
-        rows = list(measure(Case((4, 32, 16, 16), ""), layout, methods, settings))
+    settings = BenchSettings(torch.device("cuda"), torch.bfloat16, ("graph", "eager"), 2, bandwidth=1e12)
+    rows = list(measure(Case((4, 32, 16, 16), ""), layout, methods, settings))
     assert {(row.method.key, row.route) for row in rows} == {(m.key, r) for m in methods for r in settings.routes}
     assert [(row.method.key, row.route, row.fault) for row in rows if row.fault] == []
     assert all(row.peak_bytes > 0 for row in rows)
@@ -130,7 +127,7 @@ def test_short_passes_are_captured_many_in_a_graph_and_divided_by_their_number(m
     monkeypatch.setattr(module, "Captured", capture)
     monkeypatch.setattr(module, "device_ms", lambda call, repeats=1: 0.5 if repeats == 1 else 8.0)
     monkeypatch.setattr(module, "LARGE", 1 if large else 1e9)
-    settings = Settings(torch.device("cuda"), torch.float32, ("graph",), 2)
+    settings = BenchSettings(torch.device("cuda"), torch.float32, ("graph",), 2)
     contestant = Contestant(BN, CASE, SETTINGS)
     inputs = Inputs(CASE, "nchw", dtype=torch.float32, device=CPU)
     timer = module._timer(contestant, "graph", inputs, settings)

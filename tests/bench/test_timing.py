@@ -8,8 +8,8 @@ from micronorm.bench.cases import CASES, Case
 from micronorm.bench.timing import (
     FOOTPRINT,
     LARGE,
+    BackgroundLoad,
     Inputs,
-    Neighbours,
     copy_bandwidth,
     floor_ms,
     host_ms,
@@ -83,10 +83,10 @@ def test_cores_busy_elsewhere_are_those_of_the_machine_without_ours(monkeypatch)
     monkeypatch.setattr(timing, "busy_seconds", lambda: next(machine))
     monkeypatch.setattr(timing.time, "process_time", lambda: next(own))
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
-    assert Neighbours().cores() == (12.0 - 4.0) / 4.0
+    assert BackgroundLoad().cores() == (12.0 - 4.0) / 4.0
 
 
 def test_a_kernel_that_does_not_tell_gives_none(monkeypatch, tmp_path):
     monkeypatch.setattr(timing, "Path", lambda name: tmp_path / "absent")
     assert timing.busy_seconds() is None
-    assert Neighbours().cores() is None
+    assert BackgroundLoad().cores() is None

@@ -77,25 +77,25 @@ def test_one_image_at_a_time_is_the_same_step(steps, weights):
     assert (whole - parts).norm() <= 0.1 * whole.norm()
 
 
-def row(steps, method, route, ms, peak=None, what="step"):
-    return steps.Row(steps.WORKLOADS[0], method, route, what, ms=(ms, ms, ms), peak=peak)
+def result(steps, method, route, ms, peak=None, what="step"):
+    return steps.StepResult(steps.WORKLOADS[0], method, route, what, ms=(ms, ms, ms), peak=peak)
 
 
 def test_time_is_divided_by_batch_norm_s_best_and_memory_by_its_own_route(steps):
     rows = [
-        row(steps, steps.BN, "eager", 30.0, 3000),
-        row(steps, steps.BN, "graph", 20.0, 2000),
-        row(steps, steps.BN_COMPILED, "graph", 16.0, 1500),
-        row(steps, steps.PLAIN, "graph", 14.0, 1800),
-        row(steps, steps.PLAIN, "eager", 60.0, 2400),
-        row(steps, steps.PLAIN, "graph", 1400.0, what="literal"),
+        result(steps, steps.BN, "eager", 30.0, 3000),
+        result(steps, steps.BN, "graph", 20.0, 2000),
+        result(steps, steps.BN_COMPILED, "graph", 16.0, 1500),
+        result(steps, steps.PLAIN, "graph", 14.0, 1800),
+        result(steps, steps.PLAIN, "eager", 60.0, 2400),
+        result(steps, steps.PLAIN, "graph", 1400.0, what="literal"),
     ]
     steps.compare(rows)
     assert rows[3].ratios == {"to_bn_best": 14 / 16, "to_bn": 0.7, "peak_to_bn": 0.9}
     assert rows[3].bn_best == "BN compiled, graph"
     assert rows[4].ratios == {"to_bn_best": 60 / 16, "to_bn": 2.0, "peak_to_bn": 0.8}
     assert rows[5].ratios == {"batched_over_literal": 100.0}
-    assert steps.verdicts(rows, steps.WORKLOADS[0]) == [
+    assert steps.compare_with_targets(rows, steps.WORKLOADS[0]) == [
         "resnet50-64x224x224, BCN+WS, graph: to_bn_best 0.875, target 0.9: met",
         "resnet50-64x224x224, BCN+WS, graph: peak_to_bn 0.900, target 1: met",
     ]
@@ -129,3 +129,30 @@ def test_both_are_compiled_once_for_all_routes_while_the_budget_lasts(steps, mon
     run(steps, monkeypatch, "--no-literal", "--budget", "0")
     assert compiled == [False, False]
     assert f"{NAME}: not compiled, 0 s are over" in capsys.readouterr().out
+
+
+def test_the_report_lists_plain_loops_first_then_captured_steps_then_single_images(steps):
+    results = [
+        result(steps, steps.PLAIN, "graph", 1.0, what="literal"),
+        result(steps, steps.BN, "graph", 1.0),
+        result(steps, steps.BN, "eager", 1.0),
+    ]
+    assert [(r.what, r.route) for r in steps.eager_first(results)] == [
+        ("step", "eager"),
+        ("step", "graph"),
+        ("literal", "graph"),
+    ]
+
+
+def test_the_recorded_table_can_be_drawn(steps, tmp_path):
+    table = tmp_path / "steps_gpu.csv"
+    table.write_text((ROOT / "benchmarks" / "results" / "steps_gpu.csv").read_text())
+    assert [path.name for path in steps.draw(table)] == ["steps_gpu.svg", "steps_gpu.png"]
+
+
+def test_batch_norm_s_network_pools_by_the_same_kernel_as_ours(steps, monkeypatch):
+    step = importlib.import_module("training_step")
+    pooled = []
+    monkeypatch.setattr(step, "pool_by_kernel", lambda model: pooled.append(type(model).__name__))
+    step.build_model(steps.TINY[0], steps.BN)
+    assert pooled == ["ResNet"]

@@ -305,13 +305,20 @@ class SummedViews(nn.Module):
 
 
 class ProposalsPerImage(nn.Module):
-    """Returns a list with one tensor of many rows per image, as detectors do; or all rows in one tensor."""
+    """Returns a list with one tensor of many rows per image, as detectors do; or all rows in one tensor.
 
-    def __init__(self, rows, *, joined=False):
+    An image with a negative mean has the first number of rows, any other the second.
+    """
+
+    def __init__(self, rows, *, joined, mixes):
         super().__init__()
-        self.rows, self.joined = rows, joined
+        self.rows, self.joined, self.mixes = rows, joined, mixes
         self.scale = nn.Parameter(torch.ones(4))
 
     def forward(self, x):
-        boxes = [torch.ones(n, 4).cumsum(0) * self.scale * i.mean() for n, i in zip(self.rows(x), x, strict=True)]
+        seen = x + (x - x.mean(0) if self.mixes else 0)
+        boxes = [
+            torch.linspace(0, 1, self.rows[int(image.mean() > 0)])[:, None] * self.scale * value
+            for image, value in zip(x, seen.mean((1, 2, 3)), strict=True)
+        ]
         return torch.cat(boxes) if self.joined else boxes

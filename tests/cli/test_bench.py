@@ -9,7 +9,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from micronorm.bench.cases import CASES, Case
-from micronorm.bench.peers import METHODS, ON_CPU
+from micronorm.bench.methods import METHODS, ON_CPU
 from micronorm.cli import app, bench
 from micronorm.nn import bcn
 
@@ -34,13 +34,13 @@ def read(path) -> list[dict[str, str]]:
 
 def test_every_method_is_measured_in_both_layouts_and_written(tmp_path):
     out = tmp_path / "new" / "tiny.csv"
-    result = run(*TINY, "--case", "6x4", "--threads", "1", "--out", str(out))
+    result = run(*TINY, "--case", "16x1024", "--threads", "1", "--out", str(out))
     assert result.exit_code == 0, result.output
     rows = read(out)
     got = {(r["shape"], r["layout"], r["method"], r["mode"]) for r in rows}
-    assert got == {(s, lay, m.name, m.mode) for s in ("2x8x6x6", "6x4") for lay in ("nhwc", "nchw") for m in ON_CPU}
+    assert got == {(s, lay, m.name, m.mode) for s in ("2x8x6x6", "16x1024") for lay in ("nhwc", "nchw") for m in ON_CPU}
     assert len(rows) == len(got)
-    printed = [line for line in result.stdout.splitlines() if line.startswith(("BCN", "BN", "GN"))]
+    printed = [line for line in result.stdout.splitlines() if line.lstrip().startswith(("BCN", "BN", "GN"))]
     assert len(printed) == len(rows)
 
 
@@ -60,14 +60,13 @@ def test_a_row_tells_how_to_repeat_it_and_not_whose_machine_it_was(tmp_path):
 
 
 def test_without_a_gpu_it_says_what_it_skipped_and_measures_the_cpu_s_shapes(monkeypatch):
-    monkeypatch.setitem(CASES, "cpu", (Case((2, 4, 3, 3), "tiny", "cpu"),))
+    monkeypatch.setitem(CASES, "cpu", (Case((2, 4, 5, 5), "tiny", "cpu"),))
     result = run(*FEW, "--rounds", "2")
     assert result.exit_code == 0
-    assert "No CUDA device: skipped the GPU's shapes (large: 2x256x200x336" in result.stdout
+    assert "No CUDA device: skipped the shapes for a GPU (large: 2x256x200x336" in result.stdout
     assert "small: 1x64x200x336" in result.stdout
-    assert "the route by CUDA graph" in result.stdout
-    assert "the contestants bn-compiled, sync-bn, bn-gn-compiled" in result.stdout
-    assert "2x4x3x3, 1 groups: tiny" in result.stdout
+    assert "the methods bn-compiled, bn-gn-compiled" in result.stdout
+    assert "2x4x5x5, 1 groups: tiny" in result.stdout
 
 
 def test_where_a_shape_was_asked_for_nothing_was_skipped():
@@ -80,7 +79,7 @@ def test_a_wrong_contestant_prints_its_error_gets_no_figure_and_ends_with_1(monk
     out = tmp_path / "tiny.csv"
     result = run(*TINY, *FEW, "--layout", "nchw", "--out", str(out))
     assert result.exit_code == 1
-    assert result.stderr == "micronorm bench: no figure for bcn-step at 2x8x6x6: see its rows\n"
+    assert result.stderr == "micronorm bench: no time for bcn-step at 2x8x6x6; see the lines below its table\n"
     ours, bn = read(out)
     assert ours["median_ms"] == ""
     assert ours["fault"].startswith("wrong: output is 1.0")
@@ -115,7 +114,6 @@ def test_one_line_says_what_is_wrong_with_the_options(arguments, message):
 
 def test_what_cannot_be_written_is_said_before_anything_is_measured(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "measure", lambda *args: pytest.fail("measured"))
-    monkeypatch.setattr(bench.plot, "load_pyplot", lambda: None)
     file, folder = tmp_path / "file", tmp_path / "folder.csv"
     file.touch()
     folder.mkdir()
@@ -138,7 +136,7 @@ def test_trying_to_write_leaves_nothing_behind(monkeypatch, tmp_path):
     (tmp_path / "rows.csv").write_text("as it was")
     assert run(*TINY, "--out", str(tmp_path / "new" / "rows.csv"), "--method", "nothing").exit_code == 2
     assert [path.name for path in tmp_path.iterdir()] == ["rows.csv"]
-    monkeypatch.setattr(bench, "write_atomically", lambda path, content: None)
+    monkeypatch.setattr(bench.results, "write_csv", lambda path, rows: None)
     assert run(*TINY, "--out", str(tmp_path / "rows.csv")).exit_code == 0
     assert [path.name for path in tmp_path.iterdir()] == ["rows.csv"]
     assert (tmp_path / "rows.csv").read_text() == "as it was"
@@ -153,7 +151,6 @@ def test_a_terminal_gets_a_table(monkeypatch):
 
 def test_plots_are_drawn_from_the_rows(monkeypatch, tmp_path):
     drawn = {}
-    monkeypatch.setattr(bench.plot, "load_pyplot", lambda: None)
     monkeypatch.setattr(bench.plot, "draw", lambda rows, folder, caption: drawn.update(rows=rows, caption=caption))
     assert run(*TINY, *FEW, "--plot", str(tmp_path)).exit_code == 0
     assert len(drawn["rows"]) == 4

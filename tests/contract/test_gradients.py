@@ -29,14 +29,15 @@ def test_gradients_agree_with_finite_differences(case):
 @pytest.mark.parametrize("case", [c for c in NORMS if c.name.startswith("BCN")], ids=str)
 @pytest.mark.parametrize("activation", [None, "relu"])
 @pytest.mark.parametrize("blend", [1.0, 0.3])
-def test_batch_channel_norm_in_full(case, activation, blend):
+@pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_batch_channel_norm_in_full(case, activation, blend, fast):
     layer = constant_estimates(case.layer())
     layer.activation = activation
     layer.blend.fill_(blend)
     function, parameters = as_function(layer)
     x = case.input(shape=SMALL).requires_grad_()
-    assert gradcheck(function, (x, *parameters))
-    assert gradgradcheck(function, (x, *parameters), fast_mode=activation is not None)
+    assert gradcheck(function, (x, *parameters), fast_mode=fast)
+    assert gradgradcheck(function, (x, *parameters), fast_mode=fast or activation is not None)
 
 
 def test_estimates_of_each_samples_own_receive_no_gradient_and_disturb_none():

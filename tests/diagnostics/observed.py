@@ -1,4 +1,4 @@
-"""Small networks, steps of theirs that an observer looks at, and how two looks are compared."""
+"""Small networks, observed steps of them, and a comparison of two rows."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,11 +38,11 @@ def take_step(model: nn.Module, optimizer: Any, cuts: Sequence[int], *, forward:
 
 
 def observed_layers(model: nn.Module, cuts: Sequence[int] = (EIGHT,), **options: Any) -> dict[str, Any]:
-    """The layers of one look at one step."""
-    with mn.observe(model) as watch:
+    """Return the layers of one observed step."""
+    with mn.observe(model) as observer:
         take_step(model, torch.optim.SGD(model.parameters(), lr=0.1), cuts, **options)
-    assert watch.latest is not None
-    return watch.latest["layers"]
+    assert observer.latest is not None
+    return observer.latest["layers"]
 
 
 def assert_same_figures(actual: dict[str, Any], expected: dict[str, Any], *, tol: float) -> None:

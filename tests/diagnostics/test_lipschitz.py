@@ -105,7 +105,7 @@ def test_the_layer_s_shares_are_those_of_its_whole_gradient():
     assert totals != pytest.approx(gradient_shares(w, g, eps=0.0).channel_means(), abs=1e-6)
 
 
-def test_half_weights_are_looked_at_in_float64():
+def test_shares_of_half_weights_are_computed_in_float64():
     w, g = random_pair()
     shares = gradient_shares(w.bfloat16(), g.bfloat16())
     assert shares.along.dtype == torch.float64
@@ -240,7 +240,7 @@ def test_gradients_from_before_the_block_do_not_count_and_the_model_is_left_clea
     loss_of(model)().backward()
 
 
-def test_layers_whose_parameter_is_not_what_they_compute_with_are_not_looked_at():
+def test_layers_whose_parameter_is_not_what_they_compute_with_are_left_out():
     model = nn.Sequential(
         parametrizations.weight_norm(nn.Conv2d(3, 4, 3)), nn.Conv2d(4, 4, 1, groups=4), nn.Flatten(), nn.Linear(36, 2)
     )
@@ -252,7 +252,7 @@ def test_layers_whose_parameter_is_not_what_they_compute_with_are_not_looked_at(
         pass
 
 
-def test_a_look_at_nothing_is_an_error():
+def test_shares_without_any_gradient_are_an_error():
     model = network(mn.WS())
     with effective_gradients(model) as captured:
         pass

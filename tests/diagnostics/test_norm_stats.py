@@ -355,7 +355,7 @@ def test_batches_may_be_a_loader_s_pairs_and_a_forward_takes_any_other():
         ("resnet", [], {}, TypeError, "a torch.nn.Module is needed"),
     ],
 )
-def test_what_cannot_be_looked_at_is_refused(model, batches, options, error, message):
+def test_what_cannot_be_measured_is_refused(model, batches, options, error, message):
     with pytest.raises(error, match=message):
         measure_norms(model, batches, **options)
 

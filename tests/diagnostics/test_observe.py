@@ -1,4 +1,4 @@
-"""An observer sees a whole step however it was cut, and refuses what it could not look at."""
+"""An observer records a whole step however it was cut, and refuses models it cannot observe."""
 
 import warnings
 
@@ -18,13 +18,13 @@ from tests.tolerances import tolerance
 
 @pytest.mark.parametrize("norm", ["BCN", "GN", "LN", "IN"])
 @pytest.mark.parametrize("cuts", [(4, 4), (1,) * EIGHT, (7, 1)])
-def test_a_look_does_not_depend_on_how_the_step_was_cut(norm, cuts):
+def test_a_row_does_not_depend_on_how_the_step_was_cut(norm, cuts):
     whole = observed_layers(network(norm))
     assert_same_figures(observed_layers(network(norm), cuts), whole, tol=tolerance("one_step", torch.float64))
 
 
 @pytest.mark.parametrize("cuts", [(4, 4), (1,) * EIGHT, (7, 1)])
-def test_a_look_at_estimates_that_move_with_every_sample_does_not_depend_on_the_cut_either(cuts):
+def test_a_row_of_a_sequential_layer_does_not_depend_on_the_cut_either(cuts):
     def build() -> nn.Module:
         torch.manual_seed(0)
         return SmallResNet(mn.BCN(groups=4, statistics="sequential", rate=0.1), mn.WS()).double().train()
@@ -34,20 +34,20 @@ def test_a_look_at_estimates_that_move_with_every_sample_does_not_depend_on_the_
     )
 
 
-def test_a_look_sees_weights_that_micro_batches_share():
+def test_a_row_includes_weights_that_micro_batches_share():
     model = network()
     weights = SharedWeights(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     images, labels = samples(count=EIGHT)
-    with mn.observe(model) as watch:
+    with mn.observe(model) as observer:
         optimizer.zero_grad()
         with weights.shared():
             for x, y in zip(images.split(2), labels.split(2), strict=True):
                 (F.cross_entropy(model(x), y, reduction="sum") / EIGHT).backward()
         optimizer.step()
-    assert watch.latest is not None
+    assert observer.latest is not None
     expected = observed_layers(network(), (2,) * 4)
-    assert_same_figures(watch.latest["layers"], expected, tol=tolerance("one_step", torch.float64))
+    assert_same_figures(observer.latest["layers"], expected, tol=tolerance("one_step", torch.float64))
 
 
 def test_layers_keep_their_names_in_distributed_data_parallel():
@@ -66,6 +66,7 @@ def test_layers_keep_their_names_in_distributed_data_parallel():
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # importing the compiler takes ten seconds
 def test_compiled_models_are_refused():
     model = network()
     model.block1.compile()
@@ -75,16 +76,16 @@ def test_compiled_models_are_refused():
         mn.observe(torch.compile(network()))  # type: ignore[arg-type]
 
 
-def test_a_step_in_which_nothing_was_seen_warns_once():
+def test_an_observed_step_without_a_forward_warns_once():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with mn.observe(model, every=1) as watch:
+    with mn.observe(model, every=1) as observer:
         with pytest.warns(RuntimeWarning, match="saw no forward of the model in step 1: compiled code"):
             optimizer.step()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             optimizer.step()
-    assert watch.rows == []
+    assert observer.rows == []
 
 
 @pytest.mark.parametrize(
@@ -100,6 +101,6 @@ def test_arguments_out_of_range_are_refused(options, error, message):
         mn.observe(network(), **options)
 
 
-def test_a_model_with_nothing_to_look_at_is_refused():
+def test_a_model_with_nothing_to_observe_is_refused():
     with pytest.raises(ValueError, match="has neither norm layers nor weights"):
         mn.observe(nn.Sequential(nn.ReLU()))

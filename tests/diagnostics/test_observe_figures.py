@@ -21,11 +21,11 @@ def test_the_figures_of_a_norm_are_those_of_its_channels():
     nn.init.constant_(norm.bias[:1], -20)  # never positive
     model = nn.Sequential(norm, nn.ReLU())
     x = torch.randn(5, 4, 6, 6, dtype=torch.float64) * torch.tensor([1, 2, 3, 4.0]).view(4, 1, 1) + 1
-    with mn.observe(model) as watch:
+    with mn.observe(model) as observer:
         model(x).sum().backward()
-        watch.step()
-    assert watch.latest is not None
-    row = watch.latest["layers"]["0"]
+        observer.step()
+    assert observer.latest is not None
+    row = observer.latest["layers"]["0"]
     assert (row["kind"], row["norm"], row["channels"], row["groups"]) == ("norm", "GroupNorm", 4, 2)
 
     mean, std = x.mean((0, 2, 3)).view(2, 2), x.std((0, 2, 3), correction=0).view(2, 2)
@@ -49,11 +49,11 @@ def test_the_figures_of_estimates_that_move_are_those_of_what_the_forward_comput
     x = torch.randn(6, 8, 4, 4, dtype=torch.float64) * 2 + torch.randn(8, 1, 1, dtype=torch.float64)
     shortcut = torch.full_like(x, 100.0) if added else None
     alone = copy.deepcopy(norm)(x)  # γ^c is 1 and β^c is 0
-    with mn.observe(norm) as watch:
+    with mn.observe(norm) as observer:
         norm(x, residual=shortcut).sum().backward()
-        watch.step()
-    assert watch.latest is not None
-    row = watch.latest["layers"][""]
+        observer.step()
+    assert observer.latest is not None
+    row = observer.latest["layers"][""]
 
     per_sample = norm._window.scanned[-1].estimates
     channel = (x - per_sample.mean[..., None, None]) / (per_sample.var[..., None, None] + norm.eps).sqrt()
@@ -82,11 +82,11 @@ def test_the_figures_of_a_standardized_weight_are_the_shares_of_its_gradient():
 
     optimizer = torch.optim.SGD(conv.parameters(), lr=0.1)
     before = conv.weight.norm().item()
-    with mn.observe(conv) as watch:
+    with mn.observe(conv) as observer:
         conv(x).square().sum().backward()
         optimizer.step()
-    assert watch.latest is not None
-    row = watch.latest["layers"][""]
+    assert observer.latest is not None
+    row = observer.latest["layers"][""]
     assert (row["kind"], row["weight"]) == ("weight", "WS")
     assert conv.weight.grad is not None
     shares = [(g * what).sum(1).square().sum() / fan_in, g.sum(1).square().sum() / fan_in]
@@ -146,11 +146,11 @@ def test_norms_of_torch_timm_and_micronorm_are_observed():
         mn.nn.GhostBatchNorm(8, micro_batch=2),
     ]
     model = nn.Sequential(*norms)
-    with mn.observe(model) as watch:
+    with mn.observe(model) as observer:
         model(torch.randn(4, 8, 5, 5)).square().sum().backward()
-        watch.step()
-    assert watch.latest is not None
-    rows = list(watch.latest["layers"].values())
+        observer.step()
+    assert observer.latest is not None
+    rows = list(observer.latest["layers"].values())
     assert [row["norm"] for row in rows] == [type(norm).__name__ for norm in norms]
     assert [row["groups"] for row in rows] == [8, 8, 2, 8, 2, 1, 2, 2, 2, 8]
     assert all(0 < row["active"] < 1 and row["stat_diff"] >= 0 for row in rows)

@@ -41,19 +41,19 @@ def test_a_forward_that_checkpointing_repeats_counts_once(reentrant):
     assert_same_figures(found, expected, tol=tolerance("one_step", torch.float64))
 
 
-def test_what_was_discarded_or_paused_is_not_in_the_look():
+def test_what_was_discarded_or_paused_is_not_in_the_row():
     expected = observed_layers(network())
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     images, _ = samples(count=3, seed=5)
-    with mn.observe(model) as watch:
+    with mn.observe(model) as observer:
         model(images).sum().backward()
-        watch.discard()
-        with watch.paused():
+        observer.discard()
+        with observer.paused():
             model(images).sum().backward()
         take_step(model, optimizer, (EIGHT,))
-    assert watch.latest is not None
-    assert_same_figures(watch.latest["layers"], expected, tol=0.0)
+    assert observer.latest is not None
+    assert_same_figures(observer.latest["layers"], expected, tol=0.0)
 
 
 def test_of_two_optimizers_the_first_counts_until_it_is_given_up():
@@ -61,48 +61,48 @@ def test_of_two_optimizers_the_first_counts_until_it_is_given_up():
     head, body = model.head.parameters(), [p for n, p in model.named_parameters() if not n.startswith("head")]
     first, second = torch.optim.SGD(head, lr=0.1), torch.optim.SGD(body, lr=0.1)
     stranger = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-    with mn.observe(model, every=2) as watch:
+    with mn.observe(model, every=2) as observer:
         for _ in range(3):
             take_step(model, first, (EIGHT,))
             second.step()
             stranger.step()
-        assert watch.steps == 3
+        assert observer.steps == 3
         for _ in range(2):  # it had its turn in the last step already
             take_step(model, second, (EIGHT,))
-    assert watch.steps == 5
+    assert observer.steps == 5
 
 
 def test_an_optimizer_that_is_gone_makes_room_for_another():
     model = network()
-    with mn.observe(model) as watch:
+    with mn.observe(model) as observer:
         for _ in range(2):
             take_step(model, torch.optim.SGD(model.parameters(), lr=0.1), (EIGHT,))
-        assert watch.steps == 2
+        assert observer.steps == 2
 
 
 def test_steps_without_an_optimizer_of_torch_are_counted_by_hand():
     model = network()
     images, _ = samples(count=EIGHT)
-    with mn.observe(model, every=2, start=10) as watch:
+    with mn.observe(model, every=2, start=10) as observer:
         for _ in range(3):
             model(images).sum().backward()
-            watch.step()
-    assert [row["step"] for row in watch.rows] == [11, 13]
+            observer.step()
+    assert [row["step"] for row in observer.rows] == [11, 13]
 
 
 def test_counting_twice_or_outside_of_the_block_is_an_error():
     model = network()
-    watch = mn.observe(model)
+    observer = mn.observe(model)
     with pytest.raises(RuntimeError, match="inside the `with` block"):
-        watch.step()
-    with watch:
+        observer.step()
+    with observer:
         take_step(model, torch.optim.SGD(model.parameters(), lr=0.1), (EIGHT,))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         take_step(model, optimizer, (EIGHT,))
         with pytest.raises(RuntimeError, match=r"do not call step\(\)"):
-            watch.step()
+            observer.step()
         with pytest.raises(RuntimeError, match="already in use"):
-            watch.__enter__()
+            observer.__enter__()
 
 
 def test_an_optimizer_that_calls_the_model_itself_is_seen_without_the_weights_it_has_moved():
@@ -116,10 +116,10 @@ def test_an_optimizer_that_calls_the_model_itself_is_seen_without_the_weights_it
         loss.backward()
         return loss
 
-    with mn.observe(model) as watch:
+    with mn.observe(model) as observer:
         optimizer.step(closure)  # type: ignore[arg-type]
-    assert watch.latest is not None
-    assert {row["kind"] for row in watch.latest["layers"].values()} == {"norm"}
+    assert observer.latest is not None
+    assert {row["kind"] for row in observer.latest["layers"].values()} == {"norm"}
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -130,12 +130,12 @@ def test_the_norm_of_a_gradient_is_that_without_the_loss_scale(fused):
         model = network("GN", dtype=torch.float32)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
         scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-        with mn.observe(model) as watch:
+        with mn.observe(model) as observer:
             scaler.scale(F.cross_entropy(model(images.float()), labels)).backward()
             scaler.step(optimizer)
             scaler.update()
-        assert watch.latest is not None
-        found.append(watch.latest["layers"])
+        assert observer.latest is not None
+        found.append(observer.latest["layers"])
     assert_same_figures(*found, tol=tolerance("one_step", torch.float32))
 
 
@@ -155,15 +155,15 @@ def test_a_step_that_a_grad_scaler_skips_is_not_counted_and_its_gradients_are_no
         model = network("GN", dtype=torch.float32)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        with mn.observe(model, every=every) as watch:
+        with mn.observe(model, every=every) as observer:
             for overflow in overflows:
                 scaled_step(model, optimizer, scaler, overflow=overflow)
-        return watch
+        return observer
 
-    expected, watch = rows([False] * 3), rows([True, False, True, True, False, True, False, True])
-    assert watch.steps == expected.steps == 3
-    assert [row["step"] for row in watch.rows] == [row["step"] for row in expected.rows]
-    for found, alone in zip(watch.rows, expected.rows, strict=True):
+    expected, observer = rows([False] * 3), rows([True, False, True, True, False, True, False, True])
+    assert observer.steps == expected.steps == 3
+    assert [row["step"] for row in observer.rows] == [row["step"] for row in expected.rows]
+    for found, alone in zip(observer.rows, expected.rows, strict=True):
         assert_same_figures(found["layers"], alone["layers"], tol=tolerance("one_step", torch.float32))
 
 
@@ -171,11 +171,11 @@ def test_weights_whose_gradients_are_mixed_with_those_of_a_skipped_step_are_left
     model = network("GN", dtype=torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    with mn.observe(model) as watch:
+    with mn.observe(model) as observer:
         for overflow in (True, False):  # zeros are no sign that a step has begun
             scaled_step(model, optimizer, scaler, overflow=overflow, to_none=False)
-    assert watch.latest is not None
-    kinds = {name: row["kind"] for name, row in watch.latest["layers"].items()}
+    assert observer.latest is not None
+    kinds = {name: row["kind"] for name, row in observer.latest["layers"].items()}
     assert [name for name, kind in kinds.items() if kind == "weight"] == ["head"]
 
 
@@ -187,7 +187,7 @@ def test_gradients_of_shared_weights_are_dropped_with_a_skipped_step_too(fused):
         weights, optimizer = SharedWeights(model), torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         images, labels = samples(count=EIGHT)
-        with mn.observe(model) as watch:
+        with mn.observe(model) as observer:
             for overflow in overflows:
                 optimizer.zero_grad()
                 with weights.shared():
@@ -196,8 +196,8 @@ def test_gradients_of_shared_weights_are_dropped_with_a_skipped_step_too(fused):
                         scaler.scale(loss * torch.inf if overflow else loss).backward()
                 scaler.step(optimizer)
                 scaler.update()
-        assert watch.latest is not None
-        found.append(watch.latest["layers"])
+        assert observer.latest is not None
+        found.append(observer.latest["layers"])
     assert_same_figures(found[1], found[0], tol=tolerance("one_step", torch.float32))
 
 
@@ -208,20 +208,20 @@ def test_gradients_asked_for_within_a_step_count_unless_their_forwards_are_hidde
         conv = mn.nn.WSConv2d(3, 6, 3).double()
         x, other = torch.randn(2, 4, 3, 5, 5, dtype=torch.float64)
         optimizer = torch.optim.SGD(conv.parameters(), lr=0.1)
-        with mn.observe(conv) as watch:
+        with mn.observe(conv) as observer:
             if asks:
-                with watch.paused() if hidden else contextlib.nullcontext():
+                with observer.paused() if hidden else contextlib.nullcontext():
                     torch.autograd.grad(conv(other).square().sum(), list(conv.parameters()))
             conv(x).square().sum().backward()
             optimizer.step()
-        assert watch.latest is not None
-        return [watch.latest["layers"][""][share] for share in ("along", "mean", "rest")]
+        assert observer.latest is not None
+        return [observer.latest["layers"][""][share] for share in ("along", "mean", "rest")]
 
     assert (shares(asks=True) == shares(asks=False)) == hidden
 
 
 @pytest.mark.parametrize("before", [0, 3])
-def test_forwards_within_the_step_are_in_the_look_with_those_before_it(before):
+def test_forwards_within_the_step_are_in_the_row_with_those_before_it(before):
     expected = {name: row for name, row in observed_layers(network("GN"), (2,) * 4).items() if row["kind"] == "norm"}
     model = network("GN")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -231,9 +231,9 @@ def test_forwards_within_the_step_are_in_the_look_with_those_before_it(before):
         for x in batches[before:]:
             model(x).square().mean().backward()
 
-    with mn.observe(model) as watch:
+    with mn.observe(model) as observer:
         for x in batches[:before]:
             model(x).square().mean().backward()
         optimizer.step(closure)  # type: ignore[arg-type]
-    assert watch.latest is not None
-    assert_same_figures(watch.latest["layers"], expected, tol=tolerance("one_step", torch.float64))
+    assert observer.latest is not None
+    assert_same_figures(observer.latest["layers"], expected, tol=tolerance("one_step", torch.float64))

@@ -39,14 +39,14 @@ def run(model: nn.Module, *, every: int | None, half: bool = False) -> list[Tens
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
             return model(dropout(x)).to(torch.promote_types(x.dtype, torch.float32))
 
-    watch = None if every is None else mn.observe(model, every=every)
-    if watch is not None:
-        watch.__enter__()
+    observer = None if every is None else mn.observe(model, every=every)
+    if observer is not None:
+        observer.__enter__()
     for _ in range(3):
         take_step(model, optimizer, (4, 4), forward=forward)
-    if watch is not None:
-        watch.__exit__()
-        assert len(watch.rows) == len(range(0, 3, every or 1))
+    if observer is not None:
+        observer.__exit__()
+        assert len(observer.rows) == len(range(0, 3, every or 1))
     return everything(model, optimizer)
 
 
@@ -115,18 +115,18 @@ def test_hooks_are_there_in_the_steps_that_are_observed_layers_and_in_no_others(
         hooked.append(any(m._forward_hooks or "weight_observers" in vars(m) for m in model.modules()))
         return model(x)
 
-    with mn.observe(model, every=3) as watch:
+    with mn.observe(model, every=3) as observer:
         for _ in range(5):
             take_step(model, optimizer, (EIGHT,), forward=forward)
     assert hooked == [True, False, False, True, False]
-    assert [row["step"] for row in watch.rows] == [1, 4]
-    assert watch.steps == 5
+    assert [row["step"] for row in observer.rows] == [1, 4]
+    assert observer.steps == 5
 
 
 def test_a_copy_of_the_model_is_not_observed_layers_and_computes_as_it_did():
     model = network()
     images, _ = samples(count=EIGHT)
-    with mn.observe(model) as watch:
+    with mn.observe(model) as observer:
         copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
         for other in copies:
             with torch.no_grad():
@@ -134,8 +134,8 @@ def test_a_copy_of_the_model_is_not_observed_layers_and_computes_as_it_did():
                     parameter.zero_()
             assert not other(images).any()
         take_step(model, torch.optim.SGD(model.parameters(), lr=0.1), (EIGHT,))
-    assert watch.latest is not None
-    assert_same_figures(watch.latest["layers"], observed_layers(network()), tol=0.0)
+    assert observer.latest is not None
+    assert_same_figures(observer.latest["layers"], observed_layers(network()), tol=0.0)
 
 
 @pytest.mark.gpu
@@ -146,14 +146,14 @@ def test_nothing_waits_for_the_device_before_the_step_ends(norm):
     model = fused_network(norm).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = (part.cuda() for part in samples(count=EIGHT))
-    with mn.observe(model, every=1) as watch:
+    with mn.observe(model, every=1) as observer:
         take_step(model, optimizer, (EIGHT,), forward=lambda images: model(images.cuda()).cpu())
         try:
             torch.cuda.set_sync_debug_mode("error")
             F.cross_entropy(model(x), y).backward()
             with torch.no_grad():
-                watch._take(scale=None, weights=True)
+                observer._take(scale=None, weights=True)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         optimizer.step()
-    assert [row["step"] for row in watch.rows] == [1, 2]
+    assert [row["step"] for row in observer.rows] == [1, 2]

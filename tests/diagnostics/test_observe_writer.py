@@ -26,11 +26,11 @@ class Pen:
 def test_a_writer_gets_figures_and_histograms_and_a_sink_the_rows():
     model, pen, rows = network(), Pen(), []
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with mn.observe(model, writer=pen, sink=rows.append) as watch:
-        watch.epoch = 3
+    with mn.observe(model, writer=pen, sink=rows.append) as observer:
+        observer.epoch = 3
         take_step(model, torch.optim.SGD(model.parameters(), lr=0.1), (4, 4))
-    assert watch.rows == []
-    assert rows == [watch.latest]
+    assert observer.rows == []
+    assert rows == [observer.latest]
     assert (rows[0]["step"], rows[0]["epoch"]) == (1, 3)
     layers = rows[0]["layers"]
     assert pen.scalars["stat_diff/down_norm", 1] == layers["down_norm"]["stat_diff"]
@@ -40,12 +40,12 @@ def test_a_writer_gets_figures_and_histograms_and_a_sink_the_rows():
     assert pen.histograms["channel_means/down_norm", 1].shape == (16,)
 
 
-def test_histograms_come_with_every_tenth_look():
+def test_histograms_come_with_every_tenth_row():
     model, pen = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2)), Pen()
-    with mn.observe(model, every=2, writer=pen, start=18) as watch:
+    with mn.observe(model, every=2, writer=pen, start=18) as observer:
         for _ in range(6):
             model(torch.randn(4, 3)).sum().backward()
-            watch.step()
+            observer.step()
     assert sorted({step for _, step in pen.scalars}) == [19, 21, 23]
     assert sorted({step for _, step in pen.histograms}) == [21]
 
@@ -54,8 +54,8 @@ def test_numbers_that_are_not_finite_are_told_and_not_drawn():
     model, pen = network("GN"), Pen()
     with torch.no_grad():
         model.stem.weight[0, 0, 0, 0] = float("nan")
-    with mn.observe(model, writer=pen) as watch:
+    with mn.observe(model, writer=pen) as observer:
         take_step(model, torch.optim.SGD(model.parameters(), lr=0.1), (EIGHT,))
-    assert watch.latest is not None
-    assert watch.latest["layers"]["norm"]["stat_diff"] != watch.latest["layers"]["norm"]["stat_diff"]
+    assert observer.latest is not None
+    assert observer.latest["layers"]["norm"]["stat_diff"] != observer.latest["layers"]["norm"]["stat_diff"]
     assert ("weights/stem", 1) not in pen.histograms

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import micronorm as mn
-from micronorm.diagnostics.curvature import Smoothness, estimate_hessians, smoothness
+from micronorm.diagnostics.curvature import Smoothness, exact_hessians, smoothness
 from tests.commit.test_snapshot import assert_untouched, everything
 from tests.diagnostics.trained import images, loss_of, network
 
@@ -32,7 +32,7 @@ def test_a_quadratic_loss_has_the_known_curvature_along_its_gradient():
 
 
 @pytest.mark.parametrize("statistics", ["step", "batch", "sequential"])
-def test_the_look_repeats_itself_and_leaves_no_trace(statistics):
+def test_the_measurement_repeats_itself_and_leaves_no_trace(statistics):
     model = network(mn.WS(), steps=2)
     model.norm2 = nn.Sequential(mn.nn.BatchChannelNorm(6, 2, statistics=statistics, rate=0.1).double(), nn.Dropout(0.5))
     loss = loss_of(model)
@@ -55,7 +55,7 @@ def test_the_evaluations_are_those_of_a_model_that_took_the_step():
     loss.backward()
     start = [p.grad.clone() for p in model.parameters()]
     assert found.loss == loss.item()
-    with mn.attach(model).paused():  # the commit would move the estimates, which the look holds
+    with mn.attach(model).paused():  # the commit would move the estimates, which the measurement restores
         running = [b.clone() for b in model.buffers()]
         optimizer.step()
         for b, old in zip(model.buffers(), running, strict=True):
@@ -103,25 +103,25 @@ def test_a_frozen_model_has_no_step():
         smoothness(model, lambda: model.weight.sum(), [0.1])
 
 
-@pytest.mark.parametrize("look", ["smoothness", "hessians"])
-def test_a_backward_that_is_still_to_come_is_the_one_it_would_have_been(look):
+@pytest.mark.parametrize("measurement", ["smoothness", "hessians"])
+def test_a_backward_that_is_still_to_come_is_the_one_it_would_have_been(measurement):
     model = network(mn.WS(), steps=2)
     loss = loss_of(model)
     loss().backward()
     expected = [p.grad for p in model.parameters()]
     model.zero_grad()
     pending = loss()
-    if look == "smoothness":
+    if measurement == "smoothness":
         smoothness(model, loss, [0.1, 1.0])
     else:
-        estimate_hessians(model, loss, "up", 1, probes=2)
+        exact_hessians(model, loss, "up", 1)
     pending.backward()
     for p, grad in zip(model.parameters(), expected, strict=True):
         assert p.grad is not None
         assert torch.equal(p.grad, grad)
 
 
-def test_a_write_that_stays_is_still_noticed_by_a_backward_after_a_look():
+def test_a_write_that_stays_is_still_noticed_by_a_backward_after_a_measurement():
     model = network(mn.WS())
     pending = loss_of(model)()
     smoothness(model, loss_of(model), [0.1])

@@ -1,4 +1,4 @@
-"""A small network with every kind of layer looked at, fresh or after a few steps on real digits, in float64."""
+"""A small network with every kind of layer, fresh or after a few steps on real digits, in float64."""
 
 import functools
 from collections.abc import Callable

@@ -50,7 +50,7 @@ def slow_but(*kept: str):
     return pytest.mark.parametrize("norm, weight", cases)
 
 
-@slow_but("GN, WS", "BCN, plain", "BCN, WS")
+@slow_but("GN, WS", "BCN, WS")
 def test_fifty_steps_do_not_depend_on_their_cuts(norm, weight):
     model = SmallResNet(norm, weight)
     generator = torch.Generator().manual_seed(1)
@@ -77,7 +77,7 @@ def test_float32_runs_drift_no_faster_than_a_control_perturbed_by_one_ulp(norm, 
     with torch.no_grad():
         for p in control.parameters():
             p.copy_(torch.nextafter(p, torch.where(torch.rand_like(p) < 0.5, -torch.inf, torch.inf)))
-    options = {"steps": 20, "lr": 0.05, "dtype": torch.float32}
+    options = {"steps": 10, "lr": 0.05, "dtype": torch.float32}
     whole = train(model, [SAMPLES], **options)
     allowed = 10 * drift(train(control, [SAMPLES], **options), whole)
     assert drift(train(model, [1] * SAMPLES, **options), whole) <= allowed

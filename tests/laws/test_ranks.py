@@ -11,6 +11,8 @@ from tests.laws.ranks import launch, merge_cases, never_steps, sequential_averag
 from tests.networks import SAMPLES, SmallResNet, assert_same_state, train
 from tests.tolerances import assert_close_to_max, tolerance
 
+pytestmark = pytest.mark.slow  # starts processes
+
 SHARES = {
     1: [[5, 19]],
     2: [[2, 4, 1], [9, 1, 7]],  # 7 + 17
@@ -19,7 +21,7 @@ SHARES = {
 NETWORKS = {"GN": (mn.GN(groups=4), None), "BCN": (mn.BCN(groups=4), None), "BCN+WS": (mn.BCN(groups=4), mn.WS())}
 
 
-@pytest.mark.parametrize("world", [n if n == 2 else pytest.param(n, marks=pytest.mark.slow) for n in SHARES])
+@pytest.mark.parametrize("world", SHARES)
 def test_a_step_does_not_depend_on_the_number_of_ranks_or_their_shares(world):
     scenarios, expected, tols = [], [], []
     for norm, weight in NETWORKS.values():
@@ -42,7 +44,6 @@ def test_a_step_does_not_depend_on_the_number_of_ranks_or_their_shares(world):
             assert_same_state(result, state, tol=tol)
 
 
-@pytest.mark.slow
 def test_sequential_estimates_are_averaged_over_ranks_at_the_step():
     layer = mn.nn.BatchChannelNorm(4, 2, statistics="sequential", rate=0.3).double()
     results = launch(sequential_average, 2, layer)
@@ -53,7 +54,6 @@ def test_sequential_estimates_are_averaged_over_ranks_at_the_step():
             assert_close_to_max(result[f"merged_{name}"], average, tol=1e-15)
 
 
-@pytest.mark.slow
 def test_merging_follows_counts_groups_skips_and_refuses_different_lists():
     # Rank r sees the constant r + 1; with rate 1 the estimate becomes what the merged window saw.
     results = launch(merge_cases, 3)
@@ -70,7 +70,6 @@ def test_merging_follows_counts_groups_skips_and_refuses_different_lists():
         assert "rank 0: 1 layers, rank 1: 2 layers" in result["different lists"]
 
 
-@pytest.mark.slow
 def test_a_rank_that_never_steps_ends_in_a_timeout_that_names_the_layers(tmp_path, monkeypatch):
     monkeypatch.setitem(os.environ, "MICRONORM_TEST_FLAG", str(tmp_path / "done"))
     messages = launch(never_steps, 2, timeout=3)

@@ -55,7 +55,7 @@ def literal(net):
 
 
 @pytest.mark.parametrize(
-    "micro_batch, steps", [(1, 20), (5, 50), (24, 50), *(pytest.param(m, 50, marks=pytest.mark.slow) for m in (1, 2))]
+    "micro_batch, steps", [(1, 20), (24, 50), *(pytest.param(m, 50, marks=pytest.mark.slow) for m in (1, 2, 5))]
 )
 def test_batched_steps_equal_algorithm_1_run_on_each_micro_batch(micro_batch, steps):
     spec = mn.BCN(groups=4, statistics="sequential", rate=0.05, micro_batch=micro_batch)

@@ -117,7 +117,7 @@ def test_a_warming_layer_starts_as_batch_norm_in_eval_mode_and_ends_as_itself():
     assert_close_to_max(layer(x), twin(x).detach(), tol=TOL)
 
 
-@pytest.mark.parametrize("steps", [1, 7, 10, 1000])
+@pytest.mark.parametrize("steps", [1, 7, 49])  # 49·(1/49) is not 1 in floating point
 def test_the_blend_is_exactly_one_after_its_steps(steps):
     layer = BatchChannelNorm(4, 2, rate=0.0)
     layer.warm(steps)
@@ -343,6 +343,7 @@ def test_a_gradient_behind_a_closed_gate_is_none_even_if_infinite():
     assert torch.isfinite(x.grad).all()
 
 
+@pytest.mark.slow  # compiles
 @pytest.mark.skipif(
     torch.__version__ < "2.7", reason="torch 2.6 exports no gradient across a change of grad mode, and says so"
 )

@@ -32,7 +32,7 @@ def test_only_the_repeated_forward_runs_inside_a_backward_pass(use_reentrant):
     assert witness.seen == [False, True, False]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize(
     "norm", [GhostBatchNorm(3, micro_batch=2), SwitchableNorm(3)], ids=lambda norm: type(norm).__name__

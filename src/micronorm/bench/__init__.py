@@ -1,13 +1,15 @@
-"""Norm + ReLU, forward and backward: our layer beside what one would run instead. `micronorm bench` drives it.
+"""Timing of norm + ReLU, forward and backward: our layer beside PyTorch's own. `micronorm bench` runs it.
+
+`timing` and `results` also serve the scripts in `benchmarks/`, which time whole training steps. Models and training
+loops do not live here.
 
 | file | holds |
 |---|---|
-| `cases.py` | the shapes, each with its reason, and the layouts |
-| `peers.py` | the contestants |
-| `correct.py` | the comparison with the plain equations in float64, without which there is no figure |
-| `timing.py` | clocks of host and device, captured graphs, the copy bandwidth |
-| `measure.py` | all contestants at one shape |
-| `rows.py` | what a figure is compared with: BatchNorm's best, the floor of memory traffic; CSV |
-| `table.py` | the tables as text, and what they say of the targets |
-| `plot.py` | the tables as plots |
+| `cases.py` | the shapes to measure, each with its reason, and the memory layouts |
+| `methods.py` | the layers that are compared |
+| `accuracy.py` | the comparison with the plain equations in float64; a wrong layer gets no time |
+| `timing.py` | clocks of host and device, captured graphs, copy bandwidth |
+| `measure.py` | all methods at one shape |
+| `results.py` | ratios to BatchNorm, tables, CSV files, and where figures come from |
+| `plot.py` | the ratios as plots |
 """

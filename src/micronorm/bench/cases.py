@@ -1,4 +1,4 @@
-"""The shapes that are measured, and why these; and how a tensor of any rank is laid out."""
+"""The shapes to measure, with the reason for each, and the memory layouts."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,34 +9,22 @@ from torch import Tensor
 from micronorm.ops.group import choose_groups
 
 LAYOUTS = ("nhwc", "nchw")
-"""Channels last in memory (torch.channels_last, channels_last_3d and their like for other ranks), and contiguous."""
+"""Channels last in memory (torch.channels_last and its equivalents for other ranks), and contiguous."""
 
-LEAST = 4
-"""Elements of a group, below which a shape is refused: the layer itself warns there."""
+LEAST_PER_GROUP, LEAST_PER_CHANNEL = 32, 16
+"""Smallest number of elements in a group of one sample and in a channel of the batch.
+
+Normalizing fewer elements keeps little but their signs. Rounding then decides the gradients, and the comparison with
+float64 could not tell a right layer from a wrong one.
+"""
 
 GIVEN = "given"
-"""The group of a shape from the command line."""
-
-
-@dataclass(frozen=True)
-class Targets:
-    """What our layer is to reach, as multiples of `F.batch_norm` + ReLU in channels_last by the same route."""
-
-    graph_to_bn: float
-    eager_to_bn: float | None = None
-    floors: float | None = None
-    """Multiples of the floor of memory traffic, by CUDA graph."""
-
-
-TARGETS: Mapping[str, Targets] = {
-    "large": Targets(graph_to_bn=0.5, floors=2.0),
-    "small": Targets(graph_to_bn=1.0, eager_to_bn=1.5),
-}
+"""Group name of a shape from the command line."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One activation, N×C or N×C×…, of rank 2 to 5."""
+    """One activation shape, N×C or N×C×…, of rank 2 to 5."""
 
     shape: tuple[int, ...]
     reason: str
@@ -70,33 +58,28 @@ CASES: Mapping[str, Sequence[Case]] = {
         Case((1, 256, 100, 168), "a detector's stage at stride 8, one image", "small"),
         Case((2, 1024, 50, 84), "a detector's stage at stride 16, two images", "small"),
         Case((16, 256, 56, 56), "ResNet-50's first stage, 16 images", "small"),
-        Case((64, 2048, 7, 7), "ResNet-50's last stage: 49 pixels under many channels", "small"),
+        Case((64, 2048, 7, 7), "ResNet-50's last stage: 49 pixels in many channels", "small"),
         Case((128, 16, 32, 32), "CIFAR ResNets' first stage: many samples, few channels", "small"),
         Case((128, 64, 8, 8), "CIFAR ResNets' last stage: a sample is 8 KB", "small"),
-        Case((1, 64, 56, 56), "one ImageNet image: launches decide, not bytes", "small"),
+        Case((1, 64, 56, 56), "one ImageNet image: kernel launches dominate", "small"),
         Case((1, 32, 48, 96, 96), "a volume, as in medical segmentation", "small"),
     ),
     "cpu": (
-        Case((16, 64, 56, 56), "ResNet-50's first stage: the usual shape, where passes over memory decide", "cpu"),
-        Case(
-            (1, 256, 100, 168),
-            "a detector's stage at stride 8, one 800×1344 image: the micro-batch this library is for",
-            "cpu",
-        ),
-        Case(
-            (128, 16, 32, 32),
-            "CIFAR ResNets' first stage: many samples, few channels, so the N×C arithmetic shows",
-            "cpu",
-        ),
+        Case((16, 64, 56, 56), "ResNet-50's first stage: the usual shape, where memory traffic dominates", "cpu"),
+        Case((1, 256, 100, 168), "a detector's stage at stride 8, one 800×1344 image: a typical micro-batch", "cpu"),
+        Case((128, 16, 32, 32), "CIFAR ResNets' first stage: many samples, so the N×C arithmetic shows", "cpu"),
     ),
 }
-"""Groups of cases: `large` and `small` are for a GPU, `cpu` for the CPU."""
+"""Groups of cases: `large` and `small` are for a GPU, `cpu` is for the CPU."""
 
 GPU_GROUPS = ("large", "small")
 
 
 def parse_case(text: str, known_groups: Sequence[str] = ()) -> Case:
-    """A case from NxC, NxCxL, NxCxHxW or NxCxDxHxW on the command line; the one of these groups where it is there.
+    """Return the case for a shape such as NxCxHxW; a shape listed in `known_groups` keeps its group and reason.
+
+    Raises:
+        ValueError: `text` is not a shape of rank 2 to 5, or its groups or channels have too few elements.
 
     Example:
         >>> parse_case("2x8x6x6").shape
@@ -107,22 +90,19 @@ def parse_case(text: str, known_groups: Sequence[str] = ()) -> Case:
         raise ValueError(
             f"a shape is two to five positive sizes as in 16x64x56x56, or one of {', '.join(CASES)}; got {text!r}"
         )
-    if math.prod(sizes) == sizes[1]:
-        raise ValueError(f"{text}: BatchNorm refuses to train on one value per channel; give more samples or pixels")
-    groups = choose_groups(sizes[1])
-    elements = math.prod(sizes[1:]) // groups
-    if elements < LEAST:
+    per_group = math.prod(sizes[1:]) // choose_groups(sizes[1])
+    per_channel = math.prod(sizes) // sizes[1]
+    if per_group < LEAST_PER_GROUP or per_channel < LEAST_PER_CHANNEL:
         raise ValueError(
-            f"{text}: {groups} groups of {elements} elements each; fewer than {LEAST} are normalized to little but "
-            "their signs, and rounding decides the rest, so that nothing tells a right result from a wrong one; give "
-            "more pixels or channels"
+            f"{text} has {per_group} elements per group and {per_channel} per channel; at least {LEAST_PER_GROUP} and "
+            f"{LEAST_PER_CHANNEL} are needed to check a layer's gradients; use more pixels or samples"
         )
     known = next((case for group in known_groups for case in CASES[group] if case.shape == sizes), None)
     return known or Case(sizes, "given on the command line")
 
 
 def choose_cases(wanted: Sequence[str], *, on_gpu: bool) -> list[Case]:
-    """The cases that are asked for by group or shape; without any, those of the device.
+    """Return the cases named by group or shape; without names, all cases of the device.
 
     Example:
         >>> [case.name for case in choose_cases(["2x8x6x6"], on_gpu=False)]
@@ -142,7 +122,7 @@ def choose_cases(wanted: Sequence[str], *, on_gpu: bool) -> list[Case]:
 
 
 def lay_out(x: Tensor, layout: str) -> Tensor:
-    """The tensor in a layout of `LAYOUTS`; its shape stays N×C×….
+    """Return the tensor in a layout of `LAYOUTS`; its shape stays N×C×….
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""All contestants at one shape and layout: built, checked, and timed in turn."""
+"""Build, check and time all methods at one shape and layout."""
 
 import contextlib
 import gc
@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from micronorm.bench import correct
+from micronorm.bench import accuracy
 from micronorm.bench.cases import Case
-from micronorm.bench.peers import Method, computed_by
-from micronorm.bench.rows import Row
+from micronorm.bench.methods import NormMethod
+from micronorm.bench.results import BenchResult
 from micronorm.bench.timing import (
     GRAPH_PASSES,
     LARGE,
+    BackgroundLoad,
     Captured,
     Inputs,
-    Neighbours,
     device_ms,
     floor_ms,
     host_ms,
@@ -28,77 +28,79 @@ from micronorm.bench.timing import (
 )
 from micronorm.commit import attach
 
-WARM_UP = 3  # rounds: the first calls allocate, and the estimates leave where they began
+WARM_UP = 3  # rounds that are not counted: the first calls allocate memory
 SEED = 0
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How to measure."""
+class BenchSettings:
+    """How to measure. `bandwidth` is that of a copy in bytes per second; without it no traffic floor is computed."""
 
     device: torch.device
     dtype: torch.dtype
     routes: Sequence[str]
     rounds: int
     bandwidth: float | None = None
-    """Of a copy on this device, in bytes per second; without it no floor is told."""
 
     @property
     def dtype_name(self) -> str:
-        """As in tables: bfloat16."""
+        """The dtype as in tables: bfloat16."""
         return str(self.dtype).removeprefix("torch.")
 
 
-class Wrong(Exception):
-    """A contestant of ours does not compute what it should."""
+class WrongResult(Exception):
+    """Our layer computes something else than the plain equations."""
 
 
 class Contestant:
     """A method's layer at one shape."""
 
-    def __init__(self, method: Method, case: Case, settings: Settings) -> None:
+    def __init__(self, method: NormMethod, case: Case, settings: BenchSettings) -> None:
         self.method = method
         self.layer = method.build(case.channels, settings.dtype).to(settings.device)
-        # Of this process alone: another contestant may have opened a process group.
         self.handle = attach(self.layer, process_group=None) if method.is_ours else None
         self.call: Callable[[Tensor], Tensor] = self.layer
         if method.is_compiled:
             self.call = torch.compile(self.layer, dynamic=False)
 
     def one_pass(self, x: Tensor, grad_y: Tensor) -> None:
-        """The timed function, the same for every method; it leaves no gradient behind."""
+        """Run the timed function, which is the same for every method, and delete all gradients."""
         self.call(x).backward(grad_y)
         x.grad = None
         for parameter in self.layer.parameters():
             parameter.grad = None
 
-    def settle(self) -> None:
-        """What an optimizer step would do between two rounds: move the estimates of "step" layers."""
+    def commit(self) -> None:
+        """Move the estimates of a "step" layer, as an optimizer step would between two rounds."""
         if self.handle is not None:
             self.handle.commit()
 
     def check(self, x: Tensor) -> float:
-        """The worst error as a share of what is allowed, of ours; raises `Wrong` where it is more than that."""
-        correct.spread_state(correct.find_norm(self.layer))
-        found = correct.deviations(self.layer, x)
-        self.settle()
+        """Return the worst error of our layer as a share of the tolerance.
+
+        Raises:
+            WrongResult: an error exceeds its tolerance.
+        """
+        accuracy.randomize_state(accuracy.find_norm(self.layer))
+        found = accuracy.deviations(self.layer, x)
+        self.commit()
         wrong = [deviation for deviation in found if deviation.is_wrong]
         if wrong:
-            raise Wrong("; ".join(map(str, wrong)))
+            raise WrongResult("; ".join(map(str, wrong)))
         return max(deviation.error / deviation.tolerance for deviation in found)
 
 
 def saved_bytes(layer: Callable[[Tensor], object], parameters: Sequence[nn.Parameter], x: Tensor) -> int:
-    """Bytes one forward keeps for its backward: every distinct storage once, without the parameters."""
+    """Return the bytes that one forward stores for its backward: each storage once, without the parameters."""
     known = {p.untyped_storage().data_ptr() for p in parameters}
-    # Storages, not addresses alone: what is held here cannot be freed and its address given to another tensor.
+    # Hold the storages: the address of a freed one could be given to another tensor and be counted once for both.
     saved: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known:
             saved[storage.data_ptr()] = storage
-        return tensor.detach()  # an output with its graph would hold itself, and its leaves' nodes of this stream
+        return tensor.detach()  # a tensor with its graph would keep itself alive
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         layer(x)
@@ -106,7 +108,7 @@ def saved_bytes(layer: Callable[[Tensor], object], parameters: Sequence[nn.Param
 
 
 def peak_bytes(one_pass: Callable[[], None]) -> int:
-    """What one eager forward and backward adds at its peak to what is allocated on the GPU."""
+    """Return the peak of GPU memory that one eager forward and backward adds to what is allocated."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -115,22 +117,26 @@ def peak_bytes(one_pass: Callable[[], None]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def measure(case: Case, layout: str, methods: Sequence[Method], settings: Settings) -> Iterator[Row]:
-    """Rows without ratios, by route. In each round every method once, in an order drawn anew."""
+def measure(case: Case, layout: str, methods: Sequence[NormMethod], settings: BenchSettings) -> Iterator[BenchResult]:
+    """Yield the results of all methods by each route, without ratios.
+
+    Every method takes part once in each round, in a new random order. What disturbs the machine for a while therefore
+    disturbs all methods.
+    """
     if any(method.is_compiled for method in methods):
-        torch.compiler.reset()  # torch counts compilations by function, and all sequences share one `forward`
+        torch.compiler.reset()  # torch limits recompilations per function, and all sequences share one `forward`
     inputs = Inputs(case, layout, dtype=settings.dtype, device=settings.device, seed=SEED)
-    ready: list[tuple[Contestant, Row]] = []
+    ready: list[tuple[Contestant, BenchResult]] = []
     for method in methods:
-        row = Row(case, layout, "", method, settings.dtype_name, settings.dtype.itemsize, settings.rounds)
+        result = BenchResult(case, layout, "", method, settings.dtype_name, settings.dtype.itemsize, settings.rounds)
         if settings.bandwidth is not None:
-            row.floor_ms = floor_ms(case.elements, settings.dtype.itemsize, settings.bandwidth)
-        with _fault_of(row):
+            result.floor_ms = floor_ms(case.elements, settings.dtype.itemsize, settings.bandwidth)
+        with _record_fault(result):
             contestant = Contestant(method, case, settings)
-            _prepare(contestant, row, inputs, settings)
-            ready.append((contestant, row))
-        if row.fault:
-            yield from (replace(row, route=route) for route in settings.routes)
+            _prepare(contestant, result, inputs, settings)
+            ready.append((contestant, result))
+        if result.fault:
+            yield from (replace(result, route=route) for route in settings.routes)
     for route in settings.routes:
         yield from _measure_route(route, ready, inputs, settings)
     ready.clear()
@@ -139,45 +145,45 @@ def measure(case: Case, layout: str, methods: Sequence[Method], settings: Settin
         torch.cuda.empty_cache()
 
 
-def _prepare(contestant: Contestant, row: Row, inputs: Inputs, settings: Settings) -> None:
+def _prepare(contestant: Contestant, result: BenchResult, inputs: Inputs, settings: BenchSettings) -> None:
     x, grad_y = inputs.next()
-    row.backend = computed_by(contestant.method, x)
+    result.backend = contestant.method.computed_by(x.device)
     if contestant.method.is_ours:
-        row.error = contestant.check(x)
-    contestant.one_pass(x, grad_y)  # compiles, and tells early what does not run
-    if not contestant.method.is_compiled:  # whose graphs would be compiled anew under the hooks
-        row.saved_bytes = saved_bytes(contestant.call, list(contestant.layer.parameters()), x)
+        result.error = contestant.check(x)
+    contestant.one_pass(x, grad_y)  # compiles the layer, and fails early
+    if not contestant.method.is_compiled:  # the hooks would cause a second compilation
+        result.saved_bytes = saved_bytes(contestant.call, list(contestant.layer.parameters()), x)
     if settings.device.type == "cuda":
-        row.peak_bytes = peak_bytes(lambda: contestant.one_pass(x, grad_y))
-    contestant.settle()
+        result.peak_bytes = peak_bytes(lambda: contestant.one_pass(x, grad_y))
+    contestant.commit()
 
 
 def _measure_route(
-    route: str, ready: Sequence[tuple[Contestant, Row]], inputs: Inputs, settings: Settings
-) -> list[Row]:
-    rows = [(contestant, replace(row, route=route)) for contestant, row in ready]
+    route: str, ready: Sequence[tuple[Contestant, BenchResult]], inputs: Inputs, settings: BenchSettings
+) -> list[BenchResult]:
+    results = [(contestant, replace(result, route=route)) for contestant, result in ready]
     timers: dict[Contestant, Callable[[], float]] = {}
-    for contestant, row in rows:
-        with _fault_of(row):
+    for contestant, result in results:
+        with _record_fault(result):
             timers[contestant] = _timer(contestant, route, inputs, settings)
     taken: dict[Contestant, list[float]] = {contestant: [] for contestant in timers}
     order = random.Random(SEED)
-    neighbours = Neighbours()
+    background = BackgroundLoad()
     for number in range(WARM_UP + settings.rounds):
         for contestant in order.sample(list(timers), len(timers)):
             milliseconds = timers[contestant]()
-            contestant.settle()
+            contestant.commit()
             if number >= WARM_UP:
                 taken[contestant].append(milliseconds)
-    busy = neighbours.cores()
-    for contestant, row in rows:
+    busy = background.cores()
+    for contestant, result in results:
         if contestant in taken:
-            row.time, row.busy_elsewhere = spread(taken[contestant]), busy
-    return [row for _, row in rows]
+            result.time, result.busy_elsewhere = spread(taken[contestant]), busy
+    return [result for _, result in results]
 
 
-def _timer(contestant: Contestant, route: str, inputs: Inputs, settings: Settings) -> Callable[[], float]:
-    """A function that times the contestant's pass once: several passes between two events on a GPU."""
+def _timer(contestant: Contestant, route: str, inputs: Inputs, settings: BenchSettings) -> Callable[[], float]:
+    """Return a function that times one pass: on a GPU the mean of several passes between two events."""
 
     def one_pass() -> None:
         contestant.one_pass(*inputs.next())
@@ -191,19 +197,24 @@ def _timer(contestant: Contestant, route: str, inputs: Inputs, settings: Setting
         passes = len(inputs) if 2 * x.nbytes >= LARGE else GRAPH_PASSES
         warm_up(one_pass)
         call = Captured(one_pass, passes)
-    contestant.settle()
+    contestant.commit()
     one = min(device_ms(call) for _ in range(3))
     repeats = repeats_for(one)
-    contestant.settle()
+    contestant.commit()
     return lambda: device_ms(call, repeats) / passes
 
 
 @contextlib.contextmanager
-def _fault_of(row: Row) -> Iterator[None]:
-    """What one contestant raises becomes its row's fault: the others are measured all the same."""
+def _record_fault(result: BenchResult) -> Iterator[None]:
+    """Store an exception of one method as its result's fault, so that the other methods are still measured."""
     try:
         yield
-    except Wrong as fault:
-        row.fault = f"wrong: {fault}"
+    except WrongResult as fault:
+        result.fault = f"wrong: {fault}"
     except Exception as error:
-        row.fault = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        result.fault = one_line(error)
+
+
+def one_line(error: Exception) -> str:
+    """Return an exception's type and message in one line of at most 300 characters."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -1,155 +1,113 @@
-"""The tables as plots: ratios to BatchNorm, a figure per group of cases and route. Needs matplotlib."""
+"""Plots of the results: ratios to BatchNorm, one figure per group of cases and route."""
 
-import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from micronorm.bench.cases import LAYOUTS, TARGETS
-from micronorm.bench.rows import Row
+from micronorm.bench.cases import LAYOUTS
+from micronorm.bench.methods import BN_COMPILED, BN_GN, BN_GN_COMPILED, GN, NormMethod
+from micronorm.bench.results import BenchResult
+from micronorm.report.plots import COLOURS, QUIET, TEXT, apply_style, save_figure, subplots
 
-# The colours of the library's pages: the cool ones for ours, the warm ones for peers. Beyond four of a kind the colours
-# come again, hatched.
-OURS = ("#0b62b8", "#0a7f91", "#0b7f55", "#6a4fc4")
-THEIRS = ("#c2540a", "#8a6d00", "#b0297c", "#59626c")
-_TEXT, _QUIET, _RULE = "#1b1f24", "#5b6570", "#dde1e6"
-_SHOWN = ("bn-compiled", "gn", "sync-bn", "bn-gn", "bn-gn-compiled")  # peers; BN itself is the line at 1
-
-
-def load_pyplot() -> Any:
-    """matplotlib's pyplot, drawing into files.
-
-    Raises:
-        ImportError: matplotlib is not installed, with the command that installs it.
-    """
-    try:
-        matplotlib: Any = importlib.import_module("matplotlib")
-    except ImportError as error:
-        raise ImportError("plots need matplotlib, which is not installed: pip install 'micronorm[plot]'") from error
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "micronorm"  # the same figure gives the same file
-    return importlib.import_module("matplotlib.pyplot")
+OURS = tuple(COLOURS[k] for k in (0, 5, 2, 3))
+OTHERS = tuple(COLOURS[k] for k in (1, 6, 4, 7))
+"""Colours of our methods and of the others. Beyond four methods of a kind the colours repeat, hatched."""
+COMPARED = (BN_COMPILED, GN, BN_GN, BN_GN_COMPILED)  # drawn beside ours; BN itself is the line at 1
+RATIO = "to_bn_nhwc"
 
 
-def draw(rows: Sequence[Row], folder: Path, *, caption: str = "") -> list[Path]:
-    """Write each group's figure by each route, as SVG and PNG, into `folder`; returns the files.
+def draw(results: Sequence[BenchResult], folder: Path, *, caption: str = "") -> list[Path]:
+    """Write the figure of each group and route as SVG and PNG into `folder`, and return the files.
 
     Args:
-        rows: those of a run, with their ratios.
-        folder: made where it is not there.
-        caption: what the figures say below of the run.
+        results: those of a run, with their ratios.
+        folder: is made if it does not exist.
+        caption: says where the figures come from.
     """
-    pyplot = load_pyplot()
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for group, route in dict.fromkeys((row.case.group, row.route) for row in rows):
-        chosen = [r for r in rows if (r.case.group, r.route) == (group, route) and "to_bn_nhwc" in r.ratios]
-        if not any(_is_shown(row) for row in chosen):
-            continue
-        figure = _figure(pyplot, chosen, group, route, caption)
-        for suffix in ("svg", "png"):
-            path = folder / f"bench_{group}_{route}.{suffix}"
-            figure.savefig(path, dpi=130, metadata={"Date": None} if suffix == "svg" else None)
-            written.append(path)
-        pyplot.close(figure)
+    shown = [r for r in results if RATIO in r.ratios and (r.method.is_ours or r.method in COMPARED)]
+    for group, route in dict.fromkeys((result.case.group, result.route) for result in shown):
+        chosen = [result for result in shown if (result.case.group, result.route) == (group, route)]
+        written += save_figure(_figure(chosen, route, caption), folder / f"bench_{group}_{route}")
     return written
 
 
-def _is_shown(row: Row) -> bool:
-    return row.method.is_ours or row.method.key in _SHOWN
-
-
-def _figure(pyplot: Any, rows: Sequence[Row], group: str, route: str, caption: str) -> Any:
-    layouts = [layout for layout in LAYOUTS if any(row.layout == layout for row in rows)]
-    names = list(dict.fromkeys(row.case.name for row in rows))
-    labels = list(dict.fromkeys(row.method.label for row in rows if _is_shown(row)))
-    looks = _looks(rows, labels)
-    ratios = [row.ratios["to_bn_nhwc"] for row in rows if _is_shown(row)]
-    targets = TARGETS.get(group)
-    target = None if targets is None else targets.graph_to_bn if route == "graph" else targets.eager_to_bn
-    limits = min([0.9, *ratios, target or 1]) / 1.5, max([1.1, *ratios, target or 1]) * 1.35
-    width = min(18.0, max(7.0, 1.2 + len(names) * (0.45 + 0.16 * len(labels))))
-    figure, axes = pyplot.subplots(
-        len(layouts), 1, figsize=(width, 1.4 + 2.5 * len(layouts)), layout="constrained", squeeze=False, sharex=True
-    )
-    for axis, layout in zip(axes[:, 0], layouts, strict=True):
-        at = {(r.method.label, r.case.name): r.ratios["to_bn_nhwc"] for r in rows if r.layout == layout}
-        _bars(axis, at, names, looks)
-        _frame(axis, limits, target)
+def _figure(results: Sequence[BenchResult], route: str, caption: str) -> Any:
+    layouts = [layout for layout in LAYOUTS if any(result.layout == layout for result in results)]
+    shapes = list(dict.fromkeys(result.case.name for result in results))
+    styles = bar_styles(list(dict.fromkeys(result.method for result in results)))
+    ratios = [result.ratios[RATIO] for result in results]
+    limits = min(0.9, *ratios) / 1.5, max(1.1, *ratios) * 1.35
+    width = min(18.0, max(7.0, 1.2 + len(shapes) * (0.45 + 0.16 * len(styles))))
+    size = (width, 1.4 + 2.5 * len(layouts))
+    figure, grid = subplots(len(layouts), 1, figsize=size, layout="constrained", squeeze=False, sharex=True)
+    for axes, layout in zip(grid[:, 0], layouts, strict=True):
+        values = {(r.method, r.case.name): r.ratios[RATIO] for r in results if r.layout == layout}
+        _draw_bars(axes, values, shapes, styles)
+        axes.set_yscale("log")
+        axes.set_ylim(*limits)
+        ticks = [t for t in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if limits[0] <= t <= limits[1]]
+        axes.set_yticks(ticks, labels=[f"{t:g}" for t in ticks])
+        axes.minorticks_off()
+        axes.axhline(1, color=TEXT, linewidth=0.9, zorder=3)
         title = "channels_last (nhwc)" if layout == "nhwc" else "contiguous (nchw)"
-        axis.set_title(title, loc="left", fontsize=9, color=_QUIET)
-        axis.set_ylabel("time ÷ BN nhwc", fontsize=9, color=_QUIET)
-    axes[-1, 0].set_xticks(range(len(names)), labels=[name.replace("x", "×") for name in names], fontsize=8)
-    dtype = rows[0].dtype
-    by = "CUDA graph" if route == "graph" else "eager"
-    title = f"Norm + ReLU, forward + backward, {dtype}, {by}; below 1 is faster than BatchNorm"
+        axes.set_title(title, loc="left", fontsize=9, color=QUIET)
+        axes.set_ylabel("time ÷ BN nhwc")
+        apply_style(axes, grid="y")
+    grid[-1, 0].set_xticks(range(len(shapes)), labels=[name.replace("x", "×") for name in shapes], fontsize=8)
+    mode = "CUDA graph" if route == "graph" else "eager"
+    title = f"Norm + ReLU, forward + backward, {results[0].dtype}, {mode}; below 1 is faster than BatchNorm"
     figure.suptitle(f"{title}\n{caption}".rstrip(), fontsize=10)
-    handles, found = axes[0, 0].get_legend_handles_labels()
-    columns = min(len(found), max(3, int(width / 2.2)))
-    figure.legend(handles, found, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
+    handles, labels = grid[0, 0].get_legend_handles_labels()
+    columns = min(len(labels), max(3, int(width / 2.2)))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
     return figure
 
 
-def _looks(rows: Sequence[Row], labels: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Colour and hatch of each label."""
-    ours = {row.method.label for row in rows if row.method.is_ours}
-    looks = {}
-    for colours, members in (
-        (OURS, [label for label in labels if label in ours]),
-        (THEIRS, [label for label in labels if label not in ours]),
-    ):
-        for index, label in enumerate(members):
-            again = index // len(colours) > 0
-            looks[label] = {"color": colours[index % len(colours)], "hatch": "////" if again else ""}
-    return {label: looks[label] for label in labels}
+def bar_styles(methods: Sequence[NormMethod]) -> dict[NormMethod, dict[str, str]]:
+    """Return colour and hatch of each method; no two are alike."""
+    styles = {}
+    for colours, is_ours in ((OURS, True), (OTHERS, False)):
+        for index, method in enumerate(method for method in methods if method.is_ours == is_ours):
+            repeated, colour = divmod(index, len(colours))
+            styles[method] = {"color": colours[colour], "hatch": "////" * repeated}
+    return {method: styles[method] for method in methods}
 
 
-def _bars(
-    axis: Any,
-    at: Mapping[tuple[str, str], float],
-    names: Sequence[str],
-    looks: Mapping[str, Mapping[str, str]],
+def _draw_bars(
+    axes: Any,
+    values: Mapping[tuple[NormMethod, str], float],
+    shapes: Sequence[str],
+    styles: Mapping[NormMethod, Mapping[str, str]],
 ) -> None:
-    """From the line at 1 up or down, on a scale of ratios: half the time is as far from it as twice the time."""
-    width = 0.84 / len(looks)
-    for index, (label, look) in enumerate(looks.items()):
-        offset = (index - (len(looks) - 1) / 2) * width
-        known = [(k, at[label, name]) for k, name in enumerate(names) if (label, name) in at]
-        places = [k + offset for k, _ in known]
-        heights = [value - 1 for _, value in known]
-        bars = axis.bar(
-            places, heights, 0.92 * width, bottom=1, label=label, zorder=2, edgecolor="white", linewidth=0, **look
+    """Draw bars up or down from 1 on a logarithmic axis: half the time is as far from 1 as twice the time."""
+    width = 0.84 / len(styles)
+    for index, (method, style) in enumerate(styles.items()):
+        offset = (index - (len(styles) - 1) / 2) * width
+        known = [(k + offset, values[method, name]) for k, name in enumerate(shapes) if (method, name) in values]
+        axes.bar(
+            [place for place, _ in known],
+            [value - 1 for _, value in known],
+            0.92 * width,
+            bottom=1,
+            label=method.label,
+            zorder=2,
+            edgecolor="white",
+            linewidth=0,
+            **style,
         )
-        for bar, (_, value) in zip(bars, known, strict=True):
-            above = value >= 1
-            axis.annotate(
+        for place, value in known:
+            axes.annotate(
                 f"{value:.2f}" if value < 9.95 else f"{value:.0f}",
-                (bar.get_x() + bar.get_width() / 2, value),
-                xytext=(0, 2 if above else -2),
+                (place, value),
+                xytext=(0, 2 if value >= 1 else -2),
                 textcoords="offset points",
                 ha="center",
-                va="bottom" if above else "top",
+                va="bottom" if value >= 1 else "top",
                 fontsize=5.5,
                 rotation=90,
-                color=_TEXT,
+                color=TEXT,
                 zorder=4,
-                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.4},  # readable across the target's line
             )
-    axis.set_xlim(-0.6, len(names) - 0.4)
-
-
-def _frame(axis: Any, limits: tuple[float, float], target: float | None) -> None:
-    axis.set_yscale("log")
-    axis.set_ylim(*limits)
-    ticks = [t for t in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if limits[0] <= t <= limits[1]]
-    axis.set_yticks(ticks, labels=[f"{t:g}" for t in ticks], fontsize=8)
-    axis.minorticks_off()
-    axis.grid(axis="y", color=_RULE, zorder=0)
-    axis.axhline(1, color=_TEXT, linewidth=0.9, zorder=3)
-    if target is not None and target != 1:
-        axis.axhline(target, color=_TEXT, linewidth=0.9, linestyle="--", zorder=3, label=f"target, {target:g}")
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axis.spines[side].set_color(_RULE)
-    axis.tick_params(colors=_QUIET, length=0)
+    axes.set_xlim(-0.6, len(shapes) - 0.4)

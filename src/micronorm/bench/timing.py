@@ -1,4 +1,4 @@
-"""Clocks: the host's, the device's between two events, and captured graphs; and what a copy takes."""
+"""Clocks of host and device, captured graphs, inputs to time with, and the bandwidth of a copy."""
 
 import os
 import statistics
@@ -12,21 +12,21 @@ import torch
 from micronorm.bench.cases import Case, lay_out
 
 FOOTPRINT = 120e6
-"""Bytes of input over which the timed passes of a large case rotate: more than twice a large GPU's L2 cache."""
+"""Bytes of inputs that the timed passes of a large case rotate over: more than twice a large GPU's L2 cache."""
 
 LARGE = 64e6
-"""Bytes of input and gradient together from which a case rotates. Below, a training step would find them in the cache,
-where the layer before has just written them; there one pair of tensors is used again and again."""
+"""Bytes of input and gradient together from which a case rotates. A training step finds smaller tensors in the cache,
+because the layer before has just written them. Smaller cases therefore reuse one pair of tensors."""
 
-CHUNK_MS = 2.0  # between two events, which cost microseconds themselves
+CHUNK_MS = 2.0  # work between two events; the events themselves take microseconds
 MOST_REPEATS = 100
-GRAPH_PASSES = 20  # forward-backward passes captured in one graph, where a pass is short
+GRAPH_PASSES = 20  # forward-backward passes captured in one graph if a pass is short
 
 QUIET = 0.1
-"""Cores busy elsewhere, up to which the times of a CPU are worth keeping."""
+"""Cores that other processes may keep busy before CPU times become unreliable."""
 
 PASSES_AT_LEAST = 5
-"""Over memory, forward and backward: 1 read and 1 write, then 2 reads and 1 write."""
+"""Passes over memory, forward and backward: 1 read and 1 write, then 2 reads and 1 write."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Spread:
 
 
 def spread(milliseconds: Sequence[float]) -> Spread:
-    """The quartiles of two values or more.
+    """Return median and quartiles of at least two values.
 
     Example:
         >>> spread([1.0, 2.0, 3.0, 4.0, 5.0])
@@ -49,7 +49,7 @@ def spread(milliseconds: Sequence[float]) -> Spread:
 
 
 def floor_ms(elements: int, itemsize: int, bandwidth: float) -> float:
-    """What the least traffic of a forward and backward would take at a bandwidth in bytes per second.
+    """Return the milliseconds of the least memory traffic of a forward and backward, at a bandwidth in bytes/s.
 
     Example:
         >>> floor_ms(10**9, 2, 4e12)
@@ -59,7 +59,7 @@ def floor_ms(elements: int, itemsize: int, bandwidth: float) -> float:
 
 
 def input_sets(case: Case, itemsize: int) -> int:
-    """Over how many pairs of input and gradient the passes rotate.
+    """Return how many pairs of input and gradient the passes rotate over.
 
     Example:
         >>> [input_sets(Case(shape, ""), 2) for shape in ((64, 64, 112, 112), (64, 512, 28, 28), (16, 256, 56, 56))]
@@ -70,7 +70,7 @@ def input_sets(case: Case, itemsize: int) -> int:
 
 
 class Inputs:
-    """Pairs of input and gradient in a layout, standard normal, handed out in turn."""
+    """Pairs of input and gradient in a layout, standard normal; `next` returns them in turn."""
 
     def __init__(self, case: Case, layout: str, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> None:
         generator = torch.Generator(device).manual_seed(seed)
@@ -86,13 +86,13 @@ class Inputs:
         return len(self.pairs)
 
     def next(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The pair whose turn it is."""
+        """Return the next pair."""
         self._turn = (self._turn + 1) % len(self.pairs)
         return self.pairs[self._turn]
 
 
 def host_ms(call: Callable[[], object], repeats: int = 1) -> float:
-    """Milliseconds of one call by the host's clock."""
+    """Return the milliseconds of one call by the host's clock."""
     start = time.perf_counter()
     for _ in range(repeats):
         call()
@@ -100,9 +100,9 @@ def host_ms(call: Callable[[], object], repeats: int = 1) -> float:
 
 
 def device_ms(call: Callable[[], object], repeats: int = 1) -> float:
-    """Milliseconds of one call by the device's clock: from an event before the first to one after the last.
+    """Return the milliseconds of one call by the device's clock, between an event before the first and after the last.
 
-    The device waits for the host where the host is slower: in eager mode that is what a step would wait for too.
+    This includes the time in which the device waits for the host, as it does in an eager training step.
     """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
@@ -115,7 +115,7 @@ def device_ms(call: Callable[[], object], repeats: int = 1) -> float:
 
 
 def repeats_for(milliseconds: float) -> int:
-    """How many calls fill the time between two events.
+    """Return how many calls fill the time between two events.
 
     Example:
         >>> repeats_for(0.1), repeats_for(30.0)
@@ -125,7 +125,7 @@ def repeats_for(milliseconds: float) -> int:
 
 
 def warm_up(one_pass: Callable[[], object], passes: int = 3) -> None:
-    """Run passes on a stream of their own, before a capture: the allocator, lazy libraries and autotuners settle."""
+    """Run passes on a side stream before a capture, so that allocations, lazy loading and autotuning happen first."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -136,36 +136,36 @@ def warm_up(one_pass: Callable[[], object], passes: int = 3) -> None:
 
 
 class Captured:
-    """Passes captured in one CUDA graph; a call replays them all. Call `warm_up` before."""
+    """Passes captured in one CUDA graph; a call replays them all. Call `warm_up` first."""
 
     def __init__(self, one_pass: Callable[[], object], passes: int = 1) -> None:
         self.passes = passes
         try:
             self.graph = self._capture(one_pass, passes)
         except RuntimeError:
-            # The first capture of a process may meet libraries that are still setting themselves up.
+            # The first capture in a process can fail while libraries are still being loaded.
             torch.cuda.synchronize()
             self.graph = self._capture(one_pass, passes)
 
     @staticmethod
     def _capture(one_pass: Callable[[], object], passes: int) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        # Thread-local: NCCL's watchdog asks for events from a thread of its own meanwhile.
+        # Thread-local: a watchdog thread, such as NCCL's, may query events during the capture.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             for _ in range(passes):
                 one_pass()
         return graph
 
     def __call__(self) -> None:
-        """Replay."""
+        """Replay the graph."""
         self.graph.replay()
 
 
 def copy_bandwidth(device: torch.device, *, size: int = 2**30, rounds: int = 20) -> float:
-    """Bytes per second of a copy on a device: those read and those written. The median of some rounds.
+    """Return the bandwidth of a copy in bytes per second, read and written, as the median of some rounds.
 
-    The better of torch's own copy and of a kernel that writes what it reads: on an H200 the driver's copy reaches two
-    thirds of what kernels do, and a floor made of it would flatter them.
+    Two copies are tried, torch's own and an elementwise kernel, and the faster one counts. On an H200 the driver's copy
+    reaches only two thirds of what kernels reach; a traffic floor computed from it would be too high.
     """
     source = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
     target = torch.empty_like(source)
@@ -180,7 +180,7 @@ def copy_bandwidth(device: torch.device, *, size: int = 2**30, rounds: int = 20)
 
 
 def busy_seconds() -> float | None:
-    """CPU time all processes of this machine have used, summed over its cores; None where the kernel does not tell."""
+    """Return the CPU time that all processes have used, summed over cores; None without /proc/stat."""
     stat = Path("/proc/stat")
     if not stat.exists():
         return None
@@ -188,15 +188,15 @@ def busy_seconds() -> float | None:
     return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
 
 
-class Neighbours:
-    """How many cores other processes kept busy since this was made: above a tenth or so the times mean little."""
+class BackgroundLoad:
+    """Number of cores that other processes kept busy since this object was made."""
 
     def __init__(self) -> None:
         self.started = time.perf_counter()
         self.machine, self.own = busy_seconds(), time.process_time()
 
     def cores(self) -> float | None:
-        """Cores, on average; None where the kernel does not tell."""
+        """Return the average number of cores, or None without /proc/stat."""
         machine = busy_seconds()
         if machine is None or self.machine is None:
             return None

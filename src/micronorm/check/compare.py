@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 PROJECTIONS = 6
 LAYOUTS = ("axis 0", "axis 1", "strided", "shared", "sum")
 _CHUNK = 4096
-_MAX_ROWS = 4096  # per sample; a tensor with more rows is stored by sample
+_MAX_ROWS = 2**16  # a tensor with more rows than this, and than the next number per sample, is stored by sample
+_MAX_ROWS_PER_SAMPLE = 4096
 _MAX_SECOND_AXIS = 2**22  # elements; sequence-first activations are smaller, and images do not need the second axis
 _MOST_NOISE = 1e-6  # rounding may explain at most this relative difference
 
@@ -101,13 +102,13 @@ def pack(value: Any, samples: int, depth: int = 4) -> Tree:
 def _project_tensor(x: Tensor, samples: int) -> Leaf:
     shape = tuple(x.shape)
     x = x.reshape(1) if x.ndim == 0 else x
-    rows, by_row = x.shape[0], x.shape[0] <= _MAX_ROWS * samples
+    rows, by_row = x.shape[0], x.shape[0] <= max(_MAX_ROWS, _MAX_ROWS_PER_SAMPLE * samples)
     first = second = None
     if by_row:
         first = _project(x.reshape(rows, -1) if x.numel() else x.new_zeros(rows, 1))
     elif rows % samples == 0:
         first = _project(x.reshape(samples, -1))
-    if x.ndim >= 2 and 0 < x.numel() <= _MAX_SECOND_AXIS and x.shape[1] <= _MAX_ROWS:
+    if x.ndim >= 2 and 0 < x.numel() <= _MAX_SECOND_AXIS and x.shape[1] <= _MAX_ROWS_PER_SAMPLE:
         second = _project(x.transpose(0, 1).reshape(x.shape[1], -1))
     total = _project(x.reshape(1, -1)) if rows > _MAX_ROWS else None
     return Leaf(shape, first, second, total, by_row)

@@ -95,7 +95,7 @@ class _Check:
             self.order.setdefault(call.name, len(self.order))
         found = self._not_finite(self.whole, "whole")
         if found is None:
-            self._look_for_randomness()
+            self._find_randomness()
             self._compare_cuts()
         else:
             self.findings.append(found)
@@ -136,7 +136,7 @@ class _Check:
                 return finding(owner, type_name, "non_finite", cut=cut, gradient=name)
         return None
 
-    def _look_for_randomness(self) -> None:
+    def _find_randomness(self) -> None:
         """Repeat the whole step from another seed and, if it differs, from the same seed."""
         fault = self._repeat(seed=1)
         if fault is None:
@@ -264,7 +264,7 @@ class _Check:
         # The backward pass reaches the last module in execution order first.
         gradients = [d for d in self.differences if d.kind == "gradient"]
         if gradients:
-            d = max(gradients, key=lambda d: self._place(self._owner(d.name)[0]))
+            d = max(gradients, key=lambda d: (d.name in self.aliased, self._place(self._owner(d.name)[0])))
             where, type_name = self._owner(d.name)
             evidence: dict[str, Any] = {"parameter": d.name, "cut": d.cut, "relative error": d.error}
             if d.name in self.aliased:

@@ -1,8 +1,7 @@
-"""`micronorm bench`: norm + ReLU, ours beside its peers, on this machine."""
+"""`micronorm bench`: norm + ReLU on this machine, our layer beside PyTorch's own."""
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from importlib import metadata
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,17 +11,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from micronorm.bench import cases, peers, plot, table
+from micronorm.bench import cases, methods, plot, results
 from micronorm.bench.cases import CASES, GPU_GROUPS, LAYOUTS, Case
-from micronorm.bench.measure import Settings, measure
-from micronorm.bench.rows import ROUTES, Row, compare, to_csv
-from micronorm.bench.timing import copy_bandwidth
+from micronorm.bench.measure import BenchSettings, measure
+from micronorm.bench.results import ROUTES, BenchResult
+from micronorm.bench.timing import FOOTPRINT, LARGE, PASSES_AT_LEAST, copy_bandwidth
 from micronorm.cli.targets import MISUSE
-from micronorm.engine.environment import environment
-from micronorm.records import write_atomically
 
 FAULTY = 1
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+WIDTH = 240  # of a table that is not printed on a terminal: no line is folded
 
 _Several = list[str] | None
 
@@ -31,90 +29,77 @@ def bench(
     case: Annotated[
         _Several, typer.Option(help="A group of cases (large, small, cpu) or a shape such as 16x64x56x56. Repeatable.")
     ] = None,
-    layout: Annotated[_Several, typer.Option(help="nhwc or nchw. Repeatable; both unless given.")] = None,
-    method: Annotated[_Several, typer.Option(help="A contestant by its key, see --list. Repeatable.")] = None,
-    route: Annotated[_Several, typer.Option(help="graph (CUDA) or eager. Repeatable.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="bfloat16 on a GPU and float32 on a CPU unless given.")] = None,
-    rounds: Annotated[int, typer.Option(help="Timed rounds; 15 or more for figures to keep.")] = 15,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; the GPU where there is one.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads of torch; its own choice unless given.")] = None,
-    no_compile: Annotated[bool, typer.Option("--no-compile", help="Leave out what torch.compile makes.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Write the rows to this CSV file.")] = None,
-    plots: Annotated[Path | None, typer.Option("--plot", help="Write plots into this folder (matplotlib).")] = None,
-    listed: Annotated[bool, typer.Option("--list", help="List cases and contestants, and measure nothing.")] = False,
+    layout: Annotated[_Several, typer.Option(help="nhwc or nchw. Repeatable; default: both.")] = None,
+    method: Annotated[_Several, typer.Option(help="A method by its key, see --list. Repeatable.")] = None,
+    route: Annotated[_Several, typer.Option(help="eager or graph (CUDA graph). Repeatable.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Default: bfloat16 on a GPU, float32 on a CPU.")] = None,
+    rounds: Annotated[int, typer.Option(help="Timed rounds; use 15 or more for figures to keep.")] = 15,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: the GPU if there is one.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Number of torch threads; default: torch's choice.")] = None,
+    no_compile: Annotated[bool, typer.Option("--no-compile", help="Leave out the torch.compile methods.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the results to this CSV file.")] = None,
+    plots: Annotated[Path | None, typer.Option("--plot", help="Write plots to this folder.")] = None,
+    listed: Annotated[bool, typer.Option("--list", help="List cases and methods, and measure nothing.")] = False,
 ) -> None:
-    """Time norm + ReLU, forward and backward: ours beside BatchNorm, GroupNorm and what they compose to.
+    """Time norm + ReLU, forward and backward: our layer beside BatchNorm, GroupNorm and their compositions.
 
-    Every form of ours is first compared with the plain equations in float64 at that shape and dtype. Without a GPU the
-    CPU's shapes are measured, and what was left out is said.
+    Our layer is first compared with the plain equations in float64 at each shape and dtype. Without a GPU the shapes
+    for the CPU are measured, and the output says what was skipped.
 
-    Exit code 0: every row of ours has its figure. 1: one is wrong or failed. 2: an option is wrong.
+    Exit code 0: every method of ours was timed. 1: one is wrong or failed. 2: an option is wrong.
     """
     if listed:
         _list()
         return
     try:
-        chosen = _choose(case, layout, method, route, device, no_compile)
-        settings = _settings(chosen, dtype=dtype, rounds=rounds, threads=threads)
+        where = _device(device)
+        on_gpu = where.type == "cuda"
+        chosen_cases = cases.choose_cases(case or (), on_gpu=on_gpu)
+        chosen_methods = methods.choose_methods(method or (), on_gpu=on_gpu, compiled=not no_compile)
+        layouts = _members("--layout", layout, LAYOUTS)
+        routes = _members("--route", route, ROUTES if on_gpu else ("eager",))
+        settings = _settings(where, routes, dtype=dtype, rounds=rounds, threads=threads)
         if out is not None:
             _check_file(out)
         if plots is not None:
-            plot.load_pyplot()
             _check_folder("--plot", plots)
-    except (ValueError, ImportError) as fault:
+    except ValueError as fault:
         typer.echo(f"micronorm bench: {fault}", err=True)
         raise typer.Exit(MISUSE) from None
-    single = {"dtype": dtype, "rounds": rounds, "device": device, "threads": threads, "no_compile": no_compile}
-    command = _command(case, layout, method, route, **single)
-    facts = _facts(settings, command)
-    rows = _run(chosen, settings, facts, tell=case is None and device is None)
+    repeated = {"case": case, "layout": layout, "method": method, "route": route}
+    single = {"dtype": dtype, "rounds": rounds, "device": device, "threads": threads, "no-compile": no_compile}
+    facts = _facts(settings, _command({**repeated, **single}))
+    console = _console()
+    _print_heading(console, settings, facts, skipped=case is None and device is None and not on_gpu)
+    found: list[BenchResult] = []
+    for one in chosen_cases:
+        new = [result for name in layouts for result in measure(one, name, chosen_methods, settings)]
+        results.compare(new)
+        _print_table(console, one, new)
+        found += new
     if out is not None:
-        write_atomically(out, to_csv(rows, facts).encode())
+        results.write_csv(out, [results.as_record(result, facts) for result in found])
     if plots is not None:
-        where = facts["gpu"] or facts["cpu"]
-        plot.draw(rows, plots, caption=f"{where}, torch {facts['torch']}, {str(facts['date'])[:10]}")
-    faults = [row for row in rows if row.method.is_ours and row.fault]
+        caption = f"{facts['gpu'] or facts['cpu']}, torch {facts['torch']}, {str(facts['date'])[:10]}"
+        plot.draw(found, plots, caption=caption)
+    faults = [result for result in found if result.method.is_ours and result.fault]
     if faults:
-        names = dict.fromkeys(f"{row.method.key} at {row.case.name}" for row in faults)
-        typer.echo(f"micronorm bench: no figure for {', '.join(names)}: see its rows", err=True)
+        names = dict.fromkeys(f"{result.method.key} at {result.case.name}" for result in faults)
+        typer.echo(f"micronorm bench: no time for {', '.join(names)}; see the lines below its table", err=True)
         raise typer.Exit(FAULTY)
 
 
-# --- what is asked for ------------------------------------------------------------------------------------------------
+# --- options ----------------------------------------------------------------------------------------------------------
 
 
-class _Chosen:
-    """What to measure, and on which device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.cases: list[Case] = []
-        self.methods: list[peers.Method] = []
-        self.layouts: Sequence[str] = LAYOUTS
-        self.routes: Sequence[str] = ROUTES
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.device.type == "cuda"
-
-
-def _choose(
-    case: _Several, layout: _Several, method: _Several, route: _Several, device: str | None, no_compile: bool
-) -> _Chosen:
+def _device(name: str | None) -> torch.device:
     available = torch.cuda.is_available()
-    name = device or ("cuda" if available else "cpu")
+    name = name or ("cuda" if available else "cpu")
     if name not in ("cuda", "cpu"):
         raise ValueError(f"--device is cuda or cpu, got {name!r}")
     if name == "cuda" and not available:
         raise ValueError("--device cuda: torch finds no CUDA device here; leave it out to measure on the CPU")
-    chosen = _Chosen(torch.device(name))
-    chosen.cases = cases.choose_cases(case or (), on_gpu=chosen.on_gpu)
-    chosen.methods = peers.choose_methods(method or (), on_gpu=chosen.on_gpu, compiled=not no_compile)
-    if not chosen.methods:
-        raise ValueError("--no-compile leaves none of the methods that were named")
-    chosen.layouts = _members("--layout", layout, LAYOUTS)
-    chosen.routes = _members("--route", route, ROUTES if chosen.on_gpu else ("eager",))
-    return chosen
+    return torch.device(name)
 
 
 def _members(option: str, wanted: _Several, known: Sequence[str]) -> Sequence[str]:
@@ -125,18 +110,20 @@ def _members(option: str, wanted: _Several, known: Sequence[str]) -> Sequence[st
     return [value for value in known if value in wanted] if wanted else known
 
 
-def _settings(chosen: _Chosen, *, dtype: str | None, rounds: int, threads: int | None) -> Settings:
-    name = dtype or ("bfloat16" if chosen.on_gpu else "float32")
+def _settings(
+    device: torch.device, routes: Sequence[str], *, dtype: str | None, rounds: int, threads: int | None
+) -> BenchSettings:
+    name = dtype or ("bfloat16" if device.type == "cuda" else "float32")
     if name not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {name!r}")
     if rounds < 2:
         raise ValueError(f"--rounds must be at least 2 for quartiles, got {rounds}")
-    if threads is not None and threads < 1:
-        raise ValueError(f"--threads must be positive, got {threads}")
     if threads is not None:
+        if threads < 1:
+            raise ValueError(f"--threads must be positive, got {threads}")
         torch.set_num_threads(threads)
-    bandwidth = copy_bandwidth(chosen.device) if chosen.on_gpu else None
-    return Settings(chosen.device, DTYPES[name], chosen.routes, rounds, bandwidth)
+    bandwidth = copy_bandwidth(device) if device.type == "cuda" else None
+    return BenchSettings(device, DTYPES[name], routes, rounds, bandwidth)
 
 
 def _check_file(out: Path) -> None:
@@ -148,7 +135,7 @@ def _check_file(out: Path) -> None:
 
 
 def _check_folder(option: str, folder: Path) -> None:
-    """Make a folder and try to write there: before the measurement, which may take an hour."""
+    """Make the folder and write to it once. This comes before the measurement, which may take an hour."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".micronorm-"):
@@ -157,103 +144,79 @@ def _check_folder(option: str, folder: Path) -> None:
         raise ValueError(f"{option} cannot write into {folder}: {fault.strerror}; name another folder") from None
 
 
-def _command(case: _Several, layout: _Several, method: _Several, route: _Several, **single: Any) -> str:
-    """The command that repeats this, rebuilt from its options: a typed one could hold a path."""
+def _command(options: Mapping[str, Any]) -> str:
+    """Return the command that repeats the measurement, without --out and --plot, which name paths."""
     words = ["micronorm", "bench"]
-    for name, values in (("case", case), ("layout", layout), ("method", method), ("route", route)):
-        words += [word for value in values or () for word in (f"--{name}", value)]
-    for name, value in single.items():
-        option = f"--{name.replace('_', '-')}"
+    for name, value in options.items():
         if value is True:
-            words.append(option)
+            words.append(f"--{name}")
         elif value not in (None, False):
-            words += [option, str(value)]
+            words += [
+                word for one in (value if isinstance(value, list) else [value]) for word in (f"--{name}", str(one))
+            ]
     return " ".join(words)
 
 
-def _facts(settings: Settings, command: str) -> dict[str, object]:
-    """What every row says of the run."""
-    found = environment()
-    gpu: Mapping[str, Any] = (found["gpu"] or {}) if settings.device.type == "cuda" else {}
-    return {
-        "gpu": torch.cuda.get_device_name(settings.device) if gpu else None,
-        "cpu": found["cpu"]["model"],
-        "cores": found["cpu"]["threads"],
-        "threads": found["cpu"]["torch_threads"],
-        "copy_tb_per_s": None if settings.bandwidth is None else f"{settings.bandwidth / 1e12:.3f}",
-        "torch": found["torch"],
-        "triton": _version("triton"),
-        "cuda": gpu.get("cuda"),
-        "cudnn": gpu.get("cudnn"),
-        "micronorm": found["micronorm"],
-        "python": found["python"],
-        "date": found["date"],
-        "revision": found["revision"],
-        "command": command,
-    }
+def _facts(settings: BenchSettings, command: str) -> dict[str, object]:
+    bandwidth = "" if settings.bandwidth is None else f"{settings.bandwidth / 1e12:.3f}"
+    return {"copy_tb_per_s": bandwidth, **results.provenance(settings.device, command)}
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+# --- output -----------------------------------------------------------------------------------------------------------
 
 
-# --- the run and what is printed --------------------------------------------------------------------------------------
-
-
-def _run(chosen: _Chosen, settings: Settings, facts: Mapping[str, object], *, tell: bool) -> list[Row]:
+def _console() -> Console:
     console = Console(highlight=False)
-    where = facts["gpu"] or f"{facts['cpu']}, {facts['threads']} threads"
-    for line in (f"{where}, torch {facts['torch']}", *table.heading(settings)):
-        _say(console, line)
-    if tell and not chosen.on_gpu:
-        _say(console, skipped())
-    rows: list[Row] = []
-    with peers.one_rank(chosen.methods):
-        for case in chosen.cases:
-            found = list(_rows_of(case, chosen, settings))
-            compare(found)
-            _print(console, case, found)
-            rows += found
-    for line in table.verdicts(rows):
-        _say(console, line)
-    return rows
-
-
-def _rows_of(case: Case, chosen: _Chosen, settings: Settings) -> Iterator[Row]:
-    for layout in chosen.layouts:
-        yield from measure(case, layout, chosen.methods, settings)
-
-
-def skipped() -> str:
-    """What a machine without a GPU leaves out, and why."""
-    shapes = "; ".join(f"{group}: {', '.join(case.name for case in CASES[group])}" for group in GPU_GROUPS)
-    left = [method.key for method in peers.ON_GPU if method not in peers.ON_CPU]
-    return (
-        f"No CUDA device: skipped the GPU's shapes ({shapes}), the route by CUDA graph, the multiples of the traffic "
-        f"floor, and the contestants {', '.join(left)}. The CPU's shapes follow."
-    )
+    return console if console.is_terminal else Console(highlight=False, width=WIDTH)
 
 
 def _say(console: Console, text: str) -> None:
     console.print(text, markup=False, soft_wrap=not console.is_terminal)
 
 
-def _print(console: Console, case: Case, rows: Sequence[Row]) -> None:
-    if not console.is_terminal:
-        typer.echo("\n" + "\n".join(table.as_text(case, rows)))
-        return
-    columns, lines = table.grid(rows)
-    grid = Table(title=table.title(case, rows), box=box.SIMPLE_HEAD, title_justify="left")
+def _print_heading(console: Console, settings: BenchSettings, facts: Mapping[str, object], *, skipped: bool) -> None:
+    _say(console, f"{facts['gpu'] or facts['cpu']}, {facts['threads']} CPU threads, torch {facts['torch']}")
+    _say(
+        console,
+        f"norm + ReLU, forward + backward, {settings.dtype_name}; median and quartiles of {settings.rounds} rounds. "
+        "Every method takes part once in each round.",
+    )
+    if settings.bandwidth is not None:
+        _say(
+            console,
+            f"Floor: {PASSES_AT_LEAST} passes over memory at {settings.bandwidth / 1e12:.2f} TB/s, the bandwidth of a "
+            f"copy in this run. Inputs of {LARGE / 1e6:.0f} MB or more rotate over {FOOTPRINT / 1e6:.0f} MB, beyond "
+            "the cache; smaller ones stay in the cache, as in training.",
+        )
+    _say(
+        console,
+        "÷: divided by the time of BN>ReLU. best: the fastest of eager, compiled and graph in either layout; nhwc: "
+        "in that layout by the same route; otherwise in the same layout by the same route. saved: activations stored "
+        "for the backward.",
+    )
+    if skipped:
+        _say(console, describe_skipped())
+
+
+def describe_skipped() -> str:
+    """Return what a machine without a GPU leaves out."""
+    shapes = "; ".join(f"{group}: {', '.join(case.name for case in CASES[group])}" for group in GPU_GROUPS)
+    left = [method.key for method in methods.ON_GPU if method not in methods.ON_CPU]
+    return (
+        f"No CUDA device: skipped the shapes for a GPU ({shapes}), CUDA graphs, the multiples of the traffic floor, "
+        f"and the methods {', '.join(left)}."
+    )
+
+
+def _print_table(console: Console, case: Case, found: Sequence[BenchResult]) -> None:
+    columns, lines = results.grid(found)
+    table = Table(title=results.title(case, found), box=box.SIMPLE_HEAD, title_justify="left")
     for column in columns:
-        grid.add_column(column, justify="left" if column in table.LEFT else "right", overflow="fold")
-    for row, line in zip(rows, lines, strict=True):
-        ours = "red" if row.fault else "bold"
-        grid.add_row(*line, style=ours if row.method.is_ours else "dim" if row.fault else None)
-    console.print(grid)
-    for remark in table.remarks(rows):
+        table.add_column(column, justify="left" if column in results.LEFT else "right", overflow="fold")
+    for result, line in zip(found, lines, strict=True):
+        table.add_row(*line, style="red" if result.fault else "bold" if result.method.is_ours else None)
+    console.print(table)
+    for remark in results.remarks(found):
         _say(console, remark)
 
 
@@ -262,7 +225,7 @@ def _list() -> None:
         typer.echo(f"{group} ({'GPU' if group in GPU_GROUPS else 'CPU'})")
         for case in members:
             typer.echo(f"  {case.name:<18}{case.reason}")
-    typer.echo("methods (* on a GPU, + on a CPU unless --method is given)")
-    for method in peers.METHODS:
-        marks = ("*" if method in peers.ON_GPU else " ") + ("+" if method in peers.ON_CPU else " ")
+    typer.echo("methods (* measured by default on a GPU, + on a CPU)")
+    for method in methods.METHODS:
+        marks = ("*" if method in methods.ON_GPU else " ") + ("+" if method in methods.ON_CPU else " ")
         typer.echo(f"  {method.key:<28}{marks}  {method.label}")

@@ -1,4 +1,4 @@
-"""The part of `micronorm reproduce` that is about figures: measure what is missing, draw, say where it lies."""
+"""The figures of `micronorm reproduce`: measure missing numbers, draw the figure, and print where the files are."""
 
 import json
 import shlex
@@ -9,29 +9,32 @@ from typing import Any
 import typer
 from rich import box
 from rich.console import Console
-from rich.table import Table as Grid
+from rich.table import Table
 
 from micronorm import records
 from micronorm.cli.progress import TrainingProgress
 from micronorm.engine.parallel import own_device
 from micronorm.recipes import figures
-from micronorm.recipes.figures import sheet as sheets
+from micronorm.recipes.figures.data import read, same_settings
+from micronorm.recipes.figures.figure import OPTIONS
 
 FOLDER = "figures"
-"""Within the folder of runs, where data files and pictures go."""
+"""Folder of data files and pictures, inside the folder of runs."""
 
 
 def reproduce_figure(name: str, request: figures.Request, *, out: Path | None, as_json: bool) -> None:
-    """Print the numbers of the figure `name`, or measure what is missing and draw it.
+    """Print the numbers of a figure as JSON, or measure them if they are missing and draw the figure.
 
-    ValueError for a name or an option that is wrong, OSError and ImportError for what is not there.
+    Raises:
+        ValueError: the name or an option is wrong.
+        OSError: the data set is missing.
     """
     figure = figures.find(name)
     figure.check(request)
-    wanted = figure.settings(request)
     stem = figure.stem(request)
-    anew = figure.from_records and not as_json and bool(_runs(request.runs))
-    found, where = (None, None) if anew else _find(wanted, stem, request.runs)
+    has_runs = request.runs.is_dir() and bool(records.find_runs(request.runs))
+    measure_again = figure.from_records and not as_json and has_runs
+    found, path = (None, None) if measure_again else _find(figure.settings(request), stem, request.runs)
     if as_json:
         typer.echo(json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False))
         return
@@ -42,49 +45,45 @@ def reproduce_figure(name: str, request: figures.Request, *, out: Path | None, a
         _say(console, f"Ours: {note}.")
     if figure.measure is not None and found is None:
         path = request.runs / FOLDER / f"{stem}.json"
-        _say(console, f"To measure, into {path}; stopped, the same command goes on from there.")
+        _say(console, f"Measuring into {path}. If it is interrupted, the same command continues.")
         request = replace(request, device=own_device(None))
         found = figure.run(request, path, command=_command(name, request), listener=TrainingProgress(console))
-        where = path
-    if where is not None and found is not None:
-        _say(console, f"Numbers: {where} ({found['date'][:10]}, {found['seconds']:g} s).")
+    if found is not None:
+        _say(console, f"Numbers: {path} ({found['date'][:10]}, {found['seconds']:g} s).")
     for row, why in ((found or {}).get("numbers") or {}).get("missing", {}).items():
         _say(console, f"Missing: {row} ({why}); drawn without it.")
-    for path in figures.paint(figure, found or {}, out or request.runs / FOLDER, stem):
-        _say(console, f"Drawn: {path}")
+    for picture in figure.save(found or {}, out or request.runs / FOLDER, stem):
+        _say(console, f"Drawn: {picture}")
 
 
 def list_figures(*, as_json: bool) -> list[dict[str, Any]]:
-    """Every figure as a row for --json; without it they are printed."""
-    rows = [{"figure": f.name, "title": f.title, "datasets": list(f.datasets)} for f in figures.figures().values()]
+    """Return every figure as a row for --json; without it, print them."""
+    rows = [{"figure": f.name, "title": f.title, "datasets": list(f.datasets)} for f in figures.FIGURES.values()]
     if not as_json:
-        grid = Grid(box=box.SIMPLE_HEAD)
-        for column in ("figure", "on", "what"):
-            grid.add_column(column, overflow="fold")
+        table = Table(box=box.SIMPLE_HEAD)
+        for column in ("figure", "data sets", "title"):
+            table.add_column(column, overflow="fold")
         for row in rows:
-            grid.add_row(row["figure"], ", ".join(row["datasets"]), row["title"])
-        Console(highlight=False).print(grid)
+            table.add_row(row["figure"], ", ".join(row["datasets"]), row["title"])
+        Console(highlight=False).print(table)
     return rows
 
 
-def _runs(folder: Path) -> list[Path]:
-    return records.find_runs(folder) if folder.is_dir() else []
-
-
 def _find(wanted: dict[str, Any], stem: str, runs: Path) -> tuple[dict[str, Any] | None, Path | None]:
-    """The data file with these settings: in the folder of runs, else among those that the checkout holds."""
+    """Return the data file with these settings and its path: from the folder of runs, or from the checkout."""
     for folder in (runs / FOLDER, figures.RECORDED):
         path = folder / f"{stem}.json"
-        found = sheets.read(path)
-        if found is not None and found["settings"] == json.loads(json.dumps(wanted)):
+        found = read(path)
+        if found is not None and same_settings(found["settings"], wanted):
             return found, path
     return None, None
 
 
 def _command(name: str, request: figures.Request) -> str:
-    options = {"dataset": request.dataset, "network": request.network, "epochs": request.epochs, "seed": request.seed}
-    given = [part for key, value in options.items() if value is not None for part in (f"--{key}", str(value))]
-    return shlex.join(["micronorm", "reproduce", name, *given])
+    """Return the command that repeats the measurement, without folders."""
+    given = {option: getattr(request, option) for option in OPTIONS}
+    words = [word for option, value in given.items() if value is not None for word in (f"--{option}", str(value))]
+    return shlex.join(["micronorm", "reproduce", name, *words])
 
 
 def _say(console: Console, text: str) -> None:

@@ -22,16 +22,11 @@ from torch import Tensor, nn
 
 from micronorm.commit.snapshot import preserved
 from micronorm.diagnostics.weights import from_rows, over_rows, rows_of, weight_layers
-from micronorm.nn.inputs import check_count
 from micronorm.nn.reparameterized import _WS, Reparameterized
 from micronorm.ops.weight import weight_standardize
 
 Loss = Callable[[], Tensor]
 """Runs the model and returns the loss, one number. Each call must compute the same function of the parameters."""
-
-LARGEST_EXACT = 1024
-"""The largest fan-in that `exact_hessians` accepts by default. It costs that many backward passes, twice."""
-
 
 # --- Hessians --------------------------------------------------------------------------------------------------------
 
@@ -78,30 +73,6 @@ class Hessians:
         return Bound(*squares, *_removed(self.centered.sum(1)))
 
 
-class Estimate(NamedTuple):
-    """A mean over random probes and its standard error."""
-
-    value: float
-    error: float
-
-
-@dataclass(frozen=True)
-class HessianEstimates:
-    """Hutchinson's estimates for one output channel: tr H = E[vᵀHv] and ‖H‖² = E[‖Hv‖²] for random signs v.
-
-    H and Ḣ use the same probes, so their difference has less noise than either. `removed` (‖Ḣ‖² − ‖H‖²) and `least`
-    (its lower bound in the paper) are exact, because they follow from one product Ḣ·1.
-    """
-
-    raw_trace: Estimate
-    centered_trace: Estimate
-    raw_square: Estimate
-    centered_square: Estimate
-    removed: float
-    least: float
-    probes: int
-
-
 def project(hessian: Tensor) -> Tensor:
     """Return P·H·P: the matrix with centred rows and columns.
 
@@ -114,8 +85,8 @@ def project(hessian: Tensor) -> Tensor:
     return rows - rows.mean(0, keepdim=True)
 
 
-def exact_hessians(model: nn.Module, loss: Loss, layer: str, channel: int, *, largest: int = LARGEST_EXACT) -> Hessians:
-    """Return the Hessians of one output channel of a layer, by 2·I backward passes.
+def exact_hessians(model: nn.Module, loss: Loss, layer: str, channel: int) -> Hessians:
+    """Return the Hessians of one output channel of a layer, by 2·I backward passes for a fan-in of I.
 
     The layer must be a WS layer that centers, or a plain one. For a plain layer, Ḣ is the Hessian of its own weight and
     H is what centering would make of it, with the mean absorbed. The model is not changed. The computation uses the
@@ -126,7 +97,6 @@ def exact_hessians(model: nn.Module, loss: Loss, layer: str, channel: int, *, la
         loss: runs the model and returns the loss.
         layer: the name of the layer.
         channel: the output channel.
-        largest: the largest fan-in to accept. Use `estimate_hessians` for larger ones.
 
     Example:
         >>> model = nn.Linear(3, 2)
@@ -137,63 +107,17 @@ def exact_hessians(model: nn.Module, loss: Loss, layer: str, channel: int, *, la
         (4.0, 4.0)
     """
     module = _layer(model, layer, channel)
-    fan_in = rows_of(module, module.weight)[0].numel()
-    if fan_in > largest:
-        raise ValueError(
-            f"{layer!r} has a fan-in of {fan_in}, above largest={largest}: its Hessians would take {2 * fan_in} "
-            "backward passes; use estimate_hessians, or raise `largest`"
-        )
-    identity = torch.eye(fan_in, dtype=module.weight.dtype, device=module.weight.device)
-    return Hessians(*_products(model, loss, module, channel, identity, identity))
-
-
-def estimate_hessians(
-    model: nn.Module,
-    loss: Loss,
-    layer: str,
-    channel: int,
-    *,
-    probes: int = 32,
-    generator: torch.Generator | None = None,
-) -> HessianEstimates:
-    """Return traces and squared Frobenius norms of one output channel's Hessians, by 2·probes + 1 backward passes.
-
-    Args:
-        model: the network, which is not changed.
-        loss: runs the model and returns the loss.
-        layer: the name of the layer, as in `exact_hessians`.
-        channel: the output channel.
-        probes: the number of random vectors, at least 2. Errors fall as 1/sqrt(probes).
-        generator: a CPU generator for the signs; torch's global one by default.
-
-    Example:
-        >>> model = nn.Linear(3, 2)
-        >>> found = estimate_hessians(model, lambda: model(torch.eye(3)).square().sum(), "", 0, probes=4)
-        >>> found.centered_trace  # a diagonal Hessian gives the same for all signs
-        Estimate(value=6.0, error=0.0)
-    """
-    check_count("probes", probes)
-    if probes < 2:
-        raise ValueError(f"a standard error needs at least 2 probes, got {probes}")
-    module = _layer(model, layer, channel)
-    fan_in = rows_of(module, module.weight)[0].numel()
-    signs = torch.randint(2, (probes, fan_in), generator=generator).mul_(2).sub_(1).to(module.weight)
-    ones = torch.ones_like(signs[:1])
-    raw, centered = _products(model, loss, module, channel, signs, torch.cat([signs, ones]))
-    centered, of_ones = centered[:-1], centered[-1]
-    return HessianEstimates(
-        _estimate((raw * signs).sum(1)),
-        _estimate((centered * signs).sum(1)),
-        _estimate(raw.square().sum(1)),
-        _estimate(centered.square().sum(1)),
-        *_removed(of_ones),
-        probes,
-    )
-
-
-def _estimate(samples: Tensor) -> Estimate:
-    samples = samples.to("cpu", torch.float64)
-    return Estimate(float(samples.mean()), float(samples.std() / len(samples) ** 0.5))
+    rows = rows_of(module, module.weight.detach())
+    mean = rows.flatten(1).mean(1)
+    found = []
+    with preserved(model) as snapshot, torch.enable_grad():
+        for centered in (False, True):
+            snapshot.restore()
+            start = (rows - over_rows(mean, rows) if centered else rows).clone().requires_grad_()
+            with _weight_replaced(module, _effective_weight(module, start, mean, centered=centered)):
+                value = check_loss(loss())
+            found.append(_hessian(value, start, channel))
+    return Hessians(*found)
 
 
 def _removed(of_ones: Tensor) -> tuple[float, float]:
@@ -220,23 +144,6 @@ def _layer(model: nn.Module, name: str, channel: int) -> Any:
     return layer
 
 
-def _products(
-    model: nn.Module, loss: Loss, layer: Any, channel: int, by_raw: Tensor, by_centered: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return H·v for each row v of `by_raw`, and Ḣ·v for each row of `by_centered`, by one forward each."""
-    rows = rows_of(layer, layer.weight.detach())
-    mean = rows.flatten(1).mean(1)
-    found = []
-    with preserved(model) as snapshot, torch.enable_grad():
-        for centered, vectors in ((False, by_raw), (True, by_centered)):
-            snapshot.restore()
-            start = (rows - over_rows(mean, rows) if centered else rows).clone().requires_grad_()
-            with _weight_replaced(layer, _effective_weight(layer, start, mean, centered=centered)):
-                value = check_loss(loss())
-            found.append(_hessian_products(value, start, channel, vectors))
-    return found[0], found[1]
-
-
 def _effective_weight(layer: Any, rows: Tensor, mean: Tensor, *, centered: bool) -> Tensor:
     """Return the weight a layer computes with, as a function of W or of Ẇ (by rows)."""
     if not isinstance(layer, _WS):  # centering alone, with the mean added back
@@ -250,19 +157,16 @@ def _effective_weight(layer: Any, rows: Tensor, mean: Tensor, *, centered: bool)
     return from_rows(layer, what)
 
 
-def _hessian_products(value: Tensor, start: Tensor, channel: int, vectors: Tensor) -> Tensor:
+def _hessian(value: Tensor, start: Tensor, channel: int) -> Tensor:
+    """Return the Hessian of the loss by the weights of one output channel, one backward pass per row."""
     (grad,) = torch.autograd.grad(value, start, create_graph=True, allow_unused=True)
     if grad is None:
         raise ValueError("the loss does not depend on the layer's weight; does loss() run the layer?")
+    gradient = grad[channel].flatten()
     if not grad.requires_grad:  # the loss is linear in the weight
-        return torch.zeros_like(vectors)
-    products = []
-    for vector in vectors:
-        (product,) = torch.autograd.grad(
-            grad[channel].flatten(), start, vector, retain_graph=True, materialize_grads=True
-        )
-        products.append(product[channel].flatten())
-    return torch.stack(products)
+        return gradient.new_zeros(len(gradient), len(gradient))
+    rows = [torch.autograd.grad(one, start, retain_graph=True, materialize_grads=True)[0] for one in gradient]
+    return torch.stack([row[channel].flatten() for row in rows])
 
 
 @contextlib.contextmanager

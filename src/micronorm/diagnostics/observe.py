@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from micronorm.convert.surgery import refuse_wrappers
 from micronorm.diagnostics.norms import as_norm_layer
 from micronorm.diagnostics.step_stats import Row, StepRecorder, StepStatistics, observable_weights
+from micronorm.ops.private_api import disable_dynamo
 
 _HISTOGRAMS_EVERY = 10  # observed steps; a histogram costs ten times what a scalar does, and changes slowly
 _BINS = 32
@@ -154,8 +155,8 @@ class StepObserver:
 
         # A compiled optimizer step leaves its graph for these hooks, which must be plain functions.
         self._hooks = [
-            register_optimizer_step_pre_hook(torch._disable_dynamo(before)),
-            register_optimizer_step_post_hook(torch._disable_dynamo(after)),
+            register_optimizer_step_pre_hook(disable_dynamo(before)),
+            register_optimizer_step_post_hook(disable_dynamo(after)),
         ]
         try:
             self._prepare()

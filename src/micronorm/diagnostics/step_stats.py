@@ -27,6 +27,7 @@ from micronorm.nn.passive_hook import PassiveHook
 from micronorm.nn.reparameterized import Reparameterized
 from micronorm.ops.bcn import batch_channel_norm
 from micronorm.ops.moments import Moments, as_ncs, compute_dtype, moments, wide_dtype
+from micronorm.ops.private_api import foreach_norm, functorch_transforms_active
 
 _HISTOGRAM_WEIGHTS = 1024  # weights of a layer in its histogram
 
@@ -141,7 +142,7 @@ class WeightStatistics:
         # The norm of the parameter's own gradient: that of the effective weight may carry a loss scale.
         self._norms: list[Tensor] = []
         if weights:
-            self._norms = [*torch._foreach_norm(weights), *torch._foreach_norm([weight.grad for weight in weights])]
+            self._norms = [*foreach_norm(weights), *foreach_norm([weight.grad for weight in weights])]
         self._samples = [_sample(weight) for weight in weights] if histograms else []
 
     def tensors(self) -> list[Tensor]:
@@ -289,7 +290,7 @@ class StepRecorder:
 def _has_no_values(x: Tensor) -> bool:
     """Return whether x is symbolic, or belongs to a forward that is being captured and runs later."""
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
-    return x.is_meta or capturing or torch._C._are_functorch_transforms_active()
+    return x.is_meta or capturing or functorch_transforms_active()
 
 
 class StepStatistics:

@@ -178,7 +178,7 @@ def save_figure(figure: Any, path: str | os.PathLike[str]) -> list[Path]:
     written = []
     for suffix, options in _FILES.items():
         file = io.BytesIO()
-        with plot_style():
+        with plot_style(svg_fonttype="path"):  # a file stands alone: formulas need matplotlib's own fonts
             figure.savefig(file, format=suffix, facecolor=LIGHT["card"], bbox_inches="tight", **options)
         written.append(Path(f"{os.fspath(path)}.{suffix}"))
         write_atomically(written[-1], file.getvalue())

@@ -313,6 +313,7 @@ def test_compiled_code_has_the_same_masks_for_every_cut(backend):
     torch.testing.assert_close(parts[0] + parts[1], expected[1])
 
 
+@pytest.mark.slow  # compiles
 def test_compiled_checkpointing_repeats_the_masks():
     model = Twice().double()
     x, keys = torch.randn(6, 6, dtype=torch.float64), keys_of(6)
@@ -328,6 +329,7 @@ def test_compiled_checkpointing_repeats_the_masks():
             torch.testing.assert_close(a, b)
 
 
+@pytest.mark.slow  # compiles
 def test_code_compiled_with_keys_drops_without_them_too():
     drop = KeyedDropout(0.5)
     compiled = torch.compile(drop, backend="aot_eager", fullgraph=True)
@@ -338,6 +340,7 @@ def test_code_compiled_with_keys_drops_without_them_too():
     assert torch.equal(keyed(compiled, x), keyed(drop, x))
 
 
+@pytest.mark.slow  # compiles
 def test_compiled_code_is_not_recompiled_by_new_keys():
     graphs = 0
 
@@ -353,6 +356,7 @@ def test_compiled_code_is_not_recompiled_by_new_keys():
     assert not torch.equal(outputs[0], outputs[1])
 
 
+@pytest.mark.slow  # compiles
 def test_keys_declared_inside_compiled_code_hold_there():
     drop, x, keys = KeyedDropout(0.5), torch.ones(4, 50), keys_of(4)
     compiled = torch.compile(lambda x, keys: keyed(drop, x, keys), backend="aot_eager")

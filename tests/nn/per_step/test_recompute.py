@@ -26,7 +26,7 @@ NETWORKS = {
     "resnet18": lambda: torchvision.models.resnet18(num_classes=4),
     "resnet50": lambda: torchvision.models.resnet50(num_classes=4),
     "mobilenet": lambda: torchvision.models.mobilenet_v3_small(num_classes=4, dropout=0.0),
-    "densenet": lambda: torchvision.models.DenseNet(8, (2, 2), 16, num_classes=4),
+    "densenet": lambda: torchvision.models.DenseNet(8, (2, 2), 16, num_classes=4),  # ReLU after the norm, not fused
     "timm resnet": lambda: timm.create_model("resnet18", num_classes=4),
 }
 
@@ -314,6 +314,7 @@ def test_what_is_no_module_is_refused(model):
         mn.recompute(model)
 
 
+@pytest.mark.slow  # compiles
 @pytest.mark.parametrize("outside, backend", [(False, "eager"), (True, "aot_eager")])
 def test_compiled_models_are_left_alone(outside, backend):
     plain = torch.compile(small(), backend=backend)
@@ -329,6 +330,7 @@ def test_compiled_models_are_left_alone(outside, backend):
             handle.report()
 
 
+@pytest.mark.slow  # compiles
 def test_a_compiled_part_is_left_alone_and_the_rest_is_recomputed():
     def model() -> nn.Sequential:
         torch.manual_seed(5)

@@ -179,6 +179,7 @@ def test_autocast_rounds_the_shared_weight_as_it_would_each():
         assert_close_to_max(value, expected[name], tol=1e-5)
 
 
+@pytest.mark.slow  # compiles
 def test_compiled_layers_with_shared_weights_are_compiled_once():
     model = nn.Sequential(mn.nn.WSConv2d(3, 4, 3), nn.Tanh(), mn.nn.WNConv2d(4, 4, 3)).double()
     graphs = []

@@ -1,56 +1,52 @@
 """From recorded numbers to pictures, and what the numbers in the repository say."""
 
-import json
-
 import pytest
 
 from micronorm.recipes import figures
-from micronorm.recipes.figures import dist, sheet
+from micronorm.recipes.figures import data, dist
 from micronorm.recipes.figures.figure import Request
-from micronorm.recipes.figures.sweep import average
-
-pytest.importorskip("matplotlib")
+from micronorm.recipes.figures.methods import mean_over_seeds
 
 recorded = pytest.mark.skipif(not figures.RECORDED.is_dir(), reason="a source without results/")
 
 
 def read(name) -> dict:
     figure = figures.find(name)
-    return sheet.read(figures.RECORDED / f"{figure.stem(Request())}.json") or {}
+    return data.read(figures.RECORDED / f"{figure.stem(Request())}.json") or {}
 
 
 @recorded
-@pytest.mark.parametrize("name", figures.figures())
-def test_every_figure_is_drawn_from_its_recorded_numbers(name, tmp_path):
+@pytest.mark.parametrize("name", figures.FIGURES)
+def test_every_figure_is_drawn_from_its_recorded_numbers(name):
     figure = figures.find(name)
     found = read(name)
     if figure.measure is not None:
         assert found["figure"] == name
-        wanted = json.loads(json.dumps(figure.settings(Request())))
-        assert found["settings"] == wanted  # or the recipe has changed since it was measured
-    written = figures.paint(figure, found, tmp_path / "out", "x")
+        # or the recipe has changed since it was measured
+        assert data.same_settings(found["settings"], figure.settings(Request()))
+    figure.draw(found).draw_without_rendering()
+
+
+def test_a_figure_is_saved_as_svg_and_png(tmp_path):
+    written = figures.find("fig:all").save({}, tmp_path / "out", "x")
     assert [path.name for path in written] == ["x.svg", "x.png"]
     assert all(path.stat().st_size > 5000 for path in written)
 
 
 def test_a_cell_below_70_is_a_cross_and_any_other_a_circle():
-    from micronorm.bench.plot import load_pyplot
-
-    pyplot = load_pyplot()
     cells = [
         {"sigma_mean": float(m), "sigma_std": 0.0, "seed": seed, "accuracy": accuracy}
         for m, pair in enumerate([(99.0, 97.0), (60.0, 79.8), (60.0, 80.0)])
         for seed, accuracy in enumerate(pair)
     ]
     settings = {"dataset": "digits", "seeds": 2, "training": {"epochs": 1}}
-    drawn = dist.draw(pyplot, {"numbers": {"cells": cells}, "settings": settings})
+    drawn = dist.draw({"numbers": {"cells": cells}, "settings": settings})
     marks = [c for c in drawn.axes[0].collections if len(c.get_offsets())]
     circles = [c for c in marks if c.get_linewidths()[0] == 0]
     crosses = [c for c in marks if c not in circles]
     assert [c.get_offsets()[0].tolist() for c in circles] == [[0, 0], [2, 0]]
     assert [c.get_offsets()[0].tolist() for c in crosses] == [[1, 0]]
     assert circles[0].get_sizes()[0] > circles[1].get_sizes()[0]
-    pyplot.close(drawn)
 
 
 @recorded
@@ -63,7 +59,7 @@ def test_ws_pulls_stat_diff_toward_zero_in_the_recorded_numbers(norm):
 
 @recorded
 def test_accuracy_falls_with_the_distance_to_bn_in_the_recorded_numbers():
-    accuracy = dist.means(read("fig:dist")["numbers"])
+    accuracy = dist.mean_accuracies(read("fig:dist")["numbers"])
     near = [value for (m, s), value in accuracy.items() if m <= 2 and s <= 0.6]
     far = [value for (m, s), value in accuracy.items() if m >= 5 or s >= 1.8]
     assert min(near) > dist.FAILED
@@ -73,5 +69,5 @@ def test_accuracy_falls_with_the_distance_to_bn_in_the_recorded_numbers():
 @recorded
 def test_scaling_takes_less_than_centering_in_the_recorded_numbers():
     both = read("fig:mean_div")["numbers"]["methods"]["GN + both"]
-    along, mean = (average(both, "shares", part) for part in ("along", "mean"))
+    along, mean = (mean_over_seeds(both, "shares", part) for part in ("along", "mean"))
     assert all(a < m for a, m in zip(along, mean, strict=True))

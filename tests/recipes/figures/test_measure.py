@@ -9,9 +9,9 @@ from micronorm.diagnostics.lipschitz import gradient_shares
 from micronorm.engine.listener import Listener
 from micronorm.nn import WS, WSConv2d
 from micronorm.recipes import figures
-from micronorm.recipes.figures import dist, dist_exp, mean_div, stat_diff, sweep
+from micronorm.recipes.figures import dist, dist_exp, mean_div, methods, stat_diff
 from micronorm.recipes.figures.figure import Request
-from micronorm.recipes.figures.mean_div import FirstGradients
+from micronorm.recipes.figures.mean_div import FirstGradients, effective_gradient_shares
 from micronorm.recipes.figures.stat_diff import MOMENTUM, ChannelStatistics
 from micronorm.tasks.classification import Classification, open_classification
 from tests.tolerances import assert_close_to_max, tolerance
@@ -49,15 +49,14 @@ def few(monkeypatch):
         return Classification(Few(task.train, 96), Few(task.test, 50), classes=10)
 
     monkeypatch.setattr(dist, "open_classification", opened)
-    monkeypatch.setattr(sweep, "open_classification", opened)
+    monkeypatch.setattr(methods, "open_classification", opened)
 
 
 @pytest.fixture
 def tiny_grid(monkeypatch):
     monkeypatch.setattr(dist, "SIGMA_MEAN", (0.0, 1.0))
-    monkeypatch.setattr(dist, "SIGMA_STD", (0.0, 0.6))
+    monkeypatch.setattr(dist, "SIGMA_STD", (0.6,))
     monkeypatch.setattr(dist, "SEEDS", 2)
-    monkeypatch.setattr(dist, "ON_CPU", 2)
 
 
 def measured(name, folder, *, listener=None, **options):
@@ -67,37 +66,40 @@ def measured(name, folder, *, listener=None, **options):
 
 
 @pytest.mark.usefixtures("tiny_grid")
-def test_every_cell_and_seed_has_an_accuracy(tmp_path):
-    found = measured("fig:dist", tmp_path, epochs=1)
-    cells = found["numbers"]["cells"]
+def test_every_cell_and_seed_has_an_accuracy_and_an_interrupted_grid_continues(tmp_path):
+    whole = measured("fig:dist", tmp_path / "whole", epochs=1)
+    cells = whole["numbers"]["cells"]
     assert {(c["sigma_mean"], c["sigma_std"], c["seed"]) for c in cells} == {
-        (m, s, seed) for m in (0.0, 1.0) for s in (0.0, 0.6) for seed in (0, 1)
+        (m, 0.6, seed) for m in (0.0, 1.0) for seed in (0, 1)
     }
     assert all(0 <= cell["accuracy"] <= 100 for cell in cells)
-    assert found["settings"]["training"]["epochs"] == 1
-
-
-@pytest.mark.usefixtures("tiny_grid")
-def test_a_cell_does_not_depend_on_the_stack_it_is_in(tmp_path, monkeypatch):
-    first = measured("fig:dist", tmp_path, epochs=1)["numbers"]["cells"]
-    monkeypatch.setattr(dist, "ON_CPU", 4)
-    again = measured("fig:dist", tmp_path, epochs=1)["numbers"]["cells"]
-    assert first == again
-
-
-@pytest.mark.usefixtures("tiny_grid")
-def test_an_interrupted_grid_goes_on_where_it_was(tmp_path):
-    whole = measured("fig:dist", tmp_path / "whole", epochs=1)
+    assert whole["settings"]["training"]["epochs"] == 1
     with pytest.raises(KeyboardInterrupt):
-        measured("fig:dist", tmp_path, epochs=1, listener=Impatient(5))  # two steps each: in the third stack
+        measured("fig:dist", tmp_path, epochs=1, listener=Impatient(5))  # two steps each: in the third network
     rest = Impatient(10**6)
     assert measured("fig:dist", tmp_path, epochs=1, listener=rest)["numbers"] == whole["numbers"]
-    assert 10**6 - rest.left == 4  # two stacks were not trained again
+    assert 10**6 - rest.left == 4  # two networks were missing
+
+
+@pytest.mark.usefixtures("tiny_grid")
+def test_a_network_that_diverges_has_accuracy_0(tmp_path, monkeypatch):
+    build = dist.build
+
+    def broken(sigma_mean, sigma_std, **options):
+        network = build(sigma_mean, sigma_std, **options)
+        if (sigma_mean, sigma_std) == (1.0, 0.6):
+            torch.nn.init.constant_(network[1].weight, torch.inf)  # a convolution
+        return network
+
+    monkeypatch.setattr(dist, "build", broken)
+    monkeypatch.setattr(dist, "SEEDS", 1)
+    cells = measured("fig:dist", tmp_path, epochs=1)["numbers"]["cells"]
+    assert [cell["accuracy"] == 0 for cell in cells] == [False, True]
 
 
 @pytest.mark.parametrize("module, name", [(stat_diff, "fig:stat_diff"), (mean_div, "fig:mean_div")])
 def test_an_interrupted_training_goes_on_where_it_was(module, name, tmp_path, monkeypatch):
-    monkeypatch.setitem(sweep.SEEDS, "digits", 1)
+    monkeypatch.setitem(methods.SEEDS, "digits", 1)
     kept = {method: spec for method, spec in module.METHODS.items() if method in ("GN+WS", "GN + both")}
     monkeypatch.setattr(module, "METHODS", kept)
     whole = measured(name, tmp_path / "whole", epochs=3)
@@ -110,7 +112,7 @@ def test_an_interrupted_training_goes_on_where_it_was(module, name, tmp_path, mo
 
 def test_stat_diff_is_that_of_the_running_moments_of_training_forwards():
     model = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.GroupNorm(2, 4)).double()
-    eye = ChannelStatistics(model)
+    probe = ChannelStatistics(model)
     batches = torch.randn(3, 8, 1, 6, 6, dtype=torch.float64)
     seen = []
     for batch in batches:
@@ -123,60 +125,57 @@ def test_stat_diff_is_that_of_the_running_moments_of_training_forwards():
     model.eval()(100 * batches[0])  # an evaluation is not seen
     mean, std = running[0].unflatten(0, (2, 2)), running[1].sqrt().unflatten(0, (2, 2))
     expected = ((mean[:, 0] - mean[:, 1]).abs() / 2 / std.mean(1)).mean()
-    row = eye.row()
+    row = probe.at_end()
     assert_close_to_max(
         torch.tensor(row["mean"], dtype=torch.float64), expected, tol=tolerance("gradient", torch.float64)
     )
     assert row["std"] == 0  # of one layer
 
 
-def test_shares_and_residual_sum_to_one_and_looking_changes_no_gradient():
-    images, labels = torch.randn(8, 1, 8, 8), torch.randint(10, (8,))
-    grads = []
-    for looks in (False, True):
-        model = sweep.build("digits", sweep.GROUPS, WS(), seed=0, classes=10).double()
-        eye = FirstGradients(model)
-        if looks:
-            with eye.first():
-                torch.nn.functional.cross_entropy(model(images.double()), labels).backward()
-        else:
-            torch.nn.functional.cross_entropy(model(images.double()), labels).backward()
-        grads.append([p.grad for p in model.parameters()])
-    shares = eye.row()["shares"]
+def test_shares_and_residual_sum_to_one_and_measuring_changes_no_gradient():
+    images, labels = torch.randn(8, 1, 8, 8).double(), torch.randint(10, (8,))
+    measured, plain = (methods.build("digits", methods.GROUPS, WS(), seed=0, classes=10).double() for _ in range(2))
+    shares = effective_gradient_shares(measured, lambda: torch.nn.functional.cross_entropy(measured(images), labels))
+    torch.nn.functional.cross_entropy(plain(images), labels).backward()
     assert math.isclose(sum(shares.values()), 1, rel_tol=1e-12)
     assert all(shares[part] > 0 for part in ("along", "mean", "rest"))
-    for looked, plain in zip(*grads, strict=True):
-        assert_close_to_max(looked, plain, tol=tolerance("one_step", torch.float64))
+    for one, other in zip(measured.parameters(), plain.parameters(), strict=True):
+        assert_close_to_max(one.grad, other.grad, tol=tolerance("one_step", torch.float64))
 
 
-def test_channels_and_layers_without_gradient_have_no_say_in_the_shares():
+def test_the_first_gradients_of_an_epoch_leave_the_model_as_it_was():
+    model = methods.build("digits", methods.GROUPS, WS(), seed=0, classes=10)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    probe = FirstGradients(model, open_classification("digits"), 0, samples=64)
+    assert probe.at_start(0) != probe.at_start(1)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_channels_and_layers_without_gradient_are_left_out_of_the_shares():
     torch.manual_seed(0)
     used, unused = WSConv2d(3, 8, 3).double(), WSConv2d(3, 8, 3).double()
     x = torch.randn(4, 3, 6, 6, dtype=torch.float64)
-    model = torch.nn.ModuleList([used, unused])
-    eye = FirstGradients(model)
-    with eye.first():
-        # four channels get no gradient, the other layer's get zeros
-        (used(x)[:, :4].square().sum() + 0 * unused(x).sum()).backward()
-        grad = used.shared_weight.grad
-        assert grad is not None
-        four = gradient_shares(used.weight[:4], grad[:4], eps=used.eps)
-    for part, share in eye.row()["shares"].items():
+    grads = []
+
+    def loss():
+        used.shared_weight.register_hook(grads.append)
+        return used(x)[:, :4].square().sum() + 0 * unused(x).sum()  # four channels and a layer without gradients
+
+    shares = effective_gradient_shares(torch.nn.ModuleList([used, unused]), loss)
+    four = gradient_shares(used.weight[:4], grads[0][:4], eps=used.eps)
+    for part, share in shares.items():
         assert math.isclose(share, getattr(four, part).mean(), rel_tol=1e-12, abs_tol=1e-12)
 
 
 def test_shares_of_no_gradient_at_all_are_refused():
-    eye = FirstGradients(WSConv2d(3, 8, 3))
-    with pytest.raises(RuntimeError, match="got a gradient"), eye.first():
-        pass
+    with pytest.raises(RuntimeError, match="has a gradient"):
+        effective_gradient_shares(WSConv2d(3, 8, 3), lambda: torch.zeros((), requires_grad=True))
 
 
 def test_a_network_of_plain_weights_has_no_shares():
-    model = sweep.build("digits", sweep.GROUPS, None, seed=0, classes=10)
-    eye = FirstGradients(model)
-    with eye.first():
-        model(torch.randn(2, 1, 8, 8)).sum().backward()
-    assert eye.row() == {}
+    model = methods.build("digits", methods.GROUPS, None, seed=0, classes=10)
+    assert effective_gradient_shares(model, lambda: model(torch.randn(2, 1, 8, 8)).sum()) == {}
 
 
 def test_the_larger_stat_diff_the_more_of_a_channel_is_cut_off(tmp_path):

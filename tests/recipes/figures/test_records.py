@@ -4,14 +4,14 @@ import pytest
 
 from micronorm import records
 from micronorm.recipes import figures
-from micronorm.recipes.figures import front
+from micronorm.recipes.figures import recorded
 from micronorm.recipes.figures.figure import Request
 from tests.recipes.runs import write_run
 
 
 @pytest.fixture(autouse=True)
 def nothing_packaged(monkeypatch):
-    monkeypatch.setattr(front, "packaged", list)
+    monkeypatch.setattr(recorded, "packaged", list)
 
 
 def measured(name, folder, **options):

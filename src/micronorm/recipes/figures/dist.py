@@ -1,18 +1,25 @@
-"""Figure `fig:dist`: accuracy against the distance to BN, over a grid of (σ_μ, σ_σ)."""
+"""Figure `fig:dist`: accuracy against the distance to BN, over a grid of (σ_μ, σ_σ).
+
+The paper describes four convolutions of 32 channels, each normalized to preset means and deviations, followed by ReLU
+and mean pooling by two, then the mean over space and a linear classifier. We chose kernels of 3×3 without bias, torch's
+default initial weights, and BatchNorm's running statistics (momentum 0.1) for evaluation.
+"""
 
 from collections.abc import Mapping
-from itertools import accumulate
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from micronorm.engine.optimization import SGD, Cosine
-from micronorm.engine.settings import Settings, describe
-from micronorm.recipes.figures.figure import Figure, Request, Work
-from micronorm.recipes.figures.preset import LAYERS, WIDTH, PresetNetwork, StackedNetworks
-from micronorm.recipes.figures.style import COLOURS, QUIET, TEXT, caption, tidy
-from micronorm.recipes.figures.training import Training
+from micronorm.engine import SGD, Cosine, Diverged, Settings, train
+from micronorm.engine.settings import describe
+from micronorm.recipes.figures.figure import Figure, Measurement, Request, add_caption
+from micronorm.recipes.figures.methods import execution
 from micronorm.recipes.recipe import DATA
+from micronorm.report.plots import COLOURS, QUIET, TEXT, apply_style, subplots
 from micronorm.tasks.classification import Classification, open_classification
 
 SIGMA_MEAN = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
@@ -22,12 +29,41 @@ FAILED = 70.0
 EPOCHS = {"digits": 10, "cifar10": 30}
 STEP_BATCH = {"digits": 64, "cifar10": 128}
 SEEDS = 3
-ON_CPU = 2
-"""Networks in one stack on a CPU, whose caches hold no more (docs/figures.md); a GPU takes the whole grid."""
+LAYERS = 4
+WIDTH = 32
+
+
+class PresetNorm(nn.BatchNorm2d):
+    """Y = γ(σ̂ (X − μ)/σ + μ̂) + β for each channel, with fixed μ̂ and σ̂. BatchNorm has μ̂ = 0 and σ̂ = 1.
+
+    Args:
+        mean: μ̂, C numbers.
+        std: σ̂, C numbers.
+
+    Example:
+        >>> y = PresetNorm(torch.tensor([3.0]), torch.tensor([0.5]))(torch.randn(64, 1, 8, 8))
+        >>> round(y.mean().item(), 3), round(y.std().item(), 3)
+        (3.0, 0.5)
+    """
+
+    preset_mean: Tensor
+    preset_std: Tensor
+
+    def __init__(self, mean: Tensor, std: Tensor) -> None:
+        super().__init__(len(mean))
+        self.register_buffer("preset_mean", mean)
+        self.register_buffer("preset_std", std)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize N×C×H×W."""
+        # γ(σ̂ x̂ + μ̂) + β = (γσ̂) x̂ + (γμ̂ + β): batch normalization with this affine
+        weight, bias = self.weight * self.preset_std, self.weight * self.preset_mean + self.bias
+        mean, var = self.running_mean, self.running_var
+        return F.batch_norm(input, mean, var, weight, bias, training=self.training, momentum=0.1, eps=self.eps)
 
 
 def settings(request: Request) -> dict[str, Any]:
-    """All that decides the numbers."""
+    """Return everything that decides the numbers."""
     dataset = request.dataset or "digits"
     return {
         "dataset": dataset,
@@ -38,12 +74,12 @@ def settings(request: Request) -> dict[str, Any]:
         "layers": LAYERS,
         "width": WIDTH,
         "enlarged": 2 if dataset == "digits" else 1,
-        "training": describe(plan(request, seed=request.seed or 0)),
+        "training": describe(training_settings(request, seed=request.seed or 0)),
     }
 
 
-def plan(request: Request, *, seed: int) -> Settings:
-    """How each network is trained."""
+def training_settings(request: Request, *, seed: int) -> Settings:
+    """Return how each network is trained."""
     dataset = request.dataset or "digits"
     return Settings(
         epochs=request.epochs or EPOCHS[dataset],
@@ -54,140 +90,112 @@ def plan(request: Request, *, seed: int) -> Settings:
     )
 
 
-def make(sigma_mean: float, sigma_std: float, *, seed: int, inputs: int, classes: int) -> PresetNetwork:
-    """The network of one cell. Cells with one seed differ in the two spreads alone: draws and first weights are equal.
+def build(
+    sigma_mean: float, sigma_std: float, *, seed: int, inputs: int, classes: int, enlarged: int = 1
+) -> nn.Sequential:
+    """Return the network of one cell. Cells with one seed share the normal draws and the initial weights.
+
+    Args:
+        sigma_mean: spread of the channels' means.
+        sigma_std: spread of the logarithms of their deviations.
+        seed: seed of draws and weights.
+        inputs: channels of the images.
+        classes: outputs.
+        enlarged: how often each pixel is repeated: four poolings by two need 16×16 pixels, and the digits have 8×8.
 
     Example:
-        >>> network = make(1.0, 0.0, seed=0, inputs=1, classes=10)
-        >>> bool((network.norms[0].preset_std == 1).all())
-        True
+        >>> build(1.0, 0.5, seed=0, inputs=3, classes=10)(torch.randn(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
     """
-    generator = torch.Generator().manual_seed(seed)
-    z_mean, z_std = torch.randn(2, LAYERS, WIDTH, generator=generator)
+    z_mean, z_std = torch.randn(2, LAYERS, WIDTH, generator=torch.Generator().manual_seed(seed))
+    layers: list[nn.Module] = [nn.Upsample(scale_factor=enlarged, mode="nearest")] if enlarged > 1 else []
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(seed)
-        return PresetNetwork(sigma_mean * z_mean, (sigma_std * z_std).exp(), inputs=inputs, classes=classes)
+        for mean, std in zip(sigma_mean * z_mean, (sigma_std * z_std).exp(), strict=True):
+            layers += [nn.Conv2d(inputs, WIDTH, 3, padding=1, bias=False), PresetNorm(mean, std)]
+            layers += [nn.ReLU(inplace=True), nn.AvgPool2d(2)]
+            inputs = WIDTH
+        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(WIDTH, classes))
 
 
-def measure(work: Work) -> None:
-    """Accuracy of every cell and seed: stacks of networks, one after the other, each kept when it is done."""
-    request, chosen = work.request, work.settings
-    dataset = chosen["dataset"]
-    task = open_classification(dataset, request.data, device=request.device)
-    cells = [(m, s) for m in chosen["sigma_mean"] for s in chosen["sigma_std"]]
-    together = len(cells) if request.device.type == "cuda" else ON_CPU
-    stacks = [
-        (seed, cells[start : start + together])
-        for seed in range(chosen["seed"], chosen["seed"] + chosen["seeds"])
-        for start in range(0, len(cells), together)
-    ]
-    rows = work.sheet.numbers.setdefault("cells", [])
-    ends = list(accumulate(len(stack) for _, stack in stacks))
-    while rows and len(rows) not in ends:  # kept where the stacks were others
-        rows.pop()
-    for number, ((seed, stack), end) in enumerate(zip(stacks, ends, strict=True)):
-        if end <= len(rows):
-            continue
-        training = _train(
-            work, task, stack, seed=seed, title=f"{work.sheet.path.stem}, stack {number + 1}/{len(stacks)}"
-        )
-        errors = training.test().error
-        for (mean, std), error in zip(stack, errors, strict=True):
-            rows.append({"sigma_mean": mean, "sigma_std": std, "seed": seed, "accuracy": 100 - error})
-        work.sheet.keep({})
-    work.listener.on_end()
-    work.sheet.numbers["together"] = together
+def measure(measurement: Measurement) -> None:
+    """Train a network for every cell and seed, one after the other, and record its accuracy."""
+    request, chosen, data = measurement.request, measurement.settings, measurement.data
+    task = open_classification(chosen["dataset"], request.data, device=request.device)
+    seeds = range(chosen["seed"], chosen["seed"] + chosen["seeds"])
+    cells = list(product(seeds, chosen["sigma_mean"], chosen["sigma_std"]))
+    rows = data.numbers.setdefault("cells", [])
+    for seed, mean, std in cells[len(rows) :]:
+        accuracy = _train(measurement, task, mean, std, seed=seed)
+        rows.append({"sigma_mean": mean, "sigma_std": std, "seed": seed, "accuracy": accuracy})
+        data.save_progress()
 
 
-def _train(work: Work, task: Classification, stack: list[tuple[float, float]], *, seed: int, title: str) -> Training:
-    facts = DATA[work.settings["dataset"]]
-    networks = [make(m, s, seed=seed, inputs=facts.shape[0], classes=facts.classes) for m, s in stack]
-    model = Enlarged(StackedNetworks(networks), work.settings["enlarged"])
-    training = Training(
-        model,
-        task,
-        plan(work.request, seed=seed),
-        device=work.request.device,
-        listener=work.listener,
-        description=title,
-    )
-    training.start()
-    while training.epoch < training.settings.epochs:
-        training.run_epoch()
-    return training
-
-
-class Enlarged(torch.nn.Module):
-    """A model of images whose pixels are repeated: 8×8 digits have no four halvings in them, 16×16 ones do."""
-
-    def __init__(self, model: torch.nn.Module, times: int) -> None:
-        super().__init__()
-        self.model = model
-        self.times = times
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """What the model makes of the larger images."""
-        for axis in (2, 3):
-            images = images.repeat_interleave(self.times, axis) if self.times > 1 else images
-        return self.model(images)
+def _train(measurement: Measurement, task: Classification, mean: float, std: float, *, seed: int) -> float:
+    """Train the network of one cell and return its accuracy in %, which is 0 if the network diverges."""
+    facts, request = DATA[measurement.settings["dataset"]], measurement.request
+    shape = {"inputs": facts.shape[0], "classes": facts.classes, "enlarged": measurement.settings["enlarged"]}
+    plan = training_settings(request, seed=seed)
+    plan = replace(plan, unit=plan.step_batch)  # the statistics are those of the whole step
+    where = replace(execution(request.device, plan.step_batch), evaluate_epochs=plan.epochs)
+    name = {"recipe": f"{measurement.data.path.stem}, σ_μ {mean:g}, σ_σ {std:g}, seed {seed}"}
+    try:
+        model = build(mean, std, seed=seed, **shape)
+        outcome = train(model, task, plan, where, facts=name, listener=measurement.listener)
+    except Diverged:
+        return 0.0
+    if not outcome.finished:
+        raise KeyboardInterrupt
+    return 100 - outcome.figures["top1"]
 
 
 # --- drawing ----------------------------------------------------------------------------------------------------------
 
 
-def means(numbers: Mapping[str, Any]) -> dict[tuple[float, float], float]:
-    """Accuracy of each cell, the mean over seeds.
+def mean_accuracies(numbers: Mapping[str, Any]) -> dict[tuple[float, float], float]:
+    """Return the accuracy of each cell, averaged over seeds.
 
     Example:
         >>> cell = {"sigma_mean": 0.0, "sigma_std": 1.0}
-        >>> means({"cells": [{**cell, "accuracy": 80.0}, {**cell, "accuracy": 90.0}]})
+        >>> mean_accuracies({"cells": [{**cell, "accuracy": 80.0}, {**cell, "accuracy": 90.0}]})
         {(0.0, 1.0): 85.0}
     """
     found: dict[tuple[float, float], list[float]] = {}
     for cell in numbers["cells"]:
         found.setdefault((cell["sigma_mean"], cell["sigma_std"]), []).append(cell["accuracy"])
-    return {at: sum(values) / len(values) for at, values in found.items()}
+    return {cell: sum(values) / len(values) for cell, values in found.items()}
 
 
-def draw(pyplot: Any, sheet: Mapping[str, Any]) -> Any:
-    """Circles as large as the accuracy above 70 %, red crosses below."""
-    accuracy = means(sheet["numbers"])
-    columns, rows = (sorted({at[axis] for at in accuracy}) for axis in (0, 1))
-    figure, axis = pyplot.subplots(figsize=(6.4, 5.9), layout="constrained")
-    for (mean, std), value in accuracy.items():
+def draw(data: Mapping[str, Any]) -> Any:
+    """Draw circles whose size shows the accuracy above 70 %, and crosses below."""
+    accuracies = mean_accuracies(data["numbers"])
+    columns, rows = (sorted({cell[axis] for cell in accuracies}) for axis in (0, 1))
+    figure, axes = subplots(figsize=(6.4, 5.9), layout="constrained")
+    circle = {"color": COLOURS[0], "alpha": 0.8, "linewidths": 0}
+    cross = {"marker": "x", "color": COLOURS[1], "linewidths": 2.2}
+    for (mean, std), value in accuracies.items():
         x, y = columns.index(mean), rows.index(std)
-        if value < FAILED:
-            axis.scatter([x], [y], s=130, marker="x", color=COLOURS[1], linewidths=2.2, zorder=3)
-        else:
-            axis.scatter([x], [y], s=_area(value), color=COLOURS[0], alpha=0.8, linewidths=0, zorder=3)
-        axis.annotate(
-            f"{value:.0f}",
-            (x, y),
-            xytext=(0, -17),
-            textcoords="offset points",
-            ha="center",
-            va="top",
-            fontsize=7.5,
-            color=QUIET,
-        )
-    axis.set_xticks(range(len(columns)), labels=[f"{v:g}" for v in columns])
-    axis.set_yticks(range(len(rows)), labels=[f"{v:g}" for v in rows])
-    axis.set_xlim(-0.6, len(columns) - 0.4)
-    axis.set_ylim(-0.75, len(rows) - 0.4)
-    axis.set_xlabel("$\\sigma_\\mu$, spread of the channels' means")
-    axis.set_ylabel("$\\sigma_\\sigma$, spread of the logarithms of their deviations")
-    tidy(axis)
+        style = {"s": 130, **cross} if value < FAILED else {"s": _area(value), **circle}
+        axes.scatter([x], [y], zorder=3, **style)
+        axes.text(x, y - 0.29, f"{value:.0f}", ha="center", va="top", fontsize=7.5, color=QUIET)
+    axes.set_xticks(range(len(columns)), labels=[f"{v:g}" for v in columns])
+    axes.set_yticks(range(len(rows)), labels=[f"{v:g}" for v in rows])
+    axes.set_xlim(-0.6, len(columns) - 0.4)
+    axes.set_ylim(-0.75, len(rows) - 0.4)
+    axes.set_xlabel("$\\sigma_\\mu$, spread of the channels' means")
+    axes.set_ylabel("$\\sigma_\\sigma$, spread of the logarithms of their deviations")
+    apply_style(axes)
     for value in (100, 90, 80, 70):
-        axis.scatter([], [], s=_area(value), color=COLOURS[0], alpha=0.8, linewidths=0, label=f"{value} %")
-    axis.scatter([], [], s=90, marker="x", color=COLOURS[1], linewidths=2.2, label="below 70 %")
-    axis.legend(loc="upper center", bbox_to_anchor=(0.5, 1.1), ncols=5, frameon=False, fontsize=8.5, labelcolor=TEXT)
-    chosen = sheet["settings"]
+        axes.scatter([], [], s=_area(value), label=f"{value} %", **circle)
+    axes.scatter([], [], s=90, label="below 70 %", **cross)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.1), ncols=5, frameon=False, fontsize=8.5, labelcolor=TEXT)
+    chosen = data["settings"]
     lines = (
-        f"Test accuracy in % of a 4-layer, 32-channel network on {DATA[chosen['dataset']].title}, mean of "
+        f"Test accuracy in % of a 4-layer, 32-channel network on {DATA[chosen['dataset']].title}, averaged over "
         f"{chosen['seeds']} seeds.",
-        f"BN is the lower left corner. Grid and schedule ({chosen['training']['epochs']} epochs) are ours.",
+        f"BN is the lower left corner. We chose the grid and the schedule ({chosen['training']['epochs']} epochs).",
     )
-    return caption(figure, "Accuracy and distance to BN", lines)
+    return add_caption(figure, "Accuracy and distance to BN", lines, width=104)
 
 
 def _area(accuracy: float) -> float:
@@ -207,7 +215,7 @@ FIGURE = Figure(
         "3×3 kernels without bias, ReLU after the norm and before the pooling, BatchNorm's running statistics at test",
         "cells of one seed share the standard normal draws that σ_μ and σ_σ scale, and the first weights",
         "σ̂ = exp(σ_σ z) is taken as a deviation, as the equation uses it; the text calls it a variance",
-        "8×8 digits are enlarged to 16×16 by repeating pixels: four halvings need it",
+        "8×8 digits are enlarged to 16×16 by repeating pixels, because four poolings by two need it",
     ),
     settings=settings,
     measure=measure,

@@ -1,4 +1,4 @@
-"""Figure `fig:dist_exp`: two channels of one group before and after they are normalized together."""
+"""Figure `fig:dist_exp`: histograms of two channels of one group before and after normalization."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,25 +6,25 @@ from typing import Any
 import torch
 
 from micronorm.diagnostics.channels import stat_diff
-from micronorm.recipes.figures.figure import Figure, Request, Work
-from micronorm.recipes.figures.style import COLOURS, TEXT, caption, panel, tidy
+from micronorm.recipes.figures.figure import Figure, Measurement, Request, add_caption, add_title
+from micronorm.report.plots import COLOURS, TEXT, apply_style, subplots
 
 EXAMPLES = (((-0.25, 1.0), (0.25, 1.0)), ((-1.0, 1.0), (1.0, 0.5)), ((-3.0, 1.0), (3.0, 0.4)))
-"""Mean and deviation of the two channels, example by example."""
+"""Mean and standard deviation of the two channels in each example."""
 VALUES = 20_000
 BINS = 60
 
 
 def settings(request: Request) -> dict[str, Any]:
-    """All that decides the numbers."""
+    """Return everything that decides the numbers."""
     return {"seed": request.seed or 0, "examples": EXAMPLES, "values": VALUES, "bins": BINS}
 
 
-def measure(work: Work) -> None:
-    """Histograms of the channels before and after eq:cn, their StatDiff, and the share of values that a ReLU keeps."""
-    generator = torch.Generator().manual_seed(work.settings["seed"])
+def measure(measurement: Measurement) -> None:
+    """Record histograms of the channels before and after eq:cn, StatDiff, and the share of values a ReLU keeps."""
+    generator = torch.Generator().manual_seed(measurement.settings["seed"])
     found = []
-    for example in work.settings["examples"]:
+    for example in measurement.settings["examples"]:
         mean, std = torch.tensor(example, dtype=torch.float64).T
         x = mean[:, None] + std[:, None] * torch.randn(2, VALUES, generator=generator, dtype=torch.float64)
         var, mean = torch.var_mean(x, 1, correction=0)
@@ -37,56 +37,56 @@ def measure(work: Work) -> None:
                 "after": _histogram(y),
             }
         )
-    work.sheet.numbers["examples"] = found
+    measurement.data.numbers["examples"] = found
 
 
 def _histogram(values: torch.Tensor) -> dict[str, Any]:
-    """Shares of each channel's values in bins of equal width over the range of both; a bin's edge lies at 0."""
+    """Return the share of each channel's values in bins of equal width; one bin edge lies at 0."""
     width = (values.max() - values.min()).item() / (BINS - 1)
     first = torch.floor(values.min() / width).item() * width
     counts = [torch.histc(channel, BINS, first, first + BINS * width) / VALUES for channel in values]
     return {"first": first, "width": width, "shares": [channel.tolist() for channel in counts]}
 
 
-def draw(pyplot: Any, sheet: Mapping[str, Any]) -> Any:
-    """A row per example: before, and after with what a ReLU sets to 0 transparent."""
-    examples = sheet["numbers"]["examples"]
-    figure, axes = pyplot.subplots(len(examples), 2, figsize=(8.4, 6.6), layout="constrained", squeeze=False)
+def draw(data: Mapping[str, Any]) -> Any:
+    """Draw a row per example: before, and after with the values that a ReLU sets to 0 transparent."""
+    examples = data["numbers"]["examples"]
+    figure, axes = subplots(len(examples), 2, figsize=(8.4, 6.6), layout="constrained", squeeze=False)
     for row, example in zip(axes, examples, strict=True):
         for axis, part in zip(row, ("before", "after"), strict=True):
             found = example[part]
             edges = [found["first"] + k * found["width"] for k in range(BINS + 1)]
             for channel, shares in enumerate(found["shares"]):
-                for lit in (True, False):
-                    shown = [s if _is_lit(e, found, part) == lit else 0 for s, e in zip(shares, edges, strict=False)]
+                for kept in (True, False):
+                    shown = [s if _is_kept(e, found, part) == kept else 0 for s, e in zip(shares, edges, strict=False)]
                     axis.stairs(
                         shown,
                         edges,
                         fill=True,
                         color=COLOURS[channel],
-                        alpha=0.75 if lit else 0.18,
+                        alpha=0.75 if kept else 0.18,
                         linewidth=0,
                         zorder=2,
-                        label=f"channel {channel + 1}" if lit else None,
+                        label=f"channel {channel + 1}" if kept else None,
                     )
             axis.set_ylim(0, 1.08 * max(max(shares) for shares in found["shares"]))
             if part == "after":
                 axis.axvline(0, color=TEXT, linewidth=0.9, zorder=3)
                 active = ", ".join(f"{100 * share:.0f} %" for share in example["active"])
-                panel(axis, f"after; above 0: {active}")
+                add_title(axis, f"after; above 0: {active}")
             else:
-                panel(axis, f"before, StatDiff = {example['stat_diff']:.2f}")
+                add_title(axis, f"before, StatDiff = {example['stat_diff']:.2f}")
             axis.set_yticks([])
-            tidy(axis, grid="x")
+            apply_style(axis, grid="x")
     axes[0, 0].legend(frameon=False, fontsize=8.5)
     lines = (
-        "Two channels normalized together (eq:cn). Transparent bars are 0 after the ReLU. Means and deviations of the "
-        "three examples are ours: the paper's text does not give its own.",
+        "Two channels that are normalized together (eq:cn). Transparent bars are 0 after the ReLU. We chose the means "
+        "and deviations: the paper's text does not give them.",
     )
-    return caption(figure, "Two channels in one group", lines, width=118)
+    return add_caption(figure, "Two channels in one group", lines, width=118)
 
 
-def _is_lit(edge: float, found: Mapping[str, Any], part: str) -> bool:
+def _is_kept(edge: float, found: Mapping[str, Any], part: str) -> bool:
     return part == "before" or edge > -found["width"] / 2
 
 

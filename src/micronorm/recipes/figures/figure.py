@@ -1,30 +1,32 @@
-"""A figure of the paper as a recipe: what decides its numbers, how they are measured, and how they are drawn."""
+"""A figure of the paper: its settings, how its numbers are measured, and how they are drawn."""
 
-from collections.abc import Callable, Mapping
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from micronorm.engine.listener import Listener
-from micronorm.recipes.figures.sheet import Sheet
+from micronorm.engine import Listener
+from micronorm.recipes.figures.data import FigureData
+from micronorm.report.plots import QUIET, TEXT, save_figure
 
 OPTIONS = ("dataset", "network", "epochs", "seed")
-"""What a request may change of a figure's settings, where the figure has it."""
+"""Options of `Request` that change the numbers. A figure accepts some of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is asked for. None leaves the figure's own choice.
+    """Options for measuring a figure. None means the figure's default.
 
     Args:
-        dataset: what to train on; the paper's, or a smaller one.
-        network: what to train, by its name in `recipes.networks`.
-        epochs: how long.
-        seed: of weights, order and augmentation.
-        data: where the data set lies.
-        runs: the folder of run directories, for figures that are drawn from them.
+        dataset: data set to train on: the paper's, or a smaller one.
+        network: network to train, by its name in `recipes.networks`.
+        epochs: length of the training.
+        seed: seed of weights, order and augmentation.
+        data: folder of the data set.
+        runs: folder of run directories, for figures that are drawn from them.
         device: where to compute.
     """
 
@@ -38,12 +40,12 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
-    """A measurement at work: what to measure, with what, and where the numbers go."""
+class Measurement:
+    """What `Figure.measure` works with: it reads `settings` and `request` and fills `data.numbers`."""
 
     settings: Mapping[str, Any]
     request: Request
-    sheet: Sheet
+    data: FigureData
     listener: Listener = field(default_factory=Listener)
 
 
@@ -54,14 +56,14 @@ class Figure:
     Args:
         name: the paper's label, with `fig:`.
         title: one line.
-        paper: what the paper shows there, and what its text reports of it.
-        ours: what was chosen here because the paper does not say, or cannot be done at a small size; a sentence each.
-        settings: from a request to all that decides the numbers, in JSON's types.
-        measure: fills `work.sheet.numbers`; None for a drawing, which has none.
-        draw: from matplotlib's pyplot and the content of the data file to a matplotlib figure.
-        options: those of `OPTIONS` that the figure has.
-        datasets: what it can be measured on, the default first.
-        from_records: whether it is drawn from what was recorded, and so looked up anew each time.
+        paper: what the paper shows there, and what its text says about it.
+        ours: what we chose because the paper does not say, or because the data are smaller; a sentence each.
+        settings: returns everything that decides the numbers, in JSON's types.
+        measure: fills `measurement.data.numbers`; None for a drawing, which has no numbers.
+        draw: returns a matplotlib figure of the content of the data file.
+        options: the members of `OPTIONS` that the figure accepts.
+        datasets: data sets it can be measured on, the default first.
+        from_records: whether it is drawn from recorded runs; such a figure is measured again each time.
     """
 
     name: str
@@ -69,14 +71,14 @@ class Figure:
     paper: str
     ours: tuple[str, ...] = ()
     settings: Callable[[Request], dict[str, Any]] = lambda request: {}
-    measure: Callable[[Work], None] | None = None
-    draw: Callable[[Any, Mapping[str, Any]], Any]
+    measure: Callable[[Measurement], None] | None = None
+    draw: Callable[[Mapping[str, Any]], Any]
     options: tuple[str, ...] = ()
     datasets: tuple[str, ...] = ()
     from_records: bool = False
 
     def check(self, request: Request) -> None:
-        """Refuse what the figure does not have. ValueError, with what it has."""
+        """Raise ValueError if the figure does not accept an option of the request."""
         for name in OPTIONS:
             if getattr(request, name) is not None and name not in self.options:
                 has = f"it has --{', --'.join(self.options)}" if self.options else "it has no options"
@@ -85,7 +87,7 @@ class Figure:
             raise ValueError(f"{self.name} has no data set {request.dataset!r}; it has {', '.join(self.datasets)}")
 
     def stem(self, request: Request) -> str:
-        """The name of its files: the label, the data set, and every option that was asked for.
+        """Return the name of its files: the label, the data set, and every option that was given.
 
         Example:
             >>> from micronorm.recipes import figures
@@ -97,9 +99,10 @@ class Figure:
         return "-".join(filter(None, [self.name.removeprefix("fig:"), dataset, *changed]))
 
     def run(self, request: Request, path: Path, *, command: str, listener: Listener | None = None) -> dict[str, Any]:
-        """Measure, into the data file `path`; returns its content. An interrupted measurement is gone on with.
+        """Measure the numbers into the data file `path` and return its content. Continue an interrupted measurement.
 
-        ValueError for a drawing, and for a request that `check` refuses.
+        Raises:
+            ValueError: the figure is a drawing, or does not accept the request.
         """
         if self.measure is None:
             raise ValueError(f"{self.name} is a drawing: there is nothing to measure")
@@ -115,6 +118,25 @@ class Figure:
             "settings": settings,
             "command": command,
         }
-        sheet = Sheet(path, facts)
-        self.measure(Work(settings=settings, request=request, sheet=sheet, listener=listener or Listener()))
-        return sheet.finish()
+        data = FigureData(path, facts)
+        self.measure(Measurement(settings=settings, request=request, data=data, listener=listener or Listener()))
+        return data.finish()
+
+    def save(self, data: Mapping[str, Any], folder: Path, stem: str) -> list[Path]:
+        """Draw the content of the data file as SVG and PNG into `folder`, and return both files."""
+        folder.mkdir(parents=True, exist_ok=True)
+        return save_figure(self.draw(data), folder / stem)
+
+
+def add_caption(figure: Any, title: str, lines: Sequence[str], *, width: int = 96) -> Any:
+    """Add a title above and a caption below a matplotlib figure, wrapped at `width` characters; return the figure."""
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.09)
+    figure.suptitle(title, fontsize=11.5, color=TEXT, x=0.02, ha="left", fontweight="bold")
+    text = "\n".join("\n".join(textwrap.wrap(line[:1].upper() + line[1:], width)) for line in lines)
+    figure.supxlabel(text, fontsize=8, color=QUIET, x=0.02, ha="left", linespacing=1.45)
+    return figure
+
+
+def add_title(axes: Any, title: str) -> None:
+    """Set the title of one of several axes."""
+    axes.set_title(title, loc="left", fontsize=10, color=TEXT)

@@ -1,7 +1,7 @@
-"""Figure `fig:mean_div`: training with the two halves of WS, and what each takes from the gradient."""
+"""Figure `fig:mean_div`: training with the two halves of WS, and which share of the gradient each removes."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import copy
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -11,143 +11,158 @@ from torch import nn
 from micronorm.diagnostics.lipschitz import gradient_shares
 from micronorm.nn import WS
 from micronorm.nn.per_step.shared_weights import SharedWeights
-from micronorm.recipes.figures import sweep
-from micronorm.recipes.figures.figure import Figure, Work
-from micronorm.recipes.figures.style import COLOURS, TEXT, caption, panel, tidy
-from micronorm.recipes.figures.sweep import average, subject
+from micronorm.ops.keyed import permutation
+from micronorm.recipes.figures.figure import Figure, Measurement, add_caption, add_title
+from micronorm.recipes.figures.methods import (
+    GROUPS,
+    Specs,
+    describe_training,
+    mean_over_seeds,
+    settings,
+    train_methods,
+)
+from micronorm.report.plots import COLOURS, TEXT, apply_style, subplots
+from micronorm.tasks.classification import Classification
 
-METHODS: Mapping[str, sweep.Method] = {
-    "GN": (sweep.GROUPS, None),
-    "GN + center": (sweep.GROUPS, WS(center=True, scale=False)),
-    "GN + scale": (sweep.GROUPS, WS(center=False, scale=True)),
-    "GN + both": (sweep.GROUPS, WS()),
+METHODS: Mapping[str, Specs] = {
+    "GN": (GROUPS, None),
+    "GN + center": (GROUPS, WS(center=True, scale=False)),
+    "GN + scale": (GROUPS, WS(center=False, scale=True)),
+    "GN + both": (GROUPS, WS()),
 }
 NETWORKS = {"digits": "digits", "cifar10": "cifar-resnet20"}
 EPOCHS = {"digits": 15, "cifar10": 30}
 PARTS = ("along", "mean", "rest", "residual")
 PAPER_LIMIT = 0.02
-"""Below which the paper's share of (1/I)⟨Ŵ, ∇Ŵ⟩² stays."""
+"""The paper reports that the share of (1/I)⟨Ŵ, ∇Ŵ⟩² stays below this."""
 
 
 class FirstGradients:
-    """The shares of ‖∇Ŵ‖² in the first iteration of each epoch: means over the channels of a layer, then over layers.
+    """Shares of ‖∇Ŵ‖² in the first step of each epoch, computed on a copy of the model.
 
-    Channels without a gradient have no shares, and are left out as layers of such channels are.
-
-    Example:
-        >>> import torch
-        >>> from micronorm.nn import WSConv2d
-        >>> model = nn.Sequential(WSConv2d(3, 8, 3), nn.GroupNorm(2, 8))
-        >>> eye = FirstGradients(model)
-        >>> with eye.first():
-        ...     model(torch.randn(4, 3, 6, 6)).square().sum().backward()
-        >>> abs(sum(eye.row()["shares"].values()) - 1) < 1e-5
-        True
+    Args:
+        model: the network in training.
+        task: its data and loss.
+        seed: seed of the training, which determines the first samples of an epoch.
+        samples: number of samples in a step.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._weights = SharedWeights(model)
-        self._row: dict[str, Any] = {}
+    def __init__(self, model: nn.Module, task: Classification, seed: int, *, samples: int) -> None:
+        self.model, self.task, self.seed, self.samples = model, task, seed, samples
 
-    @contextmanager
-    def first(self) -> Iterator[None]:
-        """Around one forward and backward: the effective weights become leaves, whose gradients are read."""
-        if not self._weights.layers:
-            yield
-            return
-        found: list[list[float]] = []
-        with self._weights.shared():
-            yield
-            for layer in self._weights.layers:
-                if layer.shared_weight.grad is None:
-                    continue
-                options = {"center": layer.center, "scale": layer.scale, "eps": layer.eps}
-                shares = gradient_shares(layer.weight.detach(), layer.shared_weight.grad, **options)
-                means = shares.channel_means()
-                found.append([means[part] for part in PARTS])
-        if not found:
-            raise RuntimeError("no layer with a standardized weight got a gradient; its shares cannot be told")
-        averages = torch.tensor(found, dtype=torch.float64).nanmean(0).tolist()
-        self._row = {"shares": dict(zip(PARTS, averages, strict=True))}
+    def at_start(self, epoch: int) -> dict[str, Any]:
+        """Return `shares` by part, for the samples of the epoch's first step."""
+        indices = permutation(len(self.task.train), seed=self.seed, epoch=epoch)[: self.samples]
+        batch = next(iter(self.task.train.load([(epoch, indices)], seed=self.seed)))
+        parameter = next(self.model.parameters())
+        images, labels = batch[0].to(parameter.device, parameter.dtype), batch[1].to(parameter.device)
+        model = copy.deepcopy(self.model).train()
+        shares = effective_gradient_shares(model, lambda: self.task.loss(model, (images, labels)).sum)
+        return {"shares": shares} if shares else {}
 
-    def row(self) -> dict[str, Any]:
-        """`shares`, by part; nothing for a network of plain weights."""
-        return self._row
-
-    def state(self) -> dict[str, Any]:
-        """Nothing lasts from epoch to epoch."""
+    def at_end(self) -> dict[str, Any]:
+        """Return nothing: shares are measured at the start of an epoch."""
         return {}
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Nothing to restore."""
+
+def effective_gradient_shares(model: nn.Module, loss: Any) -> dict[str, float]:
+    """Return the shares of ‖∇Ŵ‖² by part: means over the channels of a layer, then over layers.
+
+    Channels and layers without a gradient are left out. The model keeps the gradients of the loss.
+
+    Args:
+        model: its effective weights become leaves during one forward and backward.
+        loss: returns the loss to differentiate.
+
+    Raises:
+        RuntimeError: no effective weight has a gradient.
+
+    Example:
+        >>> from micronorm.nn import WSConv2d
+        >>> model = nn.Sequential(WSConv2d(3, 8, 3), nn.GroupNorm(2, 8))
+        >>> shares = effective_gradient_shares(model, lambda: model(torch.randn(4, 3, 6, 6)).square().sum())
+        >>> abs(sum(shares.values()) - 1) < 1e-5
+        True
+    """
+    weights = SharedWeights(model)
+    if not weights.layers:
+        return {}
+    found: list[list[float]] = []
+    with weights.shared():
+        loss().backward()
+        for layer in weights.layers:
+            if layer.shared_weight.grad is None:
+                continue
+            options = {"center": layer.center, "scale": layer.scale, "eps": layer.eps}
+            means = gradient_shares(layer.weight.detach(), layer.shared_weight.grad, **options).channel_means()
+            found.append([means[part] for part in PARTS])
+    if not found:
+        raise RuntimeError("no layer with a standardized weight has a gradient, so there are no shares")
+    return dict(zip(PARTS, torch.tensor(found, dtype=torch.float64).nanmean(0).tolist(), strict=True))
 
 
-def measure(work: Work) -> None:
-    """Train by the four methods."""
-    sweep.sweep(work, METHODS, FirstGradients, epochs=EPOCHS)
+def measure(measurement: Measurement) -> None:
+    """Train with the four methods."""
+    samples = measurement.settings["training"]["step_batch"]
+    train_methods(measurement, METHODS, partial(FirstGradients, samples=samples), epochs=EPOCHS)
 
 
-def draw(pyplot: Any, sheet: Mapping[str, Any]) -> Any:
-    """Training error, test error, and the shares on a logarithmic axis: of both halves as in the paper, and of each."""
-    methods = sheet["numbers"]["methods"]
+def draw(data: Mapping[str, Any]) -> Any:
+    """Draw training error, test error, and the shares: of both halves together as in the paper, and of each alone."""
+    methods = data["numbers"]["methods"]
     colours = dict(zip(methods, (COLOURS[7], COLOURS[0], COLOURS[1], COLOURS[2]), strict=True))
-    figure, axes = pyplot.subplots(1, 3, figsize=(11.4, 4.5), layout="constrained")
-    for axis, key, title in (
-        (axes[0], "train_error", "training error, %"),
-        (axes[1], "test_error", "test error, %"),
+    figure, (*errors, shares) = subplots(1, 3, figsize=(11.4, 4.5), layout="constrained")
+    for axes, key, title in zip(
+        errors, ("train_error", "test_error"), ("training error, %", "test error, %"), strict=True
     ):
-        curves = {name: average(lists, key) for name, lists in methods.items()}
-        for name, values in curves.items():
-            axis.plot(range(1, len(values) + 1), values, color=colours[name], label=name, linewidth=1.8)
-        panel(axis, title)
-        axis.set_yscale("log")
-        _plain_ticks(axis, [value for values in curves.values() for value in values])
-        axis.set_xlabel("epoch")
-        tidy(axis, grid="y")
-        axis.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
-    _draw_shares(axes[2], methods, colours)
-    chosen = sheet["settings"]
-    lines = (
-        f"{subject(chosen)} with GN, means of {chosen['seeds']} seeds. Training error is "
-        "counted on samples as they are trained on. Right: shares of the squared gradient of the effective weight in "
-        "the first iteration of each epoch, means over channels and layers.",
-        f"Ours: network, data and schedule ({chosen['training']['epochs']} epochs); the paper has ResNet-50 on "
-        "ImageNet, 90 epochs. Dotted black: the limit 0.02 that the paper reports for what scaling takes.",
-    )
-    return caption(figure, "The two halves of WS, and what they take from the gradient", lines, width=182)
-
-
-def _draw_shares(axis: Any, methods: Mapping[str, Any], colours: Mapping[str, str]) -> None:
-    lines = (
-        ("GN + both", "rest", "-", "both: reaches W"),
-        ("GN + both", "mean", "--", "both: centering takes"),
-        ("GN + both", "along", ":", "both: scaling takes"),
-        ("GN + center", "mean", "--", "center only: centering takes"),
-        ("GN + scale", "along", ":", "scale only: scaling takes"),
-    )
-    seen = [PAPER_LIMIT, 1.0]
-    for name, part, dashes, label in lines:
-        values = average(methods[name], "shares", part)
-        seen += values
-        axis.plot(range(1, len(values) + 1), values, color=colours[name], linestyle=dashes, linewidth=1.8, label=label)
-    axis.axhline(PAPER_LIMIT, color=TEXT, linewidth=0.8, linestyle=(0, (1, 3)))
-    panel(axis, "shares of the squared gradient")
-    axis.set_yscale("log")
-    axis.set_ylim(top=1.3)
-    _plain_ticks(axis, seen)
-    axis.set_xlabel("epoch")
-    tidy(axis, grid="y")
-    axis.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
-
-
-def _plain_ticks(axis: Any, values: list[float]) -> None:
-    ticks = [
-        t
-        for t in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
-        if min(values) / 1.3 <= t <= max(values) * 1.3
+        curves = [(name, "-", name, mean_over_seeds(seeds, key)) for name, seeds in methods.items()]
+        _draw_curves(axes, title, curves, colours)
+    curves = [
+        (name, dashes, label, mean_over_seeds(methods[name], "shares", part))
+        for name, part, dashes, label in (
+            ("GN + both", "rest", "-", "both: reaches W"),
+            ("GN + both", "mean", "--", "both: centering removes"),
+            ("GN + both", "along", ":", "both: scaling removes"),
+            ("GN + center", "mean", "--", "center only: centering removes"),
+            ("GN + scale", "along", ":", "scale only: scaling removes"),
+        )
     ]
-    axis.set_yticks(ticks, labels=[f"{t:g}" for t in ticks])
-    axis.minorticks_off()
+    shares.axhline(PAPER_LIMIT, color=TEXT, linewidth=0.8, linestyle=(0, (1, 3)))
+    _draw_curves(shares, "shares of the squared gradient", curves, colours, also=(PAPER_LIMIT, 1.0))
+    shares.set_ylim(top=1.3)
+    chosen = data["settings"]
+    lines = (
+        f"{describe_training(chosen)} with GN, averaged over {chosen['seeds']} seeds. The training error is counted "
+        "on samples as they are trained on. Right: shares of the squared gradient of the effective weight in the "
+        "first iteration of each epoch, averaged over channels and layers.",
+        f"We chose network, data and schedule ({chosen['training']['epochs']} epochs); the paper has ResNet-50 on "
+        "ImageNet, 90 epochs. Dotted black: the limit 0.02 that the paper reports for what scaling removes.",
+    )
+    return add_caption(figure, "The two halves of WS, and what they remove from the gradient", lines, width=182)
+
+
+def _draw_curves(
+    axes: Any,
+    title: str,
+    curves: list[tuple[str, str, str, list[float]]],
+    colours: Mapping[str, str],
+    *,
+    also: tuple[float, ...] = (),
+) -> None:
+    """Draw curves of (method, dashes, label, values) on a logarithmic axis that includes the values of `also`."""
+    for name, dashes, label, values in curves:
+        epochs = range(1, len(values) + 1)
+        axes.plot(epochs, values, color=colours[name], linestyle=dashes, linewidth=1.8, label=label)
+    seen = [*also, *(value for *_, values in curves for value in values)]
+    ticks = [digit * 10.0**power for power in range(-3, 3) for digit in (1, 2, 5)]
+    ticks = [tick for tick in ticks if min(seen) / 1.3 <= tick <= max(seen) * 1.3]
+    add_title(axes, title)
+    axes.set_yscale("log")
+    axes.set_yticks(ticks, labels=[f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel("epoch")
+    apply_style(axes, grid="y")
+    axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
 
 
 FIGURE = Figure(
@@ -160,11 +175,11 @@ FIGURE = Figure(
     ),
     ours=(
         "network, data and schedule: the digits table's, or ResNet-20 for 30 epochs on CIFAR-10",
-        "shares are averaged over the channels of a layer, then over layers; the paper says average and no more",
+        "shares are averaged over the channels of a layer, then over layers; the paper only says average",
         "shares of center only and scale only are added beside those of both",
         "scaling alone divides by the root mean square",
     ),
-    settings=partial(sweep.settings, methods=METHODS, networks=NETWORKS, epochs=EPOCHS),
+    settings=partial(settings, methods=METHODS, networks=NETWORKS, epochs=EPOCHS),
     measure=measure,
     draw=draw,
     options=("dataset", "network", "epochs", "seed"),

@@ -1,8 +1,7 @@
-"""Figure `fig:stat_diff`: the statistical differences of channels that are normalized together, by epoch."""
+"""Figure `fig:stat_diff`: statistical differences between channels that are normalized together, by epoch."""
 
 import statistics
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,13 +10,21 @@ from torch import Tensor, nn
 
 from micronorm.diagnostics.channels import stat_diff
 from micronorm.nn import LN, WS
-from micronorm.recipes.figures import sweep
-from micronorm.recipes.figures.figure import Figure, Work
-from micronorm.recipes.figures.style import COLOURS, caption, panel, tidy
+from micronorm.recipes.figures.figure import Figure, Measurement, add_caption, add_title
+from micronorm.recipes.figures.methods import (
+    GROUPS,
+    Specs,
+    describe_training,
+    mean_over_seeds,
+    settings,
+    train_methods,
+)
+from micronorm.report.plots import COLOURS, apply_style, subplots
+from micronorm.tasks.classification import Classification
 
-METHODS: Mapping[str, sweep.Method] = {
-    "GN": (sweep.GROUPS, None),
-    "GN+WS": (sweep.GROUPS, WS()),
+METHODS: Mapping[str, Specs] = {
+    "GN": (GROUPS, None),
+    "GN+WS": (GROUPS, WS()),
     "LN": (LN(), None),
     "LN+WS": (LN(), WS()),
 }
@@ -27,71 +34,72 @@ MOMENTUM = 0.1
 
 
 class ChannelStatistics:
-    """Running means and variances of the channels that enter each norm, which is what its convolution gives.
+    """Running mean and variance of the channels that enter each norm, that is of each convolution's output.
 
-    They start as the first batch's moments and move by `MOMENTUM`, over the batch and space, as BatchNorm's do.
+    They start as the moments of the first batch and move by `MOMENTUM`, over batch and space, as in BatchNorm. They are
+    buffers of the norms, so that checkpoints contain them and captured steps update them.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4))
-        >>> eye = ChannelStatistics(model)
+        >>> probe = ChannelStatistics(model)
         >>> _ = model(torch.randn(8, 1, 6, 6))
-        >>> sorted(eye.row()), len(eye.row()["layers"])
+        >>> sorted(probe.at_end()), len(probe.at_end()["layers"])
         (['layers', 'mean', 'std'], 1)
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.groups: dict[str, int] = {}
-        self._running: dict[str, tuple[Tensor, Tensor]] = {}
-        for name, module in model.named_modules():
-            if isinstance(module, nn.GroupNorm):
-                self.groups[name] = module.num_groups
-                module.register_forward_pre_hook(partial(self._see, name))
+    def __init__(self, model: nn.Module, task: Classification | None = None, seed: int = 0) -> None:
+        self.norms = [module for module in model.modules() if isinstance(module, nn.GroupNorm)]
+        for norm in self.norms:
+            like = norm.weight.detach()
+            norm.register_buffer("channel_mean", torch.zeros_like(like))
+            norm.register_buffer("channel_var", torch.zeros_like(like))
+            norm.register_buffer("channel_batches", like.new_zeros(()))
+            norm.register_forward_pre_hook(_update)
 
-    def _see(self, name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if not module.training:
-            return
-        var, mean = torch.var_mean(inputs[0].detach(), (0, 2, 3), correction=0)
-        if name in self._running:
-            old_mean, old_var = (old.to(mean.device) for old in self._running[name])  # resumed ones lie on the CPU
-            mean, var = torch.lerp(old_mean, mean, MOMENTUM), torch.lerp(old_var, var, MOMENTUM)
-        self._running[name] = mean, var
+    def at_start(self, epoch: int) -> dict[str, Any]:
+        """Return nothing: the statistics are updated in every step."""
+        return {}
 
-    def first(self) -> AbstractContextManager[None]:
-        """Nothing: every iteration is seen."""
-        return nullcontext()
-
-    def row(self) -> dict[str, Any]:
-        """StatDiff of each layer (the mean over its groups), and mean and deviation over layers."""
-        layers = [stat_diff(*self._running[name], groups).mean().item() for name, groups in self.groups.items()]
+    def at_end(self) -> dict[str, Any]:
+        """Return StatDiff of each layer (the mean over its groups), and its mean and deviation over layers."""
+        layers = [
+            stat_diff(norm.get_buffer("channel_mean"), norm.get_buffer("channel_var"), norm.num_groups).mean().item()
+            for norm in self.norms
+        ]
         return {"mean": statistics.fmean(layers), "std": statistics.pstdev(layers), "layers": layers}
 
-    def state(self) -> dict[str, Any]:
-        """The running statistics."""
-        return {name: list(pair) for name, pair in self._running.items()}
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Go on from `state`."""
-        self._running = {name: (mean, var) for name, (mean, var) in state.items()}
+@torch.no_grad()
+def _update(norm: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Move the running statistics of a norm in training."""
+    if not norm.training:
+        return
+    batches: Tensor = norm.get_buffer("channel_batches")
+    step = torch.where(batches == 0, torch.ones_like(batches), MOMENTUM)  # no `if`: a captured step must compute it
+    batches.add_(1)
+    var, mean = torch.var_mean(inputs[0].to(batches.dtype), (0, 2, 3), correction=0)
+    norm.get_buffer("channel_mean").lerp_(mean, step)
+    norm.get_buffer("channel_var").lerp_(var, step)
 
 
-def measure(work: Work) -> None:
-    """Train by the four methods."""
-    sweep.sweep(work, METHODS, ChannelStatistics, epochs=EPOCHS)
+def measure(measurement: Measurement) -> None:
+    """Train with the four methods."""
+    train_methods(measurement, METHODS, ChannelStatistics, epochs=EPOCHS)
 
 
-def draw(pyplot: Any, sheet: Mapping[str, Any]) -> Any:
-    """Mean over layers as a line, a band of one deviation around it; GN on the left, LN on the right."""
-    methods = sheet["numbers"]["methods"]
-    figure, axes = pyplot.subplots(1, 2, figsize=(8.6, 4.3), layout="constrained", sharey=True)
-    for axis, norm in zip(axes, ("GN", "LN"), strict=True):
+def draw(data: Mapping[str, Any]) -> Any:
+    """Draw the mean over layers as a line in a band of one standard deviation; GN on the left, LN on the right."""
+    methods = data["numbers"]["methods"]
+    figure, both = subplots(1, 2, figsize=(8.6, 4.3), layout="constrained", sharey=True)
+    for axes, norm in zip(both, ("GN", "LN"), strict=True):
         for name, colour in ((norm, COLOURS[1]), (f"{norm}+WS", COLOURS[0])):
-            epochs, mean, std = (sweep.average(methods[name], key) for key in ("epoch", "mean", "std"))
+            epochs, mean, std = (mean_over_seeds(methods[name], key) for key in ("epoch", "mean", "std"))
             low = [max(m - s, 0) for m, s in zip(mean, std, strict=True)]
             high = [m + s for m, s in zip(mean, std, strict=True)]
-            axis.fill_between(epochs, low, high, color=colour, alpha=0.15, linewidth=0, zorder=2)
-            axis.plot(epochs, mean, color=colour, linewidth=2, label=name, zorder=3)
-            error = sweep.average(methods[name], "test_error")[-1]
-            axis.annotate(
+            axes.fill_between(epochs, low, high, color=colour, alpha=0.15, linewidth=0, zorder=2)
+            axes.plot(epochs, mean, color=colour, linewidth=2, label=name, zorder=3)
+            error = mean_over_seeds(methods[name], "test_error")[-1]
+            axes.annotate(
                 f"{name}: {mean[-1]:.2f}, error {error:.1f} %",
                 (epochs[-1], mean[-1]),
                 xytext=(0, 7),
@@ -101,19 +109,20 @@ def draw(pyplot: Any, sheet: Mapping[str, Any]) -> Any:
                 color=colour,
                 zorder=4,
             )
-        panel(axis, "group normalization" if norm == "GN" else "layer normalization")
-        axis.set_xlabel("epoch")
-        tidy(axis, grid="y")
-    axes[0].set_ylabel("StatDiff")
-    axes[0].set_ylim(0, 1.04 * max(axis.dataLim.y1 for axis in axes))
-    chosen = sheet["settings"]
+        add_title(axes, "group normalization" if norm == "GN" else "layer normalization")
+        axes.set_xlabel("epoch")
+        apply_style(axes, grid="y")
+    both[0].set_ylabel("StatDiff")
+    both[0].set_ylim(0, 1.04 * max(axes.dataLim.y1 for axes in both))
+    chosen = data["settings"]
     count = len(methods["GN"][0][-1]["layers"])
     lines = (
-        f"{sweep.subject(chosen)}: mean (line) and standard deviation (band) of StatDiff over "
-        f"{count} layers after each epoch, means of {chosen['seeds']} seeds. At the ends: StatDiff and test error.",
-        f"Schedule ({chosen['training']['epochs']} epochs) and momentum {MOMENTUM} of the running statistics are ours.",
+        f"{describe_training(chosen)}: mean (line) and standard deviation (band) of StatDiff over {count} layers after "
+        f"each epoch, averaged over {chosen['seeds']} seeds. The labels give StatDiff and test error at the end.",
+        f"We chose the schedule ({chosen['training']['epochs']} epochs) and the momentum {MOMENTUM} of the running "
+        "statistics.",
     )
-    return caption(figure, "Statistical differences between channels", lines, width=132)
+    return add_caption(figure, "Statistical differences between channels", lines, width=132)
 
 
 FIGURE = Figure(
@@ -128,9 +137,9 @@ FIGURE = Figure(
         "running statistics start from the first batch and move by 0.1 as BatchNorm's do",
         "a layer's value is the mean over its groups; mean and deviation are over layers",
         "on digits: a residual network of 9 convolutions, and the schedule of our table `digits`",
-        "on CIFAR-10: the schedule of the authors' code, scaled where --epochs asks for another length",
+        "on CIFAR-10: the schedule of the authors' code, scaled if --epochs gives another length",
     ),
-    settings=partial(sweep.settings, methods=METHODS, networks=NETWORKS, epochs=EPOCHS),
+    settings=partial(settings, methods=METHODS, networks=NETWORKS, epochs=EPOCHS),
     measure=measure,
     draw=draw,
     options=("dataset", "network", "epochs", "seed"),
