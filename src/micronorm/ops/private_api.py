@@ -56,6 +56,7 @@ __all__ = [
     "forward_ad_level",
     "functorch_transforms_active",
     "graph_task_id",
+    "has_global_hooks",
     "is_legacy_batched",
     "launch_hook_check",
     "mark_constant",
