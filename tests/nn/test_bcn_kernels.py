@@ -296,7 +296,7 @@ def test_parameters_on_another_device_than_the_input_are_refused(device):
     norm().to(device).eval()(x)  # a layer like it, whose kernels are ready to be called by addresses
     layer = norm().to(device).eval()
     layer.group_weight = nn.Parameter(torch.ones(2, device="meta"))
-    with pytest.raises(ValueError, match="must be where its input is"):
+    with pytest.raises(ValueError, match="must be on the device of its input"):
         layer(x)
 
 
