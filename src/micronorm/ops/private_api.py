@@ -14,15 +14,13 @@ and Triton 3.6.
 | `top_saved_tensors_hooks` | `torch._C._autograd._top_saved_tensors_default_hooks` | None (torch 2.6 and 2.7) |
 | `disable_dynamo` | `torch._disable_dynamo` | `torch.compiler.disable` |
 | `mark_constant` | the attribute `_dynamo_marked_constant` | compiled code traces the function instead |
+| `has_global_hooks` | `torch.nn.modules.module._has_any_global_hook` | ImportError that names it |
 | `preserve_version` | `torch.autograd._unsafe_preserve_version_counter` | ImportError that names it |
 | `fast_apply` | `apply` of the base class of `torch.autograd.Function` | the public `apply` |
 | `DropoutNd`, `BatchNormBase`, `InstanceNormBase` | `_DropoutNd`, … in `torch.nn.modules` | ImportError |
-| `has_any_global_hook` | `torch.nn.modules.module._has_any_global_hook` | ImportError that names it |
-| `SyncBatchNorm` | `torch.nn.modules._functions` | ImportError |
 | `TorchDispatchMode` | `torch.utils._python_dispatch` | ImportError |
 | `tree_leaves`, `tree_map` | `torch.utils._pytree` | ImportError |
 | `foreach_add_`, `foreach_copy_`, `foreach_div_`, `foreach_mul_`, `foreach_norm` | `torch._foreach_*` | ImportError |
-| `batch_norm_impl_index` | `torch._batch_norm_impl_index` | ImportError that names it |
 | `current_stream` | `torch._C._cuda_getCurrentRawStream` | `torch.cuda.current_stream` |
 | `current_device` | `torch._C._cuda_getDevice` | `torch.cuda.current_device` |
 | `launch_hook_check`, `compiled_launcher` | Triton's launch hooks and compiled kernels | Triton's public launch |
@@ -36,7 +34,6 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
-from torch.nn.modules._functions import SyncBatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -45,9 +42,7 @@ __all__ = [
     "BatchNormBase",
     "DropoutNd",
     "InstanceNormBase",
-    "SyncBatchNorm",
     "TorchDispatchMode",
-    "batch_norm_impl_index",
     "compiled_launcher",
     "current_device",
     "current_stream",
@@ -61,7 +56,7 @@ __all__ = [
     "forward_ad_level",
     "functorch_transforms_active",
     "graph_task_id",
-    "has_any_global_hook",
+    "has_global_hooks",
     "is_legacy_batched",
     "launch_hook_check",
     "mark_constant",
@@ -96,6 +91,9 @@ is_legacy_batched = _required(torch._C._functorch, "is_legacy_batchedtensor")  #
 
 graph_task_id = _required(torch._C, "_current_graph_task_id")
 """Return the id of the backward pass that runs in this thread, or -1 if none does."""
+
+has_global_hooks = _required(torch.nn.modules.module, "_has_any_global_hook")
+"""Return whether hooks are registered for all modules, as by `register_module_forward_hook`."""
 
 preserve_version = _required(torch.autograd, "_unsafe_preserve_version_counter")
 """Return a context that resets a tensor's version counter at its end."""
@@ -136,16 +134,14 @@ def mark_constant(function: Any) -> Any:
 DropoutNd = _required(torch.nn.modules.dropout, "_DropoutNd")
 BatchNormBase = _required(torch.nn.modules.batchnorm, "_BatchNorm")
 InstanceNormBase = _required(torch.nn.modules.instancenorm, "_InstanceNorm")
-has_any_global_hook = _required(torch.nn.modules.module, "_has_any_global_hook")
 
-# --- operations on lists of tensors, and which batch normalization torch would take -----------------------------------
+# --- operations on lists of tensors -----------------------------------------------------------------------------------
 
 foreach_add_ = _required(torch, "_foreach_add_")
 foreach_copy_ = _required(torch, "_foreach_copy_")
 foreach_div_ = _required(torch, "_foreach_div_")
 foreach_mul_ = _required(torch, "_foreach_mul_")
 foreach_norm = _required(torch, "_foreach_norm")
-batch_norm_impl_index = _required(torch, "_batch_norm_impl_index")
 
 
 # --- launching kernels ------------------------------------------------------------------------------------------------
