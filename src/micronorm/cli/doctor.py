@@ -27,13 +27,12 @@ EXTRAS = (
     (("torchvision",), "models", "ImageNet's networks and folders, CIFAR's download"),
     (("timm",), "models", "timm's models by name"),
     (("onnx", "onnxruntime", "onnxscript"), "onnx", "export to ONNX"),
-    (("matplotlib",), "plot", "plots of micronorm bench"),
     (("tensorboard",), "tensorboard", "TensorBoard events of a run"),
     (("lightning",), "lightning", "Lightning's training loop"),
     (("accelerate",), "accelerate", "Accelerate's training loop"),
     (("transformers",), "transformers", "Hugging Face's Trainer"),
 )
-_REQUIRED = ("numpy", "rich", "safetensors", "scikit-learn", "torch", "typer")
+_REQUIRED = ("matplotlib", "numpy", "rich", "safetensors", "scikit-learn", "torch", "typer")
 
 
 def doctor(

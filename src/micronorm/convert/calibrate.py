@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.ops.moments import Moments, merge, moments, pool, wide_dtype
+from micronorm.ops.private_api import BatchNormBase
 
 
 def calibrate(
@@ -54,7 +55,7 @@ def calibrate(
     norms = {
         module: _InputMoments(name)
         for name, module in model.named_modules()
-        if isinstance(module, BatchChannelNorm | nn.modules.batchnorm._BatchNorm) and module.running_mean is not None
+        if isinstance(module, BatchChannelNorm | BatchNormBase) and module.running_mean is not None
     }
     if not norms:
         raise ValueError("no layer with running statistics in the model; there is nothing to calibrate")

@@ -1,4 +1,4 @@
-"""The charts of a page: lines, bars, areas, heat maps, trajectories and pairs of points.
+"""The charts of a page: lines, bars and pairs of points. `layer_charts` has those about layers.
 
 Each function returns a `Chart`. Colours are names of `plots.LIGHT`. Coordinates that are not finite are left out.
 """
@@ -7,8 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from micronorm.report.html import LegendEntry, plain
 from micronorm.report.plots import LIGHT, apply_style, load_matplotlib, plot_style, save_figure, subplots, to_svg
@@ -19,10 +17,10 @@ MARKED = 40
 """A line with at most this many points shows a marker at each. A longer one has as many invisible hover targets, and
 further ones at its least and largest value."""
 
-_CHART_STYLE = {"text_parse_math": False, "font_size": 12}  # a name such as "$a$" is text, not a formula
+CHART_STYLE = {"text_parse_math": False, "font_size": 12}  # a name such as "$a$" is text, not a formula
 _DASHES = {"solid": "solid", "dashed": (0, (3, 1.5)), "dotted": (0, (0.8, 1.8)), "area": "solid"}
-_WIDTH = 420
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 10, 40
+WIDTH = 420
+_LEFT, RIGHT, _TOP, _BOTTOM = 52, 12, 10, 40
 
 
 @dataclass(frozen=True)
@@ -47,13 +45,13 @@ class Chart:
 
     def svg(self) -> str:
         """Return the drawing as an SVG element for a page."""
-        with plot_style(**_CHART_STYLE):
+        with plot_style(**CHART_STYLE):
             return to_svg(self.figure, name=self.name, label=plain(self.caption), hover=self.hover)
 
     def save(self, folder: Any, legend: Sequence[LegendEntry]) -> list[Any]:
         """Write the drawing with its caption and legend as SVG and PNG into `folder`, and return the files."""
         Line2D = load_matplotlib().lines.Line2D
-        with plot_style(**_CHART_STYLE):
+        with plot_style(**CHART_STYLE):
             words = plain(self.caption + (f"\n({self.note})" if self.note else ""))
             self.figure.suptitle(words, x=0.02, y=1.0, ha="left", va="bottom", wrap=False)
             if legend and self.has_legend:
@@ -128,10 +126,10 @@ def line_chart(
     low, high = min(point.low for point in finite), max(point.high for point in finite)
     log = low > 0 and (high / low >= LOG_RATIO if log is None else log)
     hover: dict[str, list[str]] = {}
-    with plot_style(**_CHART_STYLE):
-        figure, axes = _axes(260)
+    with plot_style(**CHART_STYLE):
+        figure, axes = new_axes(260)
         _set_value_axis(axes, low, high, log)
-        _set_count_axis(axes, [point.x for point in finite], x_label)
+        set_count_axis(axes, [point.x for point in finite], x_label)
         for k, (line, points) in enumerate(zip(lines, summaries, strict=True)):
             _draw_line(axes, line, points, hover, f"{name}-{k}")
     most = max(point.count for points in summaries for point in points)
@@ -171,7 +169,7 @@ def _draw_line(axes: Any, line: Line, points: Sequence[Summary], hover: dict[str
     chosen |= {max(range(len(kept)), key=lambda k: kept[k].high), min(range(len(kept)), key=lambda k: kept[k].low)}
     targets = kept if few else [kept[k] for k in sorted(chosen)]
     style = {"size": 5} if few else {"size": 9, "alpha": 0}
-    _draw_points(axes, [(point.x, point.mean) for point in targets], colour, f"{gid}-points", **style)
+    draw_points(axes, [(point.x, point.mean) for point in targets], colour, f"{gid}-points", **style)
     hover[f"{gid}-points"] = [f"{plain(line.name)}, {point.x:.10g}: {_value_text(point)}" for point in targets]
 
 
@@ -182,7 +180,7 @@ def _value_text(point: Summary) -> str:
 
 def bar_chart(name: str, bars: Sequence[tuple[str, str, float]], *, caption: str, unit: str) -> Chart:
     """Draw a horizontal bar for each (name, colour, value), with its value at its end, the first on top."""
-    with plot_style(**_CHART_STYLE):
+    with plot_style(**CHART_STYLE):
         figure, axes = subplots(figsize=(560 / 72, (36 * len(bars) + 12) / 72))
         figure.subplots_adjust(left=225 / 560, right=1 - 70 / 560, top=1, bottom=0)
         apply_style(axes, grid="")
@@ -198,129 +196,6 @@ def bar_chart(name: str, bars: Sequence[tuple[str, str, float]], *, caption: str
 
 
 @dataclass(frozen=True)
-class Area:
-    """One of several stacked areas: its share at each x, at least 0."""
-
-    name: str
-    colour: str
-    shares: Sequence[float]
-
-
-def area_chart(
-    name: str, xs: Sequence[float], areas: Sequence[Area], *, caption: str, x_label: str, note: str = ""
-) -> Chart:
-    """Stack the areas from the bottom up over ascending `xs`. The axis ends at 1 unless their sum is larger."""
-    if len(xs) == 1:  # an area needs a width
-        xs, areas = [xs[0], xs[0] + 1], [Area(a.name, a.colour, [*a.shares] * 2) for a in areas]
-    hover = {}
-    with plot_style(**_CHART_STYLE):
-        figure, axes = _axes(240)
-        top = max(sum(column) for column in zip(*(area.shares for area in areas), strict=True))
-        axes.set_ylim(0, top if top > 1.001 else 1)
-        _set_count_axis(axes, xs, x_label, room=0)
-        shares = [area.shares for area in areas]
-        layers = axes.stackplot(xs, *shares, colors=[LIGHT[area.colour] for area in areas], edgecolor=LIGHT["card"])
-        for k, (area, layer) in enumerate(zip(areas, layers, strict=True)):
-            layer.set_gid(f"{name}-{k}")
-            hover[f"{name}-{k}"] = [f"{area.name}: {area.shares[0]:.1%} at first, {area.shares[-1]:.1%} at the end"]
-    return Chart(name, caption, figure, hover, note)
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Values by row and column; NaN where no value is known."""
-
-    rows: Sequence[str]
-    columns: Sequence[str]
-    values: Sequence[Sequence[float]]
-
-
-def largest_shown(grids: Sequence[Grid]) -> float:
-    """Return where a common colour scale ends: at the largest value, or at the 98th percentile if that is under half.
-
-    A few large values would otherwise leave one colour for all the others.
-    """
-    values = np.concatenate([np.ravel(grid.values) for grid in grids])
-    finite = np.sort(values[np.isfinite(values)])
-    if not len(finite):
-        return 1.0
-    usual, largest = finite[math.ceil(0.98 * len(finite)) - 1], finite[-1]
-    return float(largest if largest <= 2 * usual or usual <= 0 else usual) or 1.0
-
-
-def heat_map(name: str, grid: Grid, *, top: float, caption: str, x_label: str, note: str = "") -> Chart:
-    """Draw the values as colours from 0 to `top`, the first row on top. A row shows its values under the pointer."""
-    rows, columns = len(grid.rows), len(grid.columns)
-    height = min(18.0, max(3.0, 200 / rows)) * rows
-    values = np.asarray(grid.values, dtype=float)
-    hover = {}
-    with plot_style(**_CHART_STYLE):
-        figure, axes = _axes(height + 100, left=118, bottom=90)
-        image = axes.imshow(values, cmap="cividis", vmin=0, vmax=top, aspect="auto", interpolation="none")
-        axes.grid(visible=False)
-        axes.spines[:].set_visible(False)
-        every = math.ceil(12 * rows / height)
-        axes.set_yticks(range(0, rows, every), labels=[_short(label) for label in grid.rows[::every]])
-        every = math.ceil(columns / 8)
-        axes.set_xticks(range(0, columns, every), labels=grid.columns[::every])
-        axes.set_xlabel(plain(x_label))
-        scale = figure.add_axes((118 / _WIDTH, 26 / (height + 100), 1 - (118 + _RIGHT) / _WIDTH, 8 / (height + 100)))
-        extend = "max" if np.nanmax(values, initial=0) > top else "neither"
-        bar = figure.colorbar(image, cax=scale, orientation="horizontal", extend=extend)
-        bar.outline.set_visible(False)
-        bar.set_ticks([0, top / 2, top], labels=[f"{tick:.3g}" for tick in (0, top / 2, top)])
-        scale.tick_params(colors=LIGHT["quiet"], length=0)
-        for k, (label, row) in enumerate(zip(grid.rows, values, strict=True)):
-            # Fully transparent patches are drawn without a fill, and the pointer would not hit them.
-            axes.axhspan(k - 0.5, k + 0.5, alpha=0.001, gid=f"{name}-{k}")
-            hover[f"{name}-{k}"] = [f"{plain(label)}: {_row_text(row, grid.columns, x_label)}"]
-    return Chart(name, caption, figure, hover, note, has_legend=False)
-
-
-def _row_text(row: np.ndarray, columns: Sequence[str], x_label: str) -> str:
-    known = [(value, column) for value, column in zip(row, columns, strict=True) if math.isfinite(value)]
-    if not known:
-        return "no finite value"
-    ends = list(dict.fromkeys([known[0], max(known, key=lambda pair: pair[0]), known[-1]]))
-    return ", ".join(f"{value:.3g} at {x_label} {column}" for value, column in ends)
-
-
-@dataclass(frozen=True)
-class Trajectory:
-    """The places of a named point from first to last, with finite coordinates of at least 0."""
-
-    name: str
-    colour: str
-    points: Sequence[tuple[float, float]]
-
-
-def trajectory_chart(
-    name: str, trajectories: Sequence[Trajectory], *, caption: str, x_label: str, y_label: str, note: str = ""
-) -> Chart:
-    """Draw trajectories from a ring to a dot on linear axes from 0."""
-    hover: dict[str, list[str]] = {}
-    collections = load_matplotlib().collections
-    with plot_style(**_CHART_STYLE):
-        figure, axes = _axes(300, top=26)
-        for colour in dict.fromkeys(trajectory.colour for trajectory in trajectories):
-            own = [trajectory for trajectory in trajectories if trajectory.colour == colour]
-            moved = [trajectory for trajectory in own if len(trajectory.points) > 1]
-            paths = [trajectory.points for trajectory in moved]
-            axes.add_collection(collections.LineCollection(paths, color=LIGHT[colour], alpha=0.45, linewidth=1))
-            for kind, members, place, words in (("rings", moved, 0, ", at first"), ("dots", own, -1, "")):
-                gid = f"{name}-{colour}-{kind}"
-                style = {"markerfacecolor": LIGHT["card"], "markeredgecolor": LIGHT[colour]} if place == 0 else {}
-                _draw_points(axes, [t.points[place] for t in members], LIGHT[colour], gid, **style)
-                at = [(plain(t.name), *t.points[place]) for t in members]
-                hover |= {gid: [f"{label}{words}: {x:.3g}, {y:.3g}" for label, x, y in at]} if at else {}
-        axes.set_xlim(left=0)
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel(plain(x_label))
-        axes.set_title(y_label, loc="left", x=-0.12, size=12, color=LIGHT["quiet"])
-    return Chart(name, caption, figure, hover, note)
-
-
-@dataclass(frozen=True)
 class Pair:
     """The paper's figure and ours for one row of a table."""
 
@@ -333,10 +208,10 @@ class Pair:
 def pair_chart(name: str, pairs: Sequence[Pair], *, caption: str, x_label: str) -> Chart:
     """Draw a row for each pair: a ring for the paper's figure, a dot for ours."""
     hover: dict[str, list[str]] = {}
-    with plot_style(**_CHART_STYLE):
-        figure, axes = _axes(24 * len(pairs) + 46, left=150, top=4)
+    with plot_style(**CHART_STYLE):
+        figure, axes = new_axes(24 * len(pairs) + 46, left=150, top=4)
         axes.set_ylim(len(pairs) - 0.5, -0.5)
-        axes.set_yticks(range(len(pairs)), labels=[_short(pair.name, keep="start") for pair in pairs])
+        axes.set_yticks(range(len(pairs)), labels=[shorten(pair.name, keep="start") for pair in pairs])
         axes.grid(axis="y", visible=False)
         axes.set_xlabel(plain(x_label))
         axes.margins(x=0.08)
@@ -346,7 +221,7 @@ def pair_chart(name: str, pairs: Sequence[Pair], *, caption: str, x_label: str) 
             ring = {"markerfacecolor": card, "markeredgecolor": colour, "size": 8}
             for kind, value, style in (("the paper", pair.paper, ring), ("ours", pair.ours, {"size": 8})):
                 gid = f"{name}-{k}-{kind.split()[-1]}"
-                _draw_points(axes, [(value, k)], colour, gid, **style)
+                draw_points(axes, [(value, k)], colour, gid, **style)
                 hover[gid] = [f"{plain(pair.name)}, {kind}: {value:.4g}"]
     return Chart(name, caption, figure, hover, has_legend=False)
 
@@ -365,10 +240,10 @@ def tick_text(value: float, _: object = None) -> str:
     return f"{round(value, 12):g}" if abs(value) >= 1e-9 else f"{value:g}"
 
 
-def _axes(height: float, *, left: float = _LEFT, top: float = _TOP, bottom: float = _BOTTOM) -> tuple[Any, Any]:
+def new_axes(height: float, *, left: float = _LEFT, top: float = _TOP, bottom: float = _BOTTOM) -> tuple[Any, Any]:
     """Return a figure of 420 by `height` pixels and its axes, with fixed margins: automatic layout is slow."""
-    figure, axes = subplots(figsize=(_WIDTH / 72, height / 72))
-    figure.subplots_adjust(left=left / _WIDTH, right=1 - _RIGHT / _WIDTH, top=1 - top / height, bottom=bottom / height)
+    figure, axes = subplots(figsize=(WIDTH / 72, height / 72))
+    figure.subplots_adjust(left=left / WIDTH, right=1 - RIGHT / WIDTH, top=1 - top / height, bottom=bottom / height)
     axes.yaxis.set_major_formatter(tick_text)
     axes.xaxis.set_major_formatter(tick_text)
     return figure, apply_style(axes)
@@ -391,7 +266,8 @@ def _set_value_axis(axes: Any, low: float, high: float, log: bool) -> None:
     axes.yaxis.set_major_locator(load_matplotlib().ticker.MaxNLocator(5))
 
 
-def _set_count_axis(axes: Any, xs: Sequence[float], label: str, *, room: float = 0.03) -> None:
+def set_count_axis(axes: Any, xs: Sequence[float], label: str, *, room: float = 0.03) -> None:
+    """Set the horizontal axis of epochs or steps: whole ticks, and a little room at both ends."""
     space = room * (max(xs) - min(xs)) if max(xs) > min(xs) else 1
     axes.set_xlim(min(xs) - space, max(xs) + space)
     axes.xaxis.set_major_locator(load_matplotlib().ticker.MaxNLocator(7, integer=True))
@@ -399,13 +275,14 @@ def _set_count_axis(axes: Any, xs: Sequence[float], label: str, *, room: float =
     axes.set_xlabel(plain(label))
 
 
-def _draw_points(axes: Any, points: Sequence[tuple[float, float]], colour: str, gid: str, **style: Any) -> None:
+def draw_points(axes: Any, points: Sequence[tuple[float, float]], colour: str, gid: str, **style: Any) -> None:
+    """Draw a marker at each point, above all lines and not cut off at the edge of the axes."""
     if points:
         given = {"color": colour, "markeredgecolor": LIGHT["card"], "markersize": style.pop("size", 5), **style}
         axes.plot(*zip(*points, strict=True), linestyle="", marker="o", clip_on=False, gid=gid, zorder=3, **given)
 
 
-def _short(name: str, length: int = 17, *, keep: str = "end") -> str:
+def shorten(name: str, length: int = 17, *, keep: str = "end") -> str:
     """Return a long name cut to `length` letters: the end of a layer's name tells it apart, the start of a row's."""
     name = plain(name)
     if len(name) <= length:

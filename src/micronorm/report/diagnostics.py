@@ -7,19 +7,17 @@ from dataclasses import dataclass
 from html import escape
 
 from micronorm.records import Record
-from micronorm.report.charts import (
+from micronorm.report.charts import Chart, Line, line_chart
+from micronorm.report.html import LegendEntry, Section, is_number
+from micronorm.report.layer_charts import (
     Area,
-    Chart,
     Grid,
-    Line,
     Trajectory,
     area_chart,
     heat_map,
     largest_shown,
-    line_chart,
     trajectory_chart,
 )
-from micronorm.report.html import LegendEntry, Section, is_number
 from micronorm.report.runs import NamedRun, legend_of
 
 ABSENT = (

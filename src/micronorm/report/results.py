@@ -1,9 +1,7 @@
-"""The results section: one or two sentences, a table, and the main figures of a single run."""
+"""The results section: one or two sentences and a table."""
 
 import math
-import statistics
 from collections.abc import Sequence
-from html import escape
 
 from micronorm.records import Record
 from micronorm.report.html import Section, Table, count, format_duration, table_html
@@ -11,13 +9,11 @@ from micronorm.report.paper import departures
 from micronorm.report.runs import (
     LOWER_IS_BETTER,
     NamedRun,
-    by_step,
     epochs_done,
     last_figures,
     last_step,
     main_figure,
     numbers,
-    speed_by_step,
     state_of,
     title_of,
     training_seconds,
@@ -111,12 +107,7 @@ def _planned_epochs(record: Record) -> float | None:
 
 
 def results(runs: Sequence[NamedRun], limit: int) -> Section:
-    """Return the last figures of every run as a table, after the main figures of a single run."""
-    tiles = _tiles(runs[0], main_figure(runs)) if len(runs) == 1 else ""
-    return Section("results", "Results", body=tiles + _table(runs))
-
-
-def _table(runs: Sequence[NamedRun]) -> str:
+    """Return the last figures of every run as a table."""
     figures = {run.name: last_figures(run.record) for run in runs}
     keys = list(dict.fromkeys(key for found in figures.values() for key in found))
     keys.sort(key=lambda key: key != main_figure(runs))
@@ -132,25 +123,9 @@ def _table(runs: Sequence[NamedRun]) -> str:
         ]
         for run in runs
     ]
-    return table_html(Table("Results", header, rows), colours=[run.colour for run in runs] if len(runs) > 1 else ())
+    colours = [run.colour for run in runs] if len(runs) > 1 else ()
+    return Section("results", "Results", body=table_html(Table("Results", header, rows), colours=colours))
 
 
 def _rounded(value: float | None, key: str) -> float | None:
     return round(value, 2) if value is not None and key in _PERCENT else value
-
-
-def _tiles(run: NamedRun, key: str) -> str:
-    figure = last_figures(run.record).get(key)
-    seconds = training_seconds(run.record)
-    speeds = [speed for _, speed in speed_by_step(run.record)]
-    memory = [value for _, value in by_step(run.record, "memory")]
-    tiles = {
-        _figure_name(key): None if figure is None else _format(figure, key),
-        "training time": None if seconds is None else format_duration(seconds),
-        "samples per second": f"{statistics.median(speeds):,.3g}" if speeds else None,
-        "peak memory": f"{max(memory) / 2**30:.2f} GiB" if memory else None,
-    }
-    items = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in tiles.items() if text
-    )
-    return f'<dl class="tiles">{items}</dl>' if items else ""

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from micronorm.convert.flow.graph import Flow, Node
 from micronorm.convert.flow.kinds import FRESH
+from micronorm.ops.private_api import tree_leaves, tree_map
 
 
 def record(
