@@ -15,11 +15,7 @@ from micronorm.nn.group import GroupNorm, InstanceNorm
 from micronorm.nn.passive_hook import PassiveHook
 from micronorm.nn.spec import NormSpec
 from micronorm.ops.activation import IDENTITY, Activation, ActivationKind
-<<<<<<< HEAD
-from micronorm.ops.private_api import has_any_global_hook
-=======
 from micronorm.ops.private_api import has_global_hooks
->>>>>>> house-convert
 
 Act = type[nn.Module] | Callable[..., nn.Module]
 
@@ -104,11 +100,7 @@ def can_fuse(norm: nn.Module) -> bool:
     """
     if type(norm) not in FUSIBLE or norm.activation is not None or "forward" in norm.__dict__:
         return False
-<<<<<<< HEAD
-    return not has_hooks(norm) and not has_any_global_hook()
-=======
     return not has_hooks(norm) and not has_global_hooks()
->>>>>>> house-convert
 
 
 def fusible_activation(act: Callable[[Tensor], Tensor] | None) -> Activation | None:

@@ -18,7 +18,6 @@ and Triton 3.6.
 | `preserve_version` | `torch.autograd._unsafe_preserve_version_counter` | ImportError that names it |
 | `fast_apply` | `apply` of the base class of `torch.autograd.Function` | the public `apply` |
 | `DropoutNd`, `BatchNormBase`, `InstanceNormBase` | `_DropoutNd`, … in `torch.nn.modules` | ImportError |
-| `has_any_global_hook` | `torch.nn.modules.module._has_any_global_hook` | ImportError that names it |
 | `TorchDispatchMode` | `torch.utils._python_dispatch` | ImportError |
 | `tree_leaves`, `tree_map` | `torch.utils._pytree` | ImportError |
 | `foreach_add_`, `foreach_copy_`, `foreach_div_`, `foreach_mul_`, `foreach_norm` | `torch._foreach_*` | ImportError |
@@ -57,7 +56,7 @@ __all__ = [
     "forward_ad_level",
     "functorch_transforms_active",
     "graph_task_id",
-    "has_any_global_hook",
+    "has_global_hooks",
     "is_legacy_batched",
     "launch_hook_check",
     "mark_constant",
@@ -135,7 +134,6 @@ def mark_constant(function: Any) -> Any:
 DropoutNd = _required(torch.nn.modules.dropout, "_DropoutNd")
 BatchNormBase = _required(torch.nn.modules.batchnorm, "_BatchNorm")
 InstanceNormBase = _required(torch.nn.modules.instancenorm, "_InstanceNorm")
-has_any_global_hook = _required(torch.nn.modules.module, "_has_any_global_hook")
 
 # --- operations on lists of tensors -----------------------------------------------------------------------------------
 
