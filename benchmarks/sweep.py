@@ -65,6 +65,7 @@ class Row:
     pairing: str = "none"  # fx, execution, order, none
     norms_converted: int = 0
     norms_left: int = 0
+    norms_fused: int = 0  # with the addition or the activation after them
     convolutions_converted: int = 0
     convolutions_left: int = 0
     norms_left_because: str = ""
@@ -96,10 +97,10 @@ COLUMNS = [field.name for field in fields(Row)]
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """What the result depends on; ours with a digest of the planner's code, which changes between releases."""
+    """Return the versions that the result depends on; ours with a digest of the code of conversion."""
     source = Path(inspect.getfile(mn)).parent
     digest = hashlib.sha256()
-    for path in sorted([*source.glob("flow/*.py"), *source.glob("convert/*.py"), source / "surgery.py"]):
+    for path in sorted(source.glob("convert/**/*.py")):
         digest.update(_code(path).encode())
     return {
         "micronorm": f"{mn.__version__}+{digest.hexdigest()[:8]}",
@@ -186,6 +187,7 @@ def _fill(row: Row) -> None:
             setattr(row, f"{role}s_converted", made.totals[f"{role}s converted"])
             setattr(row, f"{role}s_left", made.totals[f"{role}s left"])
             setattr(row, f"{role}s_left_because", " | ".join(f"{n}× {why}" for why, n in left[role].most_common()))
+        row.norms_fused = made.totals["norms fused"]
         row.pairing, row.detail = made.pairing, made.pairing_detail
         row.convolutions_directly_before_norm_left = len(_passed_over(made, before))
         start = time.perf_counter()

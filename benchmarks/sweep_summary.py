@@ -58,6 +58,7 @@ def _totals(rows: Sequence[Any]) -> list[str]:
     for column in (
         "norms_converted",
         "norms_left",
+        "norms_fused",
         "convolutions_converted",
         "convolutions_left",
         "batchnorms_after_convolution_left",

@@ -13,7 +13,11 @@ def test_the_generated_parts_are_up_to_date():
 def test_every_file_named_on_the_page_exists():
     named = re.findall(r"`([\w./]+\.(?:py|md))`", PAGE.read_text("utf-8"))
     assert len(named) > 20
-    assert [name for name in named if not ((PACKAGE / name).exists() or (ROOT / name).exists())] == []
+    # A room's docstring names its files without the room.
+    found = {
+        name for name in named if (PACKAGE / name).exists() or (ROOT / name).exists() or any(PACKAGE.glob(f"*/{name}"))
+    }
+    assert [name for name in named if name not in found] == []
 
 
 def test_the_graph_has_imports_and_callbacks():

@@ -60,7 +60,6 @@ def test_the_summary_lies_beside_the_rows_and_is_printed(finished):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_rows_of_the_same_versions_are_kept_unless_asked_for_again(finished):
     out, _ = finished
     before = out.read_text(encoding="utf-8")

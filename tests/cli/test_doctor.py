@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 import micronorm
 from micronorm.cli import app, doctor, selftest
 from micronorm.engine import checkpoint
-from micronorm.nn import SPECS, backends, bcn
+from micronorm.nn import SPECS, bcn
+from micronorm.ops import runtime
 from tests.data.miniature import write_binary
 
 CPU = torch.device("cpu")
@@ -22,17 +23,17 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def one_device(monkeypatch, tmp_path):
-    """The CPU alone, so that the tests see the same everywhere; and a folder without data."""
+    """Show the tests a CPU only and a folder without data, so that results are the same on every machine."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    # As for those who do not ask for triton's interpreter, which these tests run under.
-    monkeypatch.setattr(backends, "_problems", {("cpu", None): "kernels need a CUDA device"})
+    # The tests run with Triton's interpreter, which users do not have.
+    monkeypatch.setattr(runtime, "_problems", {("cpu", None): "kernels need a CUDA device"})
     monkeypatch.setattr(doctor, "search_folders", lambda data: [data or tmp_path / "data"])
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
 def untested(monkeypatch):
-    """No self-tests: for what does not depend on them."""
+    """Run no self-tests, for tests that do not depend on them."""
     monkeypatch.setattr(doctor, "self_tests", lambda devices: [])
 
 

@@ -174,7 +174,7 @@ def test_norms_that_evaluation_does_not_reach_keep_their_statistics_with_a_warni
             return self.norm(x=self.extra(x) if self.training else x)
 
     model = Auxiliary()
-    with pytest.warns(UserWarning, match="1 norms saw nothing in eval mode and keep their statistics: extra"):
+    with pytest.warns(UserWarning, match="1 norms had no input in eval mode and keep their statistics: extra"):
         mn.calibrate(model, [torch.ones(1, 4, 2, 2)])
     assert model.norm.running_mean.eq(1).all()
 

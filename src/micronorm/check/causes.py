@@ -1,28 +1,145 @@
-"""Find out why a call returns another output for a sample in another cut, by experiments on that call."""
+"""Find the first call that returns another output for a sample in another cut, and the cause by experiments."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import nn
 
-from micronorm.check.compare import Comparison, Fault, Leaf, Point, aligned, relative
+from micronorm.check.compare import Leaf, Match, Tree, TreePath, aligned, compare, relative
 from micronorm.check.inputs import named_members
 from micronorm.check.report import Cause, Finding, finding
-from micronorm.check.runs import Experiment, Run
+from micronorm.check.runs import Call, Experiment, Run
 from micronorm.nn.batch import GhostBatchNorm
 from micronorm.nn.batch_renorm import BatchRenorm
 from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.nn.switchable import SwitchableNorm
+from micronorm.ops.private_api import BatchNormBase
 
 _SAME = 1e-8  # experiments compare values that differ by far more than this, or only by rounding
+Side = Literal["inputs", "output"]
+
+
+# --- the first call at fault -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Point:
+    """The address of a tensor in any run: a module, the number of its call, inputs or output, and the path there."""
+
+    name: str
+    index: int
+    side: Side
+    path: TreePath
+
+    def read(self, run: Run, part: int = 0) -> Leaf | None:
+        """Return the tensor in one part of a run, or None if that run has none."""
+        calls = run.traces[part].by_name.get(self.name, []) if part < len(run.traces) else []
+        tree: Tree = getattr(calls[self.index], self.side) if self.index < len(calls) else None
+        for key in self.path:
+            if isinstance(tree, list) and isinstance(key, int):
+                tree = tree[key] if key < len(tree) else None
+            else:
+                tree = tree.get(str(key)) if isinstance(tree, dict) else None
+        return tree if isinstance(tree, Leaf) else None
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The call at fault and the tensor that shows it.
+
+    `point` is None if the value of the loss shows the fault. It is an input of a child if the call's own code between
+    two children is at fault.
+    """
+
+    call: Call
+    match: Match
+    point: Point | None
+
+
+class Comparison:
+    """Compare a run in one piece with another run of the same samples, call by call."""
+
+    def __init__(self, whole: Run, other: Run, *, tol: float, noise: Run | None = None) -> None:
+        self.whole, self.other, self.tol, self.noise = whole, other, tol, noise
+
+    def first_fault(self) -> Fault | None:
+        """Return the first, innermost call at fault, or the loss if all modules agree and the loss does not."""
+        return self.first_faulty_call() or self._loss_fault(self.whole.traces[0].root)
+
+    def first_faulty_call(self) -> Fault | None:
+        """Return the first call at fault. The other run may have stopped in the middle of a forward."""
+        return self._fault_inside(self.whole.traces[0].root)
+
+    def agrees_at(self, point: Point) -> bool:
+        """Return whether the inputs or the output at this point agree. False if the calls do not correspond."""
+        calls = self.whole.traces[0].by_name.get(point.name, [])
+        if point.index >= len(calls) or not self._corresponds(calls[point.index]):
+            return False
+        return self._match(calls[point.index], point.side).status == "agree"
+
+    def _fault_inside(self, call: Call) -> Fault | None:
+        for child in call.children:
+            if not self._corresponds(child):  # called a different number of times: compare what it calls
+                fault = self._fault_inside(child)
+                if fault is not None:
+                    return fault
+                continue
+            match = self._match(child, "inputs")
+            if match.status != "agree":  # the code of `call` between its children is at fault
+                return Fault(call, match, Point(child.name, child.index, "inputs", match.path))
+            if not all(other.ended for other in self._counterparts(child)[0]):  # a part raised inside this child
+                return self._fault_inside(child)
+            match = self._match(child, "output")
+            if match.status != "agree":
+                found = Fault(child, match, Point(child.name, child.index, "output", match.path))
+                return self._fault_inside(child) or found
+        return None
+
+    def _loss_fault(self, root: Call) -> Fault | None:
+        whole, parts = sum(self.whole.sums), self.other.sums
+        scale = max(abs(whole), sum(map(abs, parts)))
+        error = abs(whole - sum(parts)) / scale if scale else 0.0
+        allowed = self.tol
+        if self.noise is not None and scale:
+            allowed += 64 * abs(sum(self.noise.sums) - whole) / scale
+        return None if error <= allowed else Fault(root, Match("differ", error, "sum"), None)
+
+    def _counts(self, name: str) -> tuple[int, list[int]]:
+        return len(self.whole.traces[0].by_name[name]), [len(t.by_name.get(name, ())) for t in self.other.traces]
+
+    def _corresponds(self, call: Call) -> bool:
+        whole, parts = self._counts(call.name)
+        return all(n == whole for n in parts) or sum(parts) == whole
+
+    def _counterparts(self, call: Call) -> tuple[list[Call], Sequence[int]]:
+        """Return the calls of the other run that correspond to `call`, and the samples of each."""
+        traces = self.other.traces
+        whole, counts = self._counts(call.name)
+        if all(n == whole for n in counts):
+            return [trace.by_name[call.name][call.index] for trace in traces], self.other.sizes[: len(traces)]
+        # One call per sample, in a loop: take the calls of all parts in order.
+        return [[c for trace in traces for c in trace.by_name.get(call.name, ())][call.index]], [1]
+
+    def _match(self, call: Call, side: Side) -> Match:
+        others, sizes = self._counterparts(call)
+        tree: Tree = getattr(call, side)
+        noise: Tree = None
+        if self.noise is not None and self.noise.traces:
+            calls = self.noise.traces[0].by_name.get(call.name, [])
+            noise = getattr(calls[call.index], side) if call.index < len(calls) else None
+        return compare(tree, [getattr(o, side) for o in others], sizes, tol=self.tol, noise=noise)
+
+
+# --- its cause -------------------------------------------------------------------------------------------------------
 
 
 def uses_batch_statistics(module: nn.Module | None) -> bool:
     """Return whether this is a normalization that uses batch statistics in training mode."""
     if isinstance(module, BatchChannelNorm):
         return module.statistics != "step"
-    return isinstance(module, (nn.modules.batchnorm._BatchNorm, GhostBatchNorm, SwitchableNorm, BatchRenorm))
+    return isinstance(module, (BatchNormBase, GhostBatchNorm, SwitchableNorm, BatchRenorm))
 
 
 @dataclass

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from micronorm.check.causes import CauseFinder, uses_batch_statistics
-from micronorm.check.compare import Comparison, Fault
+from micronorm.check.causes import CauseFinder, Comparison, Fault, uses_batch_statistics
 from micronorm.check.inputs import check_batch, check_model
 from micronorm.check.report import CutsReport, Difference, Finding, finding
 from micronorm.check.runs import Call, Experiment, Run

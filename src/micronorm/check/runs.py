@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from micronorm.check.compare import Tree, is_finite, pack
 from micronorm.check.inputs import copy_together, named_members, owner_of, read_loss, select, to_float64
@@ -19,6 +18,7 @@ from micronorm.commit import attach
 from micronorm.commit.snapshot import RandomState
 from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.nn.checkpointing import inside_backward
+from micronorm.ops.private_api import TorchDispatchMode
 
 LOSS = "loss"
 Cut = Sequence[Sequence[int]]

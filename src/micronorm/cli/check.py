@@ -15,6 +15,7 @@ from micronorm.check import CutsReport, check_cuts
 from micronorm.cli.specs import Groups, Norm, Weight, norm_spec, weight_spec
 from micronorm.cli.targets import MISUSE, TargetError, resolve
 from micronorm.convert import convert
+from micronorm.ops.private_api import DropoutNd
 
 DEPENDS = 1
 _DROPPING = ("StochasticDepth", "DropPath")
@@ -89,7 +90,7 @@ def _switch_dropout_off(model: nn.Module) -> None:
     for module in model.modules():
         for name in ("p", "drop_prob"):
             rate = getattr(module, name, None)
-            dropout = isinstance(module, nn.modules.dropout._DropoutNd) or type(module).__name__ in _DROPPING
+            dropout = isinstance(module, DropoutNd) or type(module).__name__ in _DROPPING
             if dropout and isinstance(rate, float):
                 setattr(module, name, 0.0)
 

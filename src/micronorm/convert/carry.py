@@ -1,4 +1,4 @@
-"""The new normalization layer in place of an old one, with everything the old one had learned."""
+"""Build the new normalization layer with the parameters and statistics of the old one."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,12 +13,12 @@ from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.nn.norm_act import FUSIBLE, ChannelsLast, activation_inside, has_hooks, with_activation
 from micronorm.nn.spec import GroupedSpec, NormSpec
 
-# Where a norm sees one number per channel, a group of few channels normalizes to nearly a sign; see `fit`.
+# With one number per channel, a group of few channels is normalized to little more than signs; see `fit`.
 _CHANNELS_WHERE_ONE_ELEMENT = 16
 
 
 def fit(spec: NormSpec, norm: SourceNorm, *, one_element: bool) -> tuple[NormSpec, list[str]]:
-    """The spec for one layer, and what is worth saying about the difference."""
+    """Return the spec for one layer, and remarks on how it differs from `spec`."""
     remarks = []
     if one_element and isinstance(spec, GroupedSpec):
         most = min(spec.groups, norm.channels // _CHANNELS_WHERE_ONE_ELEMENT)
@@ -35,9 +35,10 @@ def fit(spec: NormSpec, norm: SourceNorm, *, one_element: bool) -> tuple[NormSpe
 
 
 def zero_initialized(norm: SourceNorm, groups: int) -> Tensor | None:
-    """For a norm that starts a residual branch at a constant: that constant, one number per group; else None.
+    """Return the constant output, one number per group, of a norm whose weight is all zero; None for other norms.
 
-    As γ^b = 0 its group variance would be 0, and the division by sqrt(ε) multiply its gradient by hundreds.
+    Such a norm starts a residual branch at a constant. With γ^b = 0 its group variance would be 0, and the division by
+    sqrt(ε) would multiply its gradient by hundreds.
     """
     weight, bias = norm.tensor("weight"), norm.tensor("bias")
     if weight is None or weight.is_meta or bool(weight.detach().ne(0).any()):
@@ -49,9 +50,14 @@ def zero_initialized(norm: SourceNorm, groups: int) -> Tensor | None:
 
 
 def build(spec: NormSpec, norm: SourceNorm, *, like: Tensor, trainable: bool, warm_steps: int) -> nn.Module:
-    """The layer `spec` describes, around the parameters, statistics, hooks and flags of `norm`; `norm` is not changed.
+    """Build the layer of `spec` with the parameters, statistics, hooks and modes of `norm`, which is not changed.
 
-    `like` says on which device and in which dtype, where the layer has no tensor of its own.
+    Args:
+        spec: the layer to build.
+        norm: the old layer.
+        like: a tensor with the device and dtype of the new layer, for an old layer without tensors.
+        trainable: `requires_grad` of parameters that the old layer did not have.
+        warm_steps: optimizer steps over which the layer becomes BCN.
     """
     reference = next((t for t in (norm.tensor("weight"), norm.tensor("running_var")) if t is not None), like)
     with torch.device(reference.device):
@@ -65,7 +71,7 @@ def build(spec: NormSpec, norm: SourceNorm, *, like: Tensor, trainable: bool, wa
             made.warm(warm_steps)
     else:
         _carry(made, norm, ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"))
-    inherited = set(norm.module.parameters())  # these come with flags of their own, an activation's included
+    inherited = set(norm.module.parameters())  # these keep their requires_grad, those of an activation included
     for parameter in made.parameters():
         if parameter not in inherited:
             parameter.requires_grad_(trainable)
@@ -84,7 +90,7 @@ def _with_tail(made: nn.Module, tail: dict[str, nn.Module]) -> nn.Module:
 
 
 def computed_inside(made: nn.Module, norm: SourceNorm) -> str | None:
-    """The activation that the layer of `build` computes in its own passes, in words; `made` is the norm within it."""
+    """Return the name of the activation that `made`, built for a norm-act layer, computes in its passes; or None."""
     if type(made) not in FUSIBLE or "aa" in norm.tail or "act" not in norm.tail:
         return None
     activation = activation_inside(norm.tail.get("drop", nn.Identity()), norm.tail["act"])
@@ -92,7 +98,7 @@ def computed_inside(made: nn.Module, norm: SourceNorm) -> str | None:
 
 
 def why_not_inside(made: nn.Module, norm: SourceNorm) -> tuple[str, ...]:
-    """Why the activation of such a layer is an operation of its own; nothing where there is none, or it is not."""
+    """Return why `made` does not compute the activation of a norm-act layer; empty if it does, or there is none."""
     act, drop = norm.tail.get("act"), norm.tail.get("drop", nn.Identity())
     if type(made) not in FUSIBLE or act is None or type(act) is nn.Identity or computed_inside(made, norm) is not None:
         return ()
@@ -101,7 +107,7 @@ def why_not_inside(made: nn.Module, norm: SourceNorm) -> tuple[str, ...]:
     if type(drop) is not nn.Identity:
         return (f"{type(drop).__name__} stands between it and its activation",)
     if has_hooks(act):
-        return (f"hooks look at the {type(act).__name__} inside its layer",)
+        return (f"the {type(act).__name__} inside its layer has hooks",)
     return (f"norms do not compute the {type(act).__name__} inside its layer",)
 
 
@@ -111,13 +117,13 @@ def _carry_into_bcn(made: BatchChannelNorm, norm: SourceNorm) -> None:
     if constant is None:
         _carry(made, norm, ("weight", "bias"))
         return
-    with torch.no_grad():  # γ^b = 1 and β^b = 0 as they were made
+    with torch.no_grad():  # γ^b = 1 and β^b = 0 as in every new layer
         made.group_weight.zero_()
         made.group_bias.copy_(constant)
 
 
 def _carry(made: nn.Module, norm: SourceNorm, names: tuple[str, ...]) -> None:
-    """Parameters go over as the objects they are, so that tied ones stay tied; buffers are copied."""
+    """Move parameters as the same objects, so that tied ones stay tied, and copy buffers."""
     layer: Any = made
     for name in names:
         old, new = norm.tensor(name), getattr(layer, name, None)

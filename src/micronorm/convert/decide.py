@@ -1,4 +1,4 @@
-"""`mn.plan` and `mn.convert`: what a user may ask for, and the refusal of what contradicts itself."""
+"""`mn.plan` and `mn.convert`: check the options, then plan and apply."""
 
 from typing import Any, TypeVar, cast
 
@@ -28,27 +28,30 @@ def plan(
     layer_norm: bool = False,
     fuse: bool = True,
 ) -> Plan:
-    """Decide what becomes of every normalization and convolution of `model`; nothing is changed until `apply()`.
+    """Decide what becomes of every normalization and convolution of `model`. Nothing changes until `apply()`.
 
-    Every BatchNorm (also synchronized or frozen), GroupNorm and InstanceNorm becomes what `norm` builds, with its
-    affine and running statistics. A convolution becomes what `weight` builds where its output meets such a norm;
-    classifiers and predictors stay plain.
+    Every BatchNorm (also synchronized or frozen), GroupNorm and InstanceNorm becomes the layer of `norm`, with its
+    affine and running statistics. A convolution becomes the layer of `weight` if its output reaches such a norm;
+    classifiers and predictors stay as they are.
 
     Args:
-        model: any torch.nn.Module that is not yet wrapped (DDP, FSDP) or compiled.
-        norm: the norm spec; None leaves the norms and standardizes the convolutions before them.
-        weight: the weight spec; None leaves the convolutions.
-        filter: filter(module, name) says which layers may be converted.
-        example_inputs: what to run the model on where torch.fx cannot trace it: a tuple of arguments, a dictionary of
+        model: any torch.nn.Module that is not wrapped (DDP, FSDP) or compiled.
+        norm: the norm spec; None keeps the norms and converts the convolutions before them.
+        weight: the weight spec; None keeps the convolutions.
+        filter: filter(module, name) returns whether a layer may be converted.
+        example_inputs: inputs to run the model on if torch.fx cannot trace it: a tuple of arguments, a dictionary of
             keyword arguments, or the one argument.
-        absorb: keep each convolution's old mean and scale, so that it starts as it was (WS only).
-        warm_steps: start as the pretrained network and become BCN over so many optimizer steps; implies `absorb`.
+        absorb: keep each convolution's old mean and scale, so that it starts as the same function (WS only).
+        warm_steps: start as the pretrained network and become BCN over this many optimizer steps; implies `absorb`.
         layer_norm: convert layer norms too.
-        fuse: let each norm compute the activation and the addition that follow it, where the forward of the module that
-            calls it shows what follows. Outputs and gradients are the same; kernels round once in half precision where
-            separate operations round each. In a model that has our norms already this alone is something to do: after
-            unpickling, for one. Where that forward hands the input of a 1×1 convolution to another branch too, the
-            convolution's backward may add the two gradients, and it may pool by kernels (`docs/kernels.md`).
+        fuse: let norms compute the addition and the activation that follow them, in nn.Sequential and in known blocks
+            (`docs/conversion.md`), and let kernels compute max-pooling on a GPU. Outputs and gradients are the same,
+            except that in half precision the kernels round once where separate operations round each time. A model
+            that already has our norms can be converted just for this, for example after unpickling.
+
+    Raises:
+        TypeError: if an argument has the wrong type.
+        ValueError: if options contradict each other, the model is wrapped, or nothing would change.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1))
@@ -82,7 +85,7 @@ def convert(
     layer_norm: bool = False,
     fuse: bool = True,
 ) -> Model:
-    """`plan` and `apply` in one: convert `model` in place and return it. The arguments are those of `mn.plan`.
+    """Convert `model` in place and return it. Arguments and errors are those of `mn.plan`.
 
     Example:
         >>> convert(nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16)))
@@ -102,11 +105,11 @@ def convert(
         layer_norm=layer_norm,
         fuse=fuse,
     )
-    return cast(Model, made.apply())  # the model itself, unless it is nothing but a norm
+    return cast(Model, made.apply())  # the model itself, unless the model is a single norm
 
 
 def _check_options(norm: NormSpec | None, weight: WeightSpec | None, *, absorb: bool | None, warm_steps: int) -> bool:
-    """Refuse what contradicts itself; returns whether to absorb."""
+    """Raise if options contradict each other; return whether to absorb."""
     for name, spec, kind in (("norm", norm, NormSpec), ("weight", weight, WeightSpec)):
         if spec is not None and not isinstance(spec, kind):
             named = f"{spec.__name__}()" if isinstance(spec, type) and issubclass(spec, kind) else ""

@@ -1,11 +1,10 @@
-"""Load the authors' checkpoints, and timm's, into networks of our layers, so that these compute what the originals did.
+"""Load checkpoints of the paper's authors and of timm into networks of our layers, which then compute the same.
 
 Two things differ. *Names*: the authors' Batch-Channel Normalization is a module with a group affine of 1×G×1 around a
-child, `pbn` or `bn`, that holds the channel affine and the estimates. *The standardized weight*, whose rows are scaled
-until our formula gives theirs; see `standardization`. No layer changes, and what is saved afterwards is an ordinary
-state dict of ours.
+child, `pbn` or `bn`, that holds the channel affine and the estimates. *Standardized weights*: their rows are scaled so
+that our formula gives the same result; see `standardization`. A model saved afterwards has an ordinary state dict.
 
-Files are read as tensors and nothing else: torch.load(weights_only=True), or safetensors.
+Files are read with torch.load(weights_only=True) or safetensors, so that no code in them runs.
 """
 
 import os
@@ -29,7 +28,7 @@ from micronorm.nn.bcn import BatchChannelNorm
 
 __all__ = ["AUTHORS_BCN", "AUTHORS_WS", "TIMM_BIT", "ForeignReport", "RowScales", "Standardization", "load_foreign"]
 
-_WRAPPERS = ("state_dict", "model", "model_state_dict")  # what training scripts put a state dict under
+_WRAPPERS = ("state_dict", "model", "model_state_dict")  # keys under which training scripts save a state dict
 _PREFIXES = ("module.", "_orig_mod.")  # of DataParallel and DistributedDataParallel, and of torch.compile
 _CHILDREN = ("pbn", "bn")  # the channel half of the authors' module
 _CHANNEL_HALF = ("weight", "bias", "running_mean", "running_var")
@@ -39,9 +38,9 @@ _AUTHORS_EPS = 1e-5  # of both halves of their Batch-Channel Normalization
 
 @dataclass(frozen=True)
 class ForeignReport:
-    """What `load_foreign` did.
+    """The result of `load_foreign`.
 
-    Args:
+    Attributes:
         loaded: the model's keys that came from the file.
         prefix: what was stripped from every key of the file.
         renamed: the file's keys (after stripping) that changed their names, with the new ones.
@@ -75,19 +74,21 @@ def load_foreign(
 ) -> ForeignReport:
     """Load a checkpoint of the authors' repositories, or of timm, into a network built with our layers.
 
-    The network's modules have the names of the original's. Where the original has the authors' Batch-Channel
-    Normalization it has `BatchChannelNorm`, where the original standardizes a weight a `WS…` layer, and elsewhere the
-    same layers. Either everything is loaded, or ValueError names what does not fit and the model stays as it was.
+    The network must have the module names of the original, with a `BatchChannelNorm` in place of the authors'
+    Batch-Channel Normalization and a `WS…` layer in place of each standardized one.
 
     Args:
         model: the network; its parameters and buffers are written in place.
-        source: a file (torch.save's, or `.safetensors`), or what such a file holds. Wrapping dictionaries and prefixes
-            such as `module.` are taken off.
-        standardization: the original's formula, needed if the model has `WS…` layers. The file does not tell: the
-            authors' ImageNet and DeepLab networks have the same keys and different formulas.
+        source: a file of torch.save or safetensors, or its contents. Wrapping dictionaries and prefixes such as
+            `module.` are removed.
+        standardization: the original's formula, required if the model has `WS…` layers. The file does not contain it:
+            the authors' ImageNet and DeepLab networks have the same keys and different formulas.
 
     Returns:
         What was renamed, rescaled and dropped.
+
+    Raises:
+        ValueError: if keys or shapes do not fit. It names all of them, and the model is not changed.
 
     Example:
         >>> from micronorm.nn import WSConv2d
@@ -120,7 +121,7 @@ def load_foreign(
     for key in expected.keys() - state.keys():  # files of torch before 0.4.1 have none; torch too takes them so
         if key.endswith("num_batches_tracked"):
             state[key] = expected[key]
-    problems += _misfits(state, expected)
+    problems += _mismatches(state, expected)
     rescaled: dict[str, RowScales] = {}
     if not problems:
         rescaled = _rescale(model, state, standardization, problems)
@@ -134,12 +135,12 @@ def load_foreign(
 
 
 def read_state(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Tensor]:
-    """The state dict in a file (torch.save's or safetensors), read as tensors and nothing else, out of its wrapping."""
+    """Return the state dict in a file of torch.save or safetensors, without wrapping dictionaries."""
     return _unwrap(_read(source))
 
 
 def _read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a file holds, on the CPU. Nothing that a file brings is executed."""
+    """Return the contents of a file on the CPU, without running code in it."""
     if isinstance(source, Mapping):
         return source
     path = os.fspath(source)
@@ -150,10 +151,10 @@ def _read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[str, An
         try:
             return load_file(path)
         except SafetensorError as error:
-            raise ValueError(f"{path} is no safetensors file: {error}") from error
+            raise ValueError(f"{path} is not a safetensors file: {error}") from error
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # bytes that are no checkpoint fail in many ways
+    except Exception as error:  # files that are not checkpoints fail in many ways
         why = loading_fault(error)
         raise ValueError(f"{path} cannot be read as tensors alone, and nothing else in it is run: {why}") from error
     if not isinstance(found, Mapping):
@@ -162,7 +163,7 @@ def _read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[str, An
 
 
 def loading_fault(error: Exception) -> str:
-    """What torch.load found wrong, without its advice to load the file in a way that runs code from it.
+    """Return the message of an error of torch.load, without its advice to load the file in a way that runs its code.
 
     Example:
         >>> loading_fault(EOFError())
@@ -175,18 +176,18 @@ def loading_fault(error: Exception) -> str:
 
 
 def _unwrap(found: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The state dict in what a training script saved around it."""
+    """Return the state dict inside the dictionaries that training scripts save."""
     while inner := [found[key] for key in _WRAPPERS if isinstance(found.get(key), Mapping)]:
         found = inner[0]
     others = [key for key, value in found.items() if not (isinstance(key, str) and isinstance(value, Tensor))]
     if others or not found:
-        has = f"{_some(others)} in it are no tensors" if others else "it is empty"
+        has = f"{_shorten(others)} in it are no tensors" if others else "it is empty"
         raise ValueError(f"no state dict found, neither bare nor under one of {', '.join(_WRAPPERS)}: {has}")
     return dict(found)
 
 
 def _strip(state: dict[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str]:
-    """The state dict without the prefixes that wrappers put before every key, and what they were."""
+    """Return the state dict without the prefixes that wrappers add to every key, and these prefixes."""
     stripped = ""
     while True:
         for prefix in _PREFIXES:
@@ -202,7 +203,7 @@ def _strip(state: dict[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[di
 
 
 def _norms(model: nn.Module) -> list[tuple[str, BatchChannelNorm]]:
-    """The layers with their names; a shared one under each of its names, as in a state dict."""
+    """Return the layers with their names; a shared layer appears under each of its names, as in a state dict."""
     return [(name, m) for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, BatchChannelNorm)]
 
 
@@ -211,7 +212,7 @@ def _key(name: str, leaf: str) -> str:
 
 
 def _expected(model: nn.Module) -> dict[str, Tensor]:
-    """The model's state dict, less what only our own files have."""
+    """Return the model's state dict without the keys that only our own files have."""
     state = model.state_dict()
     for name, _ in _norms(model):
         for leaf in ("blend", "warm_steps"):
@@ -222,18 +223,18 @@ def _expected(model: nn.Module) -> dict[str, Tensor]:
 def _norm_names(
     file: Mapping[str, Tensor], name: str, norm: BatchChannelNorm, problems: list[str]
 ) -> dict[str, str | None]:
-    """{the file's key: ours, or None to drop it} for one layer; what is wrong is added to `problems`."""
+    """Return {the file's key: our key, or None to drop it} for one layer; add errors to `problems`."""
     start = _key(name, "")
     leaves = [key.removeprefix(start) for key in file if key.startswith(start)]
     if not leaves:
-        return {}  # the missing keys will be named
+        return {}  # the missing keys are reported later
     where = name or "the model"
     children = [child for child in _CHILDREN if any(leaf.startswith(child + ".") for leaf in leaves)]
     if len(children) != 1:
         hint = "; these are micronorm's own, for model.load_state_dict" if "group_weight" in leaves else ""
         known = " or ".join(f"'{child}.weight'" for child in _CHILDREN)
         problems.append(
-            f"{where}: no known naming of Batch-Channel Normalization has {_some(leaves)}; "
+            f"{where}: no known naming of Batch-Channel Normalization has {_shorten(leaves)}; "
             f"known is a 1×G×1 'weight' around {known}{hint}"
         )
         return {}
@@ -258,13 +259,13 @@ def _is_fresh(state: Mapping[str, Tensor], name: str) -> bool:
     return mean is not None and var is not None and bool((mean == 0).all() and (var == 1).all())
 
 
-def _misfits(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    """Keys that only one side has, and tensors of another shape or kind."""
+def _mismatches(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    """Return messages on keys that only one side has, and on tensors of another shape or kind."""
     found = []
     if missing := [key for key in expected if key not in state]:
-        found.append(f"missing in the file: {_some(missing)}")
+        found.append(f"missing in the file: {_shorten(missing)}")
     if unexpected := [key for key in state if key not in expected]:
-        found.append(f"in the file but not in the model: {_some(unexpected)}")
+        found.append(f"in the file but not in the model: {_shorten(unexpected)}")
     for key in state.keys() & expected.keys():
         theirs, ours = state[key], expected[key]
         if theirs.shape != ours.shape:
@@ -274,7 +275,7 @@ def _misfits(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> lis
     return found
 
 
-def _some(names: list[str], most: int = 12) -> str:
+def _shorten(names: list[str], most: int = 12) -> str:
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(repr, names[:most])) + rest
 
@@ -285,12 +286,12 @@ def _some(names: list[str], most: int = 12) -> str:
 def _rescale(
     model: nn.Module, state: dict[str, Tensor], theirs: Standardization | None, problems: list[str]
 ) -> dict[str, RowScales]:
-    """Rescale every standardized weight in `state`; what cannot be is added to `problems`."""
+    """Rescale every standardized weight in `state`; add errors to `problems`."""
     layers = {name: m for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, Standardized)}
     if theirs is None:
         if layers:
             problems.append(
-                f"{_some(list(layers))} standardize their weights, and a file does not say how its network did; "
+                f"{_shorten(list(layers))} standardize their weights, and a file does not say how its network did; "
                 "give standardization=AUTHORS_WS, AUTHORS_BCN, TIMM_BIT or another Standardization"
             )
         return {}

@@ -49,7 +49,7 @@ class Planner:
         self.allowed = {
             module: filter is None or bool(filter(module, names[0])) for module, names in self.names.items()
         }
-        self.norms = {module: norm for module in self.names if (norm := describe_norm(module)) is not None}
+        self.norms = {module: old for module in self.names if (old := describe_norm(module)) is not None}
 
     def plan(self, example_inputs: Any) -> Plan:
         """Return the plan. Norms come first: a convolution is standardized if its output reaches a converted norm."""
@@ -115,10 +115,10 @@ class Planner:
             return isinstance(self.norm, BCN)
         if self.norm is None or module not in self.norms or self.norms[module].tail:
             return False
-        facts = self.norms[module]
-        wanted = self.norm(facts.channels, dims=2 if facts.dims is None else facts.dims)
+        old = self.norms[module]
+        wanted = self.norm(old.channels, dims=2 if old.dims is None else old.dims)
         groups = [getattr(m, "num_groups", None) for m in (wanted, module)]
-        # torch's computes what ours does.
+        # Our GroupNorm computes the same as torch's.
         kinds = [nn.GroupNorm if type(m) is GroupNorm else type(m) for m in (wanted, module)]
         return kinds[0] is kinds[1] and groups[0] == groups[1]
 
@@ -131,46 +131,45 @@ class Planner:
             return leave("is what was asked for", inside=inside and activation_name(inside))
         if self.norm is None:
             return leave("norm=None")
-        facts = self.norms.get(module)
-        if facts is None:
-            return leave(f"{type(module).__name__} computes something of its own, which is not known")
-        if facts.family == "layer" and not self.layer_norm:
-            return leave("a layer norm looks at one sample; layer_norm=True would convert it")
-        return self._convert_norm(facts, self.norm, flow)
+        old = self.norms.get(module)
+        if old is None:
+            return leave(f"the forward of {type(module).__name__} is not known")
+        if old.family == "layer" and not self.layer_norm:
+            return leave("a layer norm normalizes each sample by itself; layer_norm=True converts it")
+        return self._convert_norm(old, self.norm, flow)
 
-    def _convert_norm(self, facts: SourceNorm, wanted: NormSpec, flow: Flow) -> Decision:
-        calls = flow.calls.get(facts.module, [])
-        sources = [source for call in calls for source in call.inputs]
-        flat = facts.takes_flat
-        one_element = bool(sources) and all(one_element_per_channel(source, flat=flat) for source in sources)
-        spec, remarks = fit(wanted, facts, one_element=one_element)
-        groups = spec.groups_for(facts.channels) if isinstance(spec, GroupedSpec) else None
-        remarks += self._remarks(facts, groups)
-        if self.warm_steps and facts.tensor("running_mean") is None:
+    def _convert_norm(self, old: SourceNorm, wanted: NormSpec, flow: Flow) -> Decision:
+        calls = flow.calls.get(old.module, [])
+        inputs = [node for call in calls for node in call.inputs]
+        one_element = bool(inputs) and all(one_element_per_channel(node, flat=old.takes_flat) for node in inputs)
+        spec, remarks = fit(wanted, old, one_element=one_element)
+        groups = spec.groups_for(old.channels) if isinstance(spec, GroupedSpec) else None
+        remarks += self._remarks(old, groups)
+        if self.warm_steps and old.tensor("running_mean") is None:
             remarks.append("no warm start: there are no statistics to start from")
-        trainable = self._trains(facts, sources)
-        if facts.family != "frozen" and not trainable:
+        trainable = self._trains(old, inputs)
+        if old.family != "frozen" and not trainable:
             remarks.append("stays frozen: its estimates too")
-        if facts.family == "frozen":
+        if old.family == "frozen":
             remarks.append("was frozen, trains from here on" if trainable else "stays frozen like the layer before it")
-        built = spec(facts.channels, dims=2 if facts.dims is None else facts.dims)
-        name = type(built).__name__ + ("Act" if facts.tail and isinstance(built, BatchChannelNorm) else "")
-        shape = f"{facts.channels}/{groups}" if groups is not None else f"{facts.channels}"
+        built = spec(old.channels, dims=2 if old.dims is None else old.dims)
+        name = type(built).__name__ + ("Act" if old.tail and isinstance(built, BatchChannelNorm) else "")
+        shape = f"{old.channels}/{groups}" if groups is not None else f"{old.channels}"
         return Decision(
-            self.names[facts.module],
+            self.names[old.module],
             "norm",
-            type(facts.module).__name__,
+            type(old.module).__name__,
             f"{name}({shape})",
             "; ".join(remarks),
-            facts.module,
-            partial(build, spec, facts, like=self._neighbour(sources), trainable=trainable, warm_steps=self.warm_steps),
-            inside=computed_inside(built, facts),
-            unfused=why_not_inside(built, facts) if self.fuse else (),
+            old.module,
+            partial(build, spec, old, like=self._neighbour(inputs), trainable=trainable, warm_steps=self.warm_steps),
+            inside=computed_inside(built, old),
+            unfused=why_not_inside(built, old) if self.fuse else (),
         )
 
-    def _remarks(self, facts: SourceNorm, groups: int | None) -> list[str]:
-        """What is carried over, and what is not."""
-        weight, mean = facts.tensor("weight"), facts.tensor("running_mean")
+    def _remarks(self, old: SourceNorm, groups: int | None) -> list[str]:
+        """Return remarks on what the new norm takes over from the old one."""
+        weight, mean = old.tensor("weight"), old.tensor("running_mean")
         if not isinstance(self.norm, BCN) or groups is None:
             return ["affine carried over" if weight is not None else "no affine to carry over"]
         if mean is None:
@@ -178,23 +177,23 @@ class Planner:
             return [f"{carried}no statistics to carry: estimates start at (0, 1), mn.calibrate finds them"]
         remarks = ["statistics and affine carried over" if weight is not None else "statistics carried over, no affine"]
         if weight is not None and not weight.is_meta and not bool(weight.detach().ne(0).any()):
-            if zero_initialized(facts, groups) is not None:
+            if zero_initialized(old, groups) is not None:
                 return ["statistics carried over; weight is all zero: γ^b = 1, γ^c = 0, β^c = its bias"]
             remarks.append("weight is all zero but the bias varies within groups: carried as it is")
-        if getattr(facts.module, "process_group", None) is not None:
+        if getattr(old.module, "process_group", None) is not None:
             remarks.append("was synchronized over a group of its own: give it to mn.attach(process_group=…)")
         return remarks
 
-    def _trains(self, facts: SourceNorm, sources: list[Node]) -> bool:
-        weight = facts.tensor("weight")
+    def _trains(self, old: SourceNorm, inputs: list[Node]) -> bool:
+        weight = old.tensor("weight")
         if isinstance(weight, nn.Parameter):
             return weight.requires_grad
-        before = [source.module for source in sources if isinstance(source.module, CONVOLUTIONS)]
+        before = [node.module for node in inputs if isinstance(node.module, CONVOLUTIONS)]
         return all(module.weight.requires_grad for module in before)
 
-    def _neighbour(self, sources: list[Node]) -> Tensor:
-        """A tensor where the layer's input comes from, for layers that have none to tell their device."""
-        before = [source.module.weight for source in sources if isinstance(source.module, CONVOLUTIONS)]
+    def _neighbour(self, inputs: list[Node]) -> Tensor:
+        """Return a tensor on the device of the layer's input, for layers without tensors of their own."""
+        before = [node.module.weight for node in inputs if isinstance(node.module, CONVOLUTIONS)]
         floating = (p for p in (*before, *self.model.parameters()) if p.is_floating_point())
         return next(floating, torch.empty(0))
 
@@ -210,7 +209,7 @@ class Planner:
             return decide(None, "has a reparameterized weight already")
         kind = counterpart_kind(module)
         if kind is None:
-            return decide(None, f"{type(module).__name__} has a forward of its own, which is not known")
+            return decide(None, f"the forward of {type(module).__name__} is not known")
         if _fan_in(module) < 2:
             return decide(None, "fan-in 1: one weight per output channel has nothing to standardize")
         calls = flow.calls.get(module, [])
@@ -238,7 +237,7 @@ class Planner:
 
     @cached_property
     def _registered_after(self) -> dict[nn.Module, nn.Module]:
-        """The norm that may belong to a convolution by the order of registration: for branches that no run reaches."""
+        """The norm registered after each convolution, for branches that the data flow does not reach."""
         nodes = by_order(self.model, self._is_leaf, self._could_pair)
         return {node.inputs[0].module: node.module for node in nodes if node.inputs}  # type: ignore[misc]
 
@@ -252,7 +251,7 @@ class Planner:
         absorb = self.absorb
         if is_standardized_by_timm(module):
             reason += "; timm's standardization goes on as ours, eps kept"
-        elif frozen and isinstance(self.weight, WS):  # nothing would ever fit it to a standardized kernel
+        elif frozen and isinstance(self.weight, WS):  # a frozen kernel cannot adapt to being standardized
             absorb, reason = True, f"{reason}; frozen, so mean and scale are absorbed and it computes what it did"
         elif absorb:
             reason += "; mean and scale absorbed"
@@ -282,7 +281,7 @@ def _with_fusion(decision: Decision, fusions: Fusions) -> Decision:
 
 
 def _fan_in(module: Any) -> int:
-    """Weights per output channel."""
+    """Return the number of weights per output channel."""
     return module.weight.numel() // module.out_channels
 
 

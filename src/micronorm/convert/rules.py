@@ -1,4 +1,4 @@
-"""What conversion knows of other people's layers: which normalize, which convolve, and what must be refused."""
+"""Which layers of torch, timm and torchvision conversion recognises as norms and convolutions, and which it refuses."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Family = Literal["batch", "frozen", "group", "instance", "layer"]
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
-# (base class of torch or, for its own forward, of ours; family; spatial dimensions where the class fixes them)
+# (base class; family; number of spatial dimensions if the class fixes it)
 _OF_TORCH: tuple[tuple[type[nn.Module], Family, int | None], ...] = (
     (nn.BatchNorm1d, "batch", None),
     (nn.BatchNorm2d, "batch", 2),
@@ -27,7 +27,7 @@ _OF_TORCH: tuple[tuple[type[nn.Module], Family, int | None], ...] = (
     (nn.InstanceNorm3d, "instance", 3),
     (nn.LayerNorm, "layer", None),
 )
-# Layers of timm and torchvision with a forward of their own. Named, not imported: they may not be installed.
+# Layers of timm and torchvision with their own forward, by name because the libraries may not be installed.
 _NAMED: dict[str, Family] = {
     "timm.layers.norm_act.BatchNormAct2d": "batch",
     "timm.layers.norm_act.SyncBatchNormAct": "batch",
@@ -57,9 +57,16 @@ WRAPPERS = {
 
 @dataclass(frozen=True)
 class SourceNorm:
-    """What conversion needs to know of a normalization layer, whoever wrote it.
+    """A normalization layer to be converted.
 
-    `tail` holds what the layer applies after normalizing, by the attribute it is kept in (timm's `drop`, `act`).
+    Attributes:
+        module: the layer.
+        family: the kind of normalization.
+        channels: C.
+        dims: the number of spatial dimensions, if its class fixes it.
+        eps: ε.
+        tail: the layers that it applies after normalizing, by their attribute (timm's `drop`, `act` and `aa`).
+        channels_last: whether the channels are the last axis.
     """
 
     module: nn.Module
@@ -72,16 +79,16 @@ class SourceNorm:
 
     @property
     def takes_flat(self) -> bool:
-        """Whether the layer may take N×C."""
+        """Whether the input may be N×C."""
         return isinstance(self.module, nn.BatchNorm1d | nn.SyncBatchNorm)
 
     def tensor(self, name: str) -> Tensor | None:
-        """One of weight, bias, running_mean, running_var, where the layer has it."""
+        """Return weight, bias, running_mean or running_var; None if the layer does not have it."""
         return getattr(self.module, name, None)
 
 
 def _computed_as(module: nn.Module) -> list[str]:
-    """The classes whose forward the module has: its own, and those it only builds differently (timm's …NoBias)."""
+    """Return the full names of the module's class and of the base classes with the same forward."""
     own = type(module)
     return [f"{base.__module__}.{base.__qualname__}" for base in own.__mro__ if _forward(base) is _forward(own)]
 
@@ -91,7 +98,7 @@ def _forward(kind: type) -> Any:
 
 
 def describe_norm(module: nn.Module) -> SourceNorm | None:
-    """The layer as a `Norm`; None where it is none, or one whose computation is not known."""
+    """Return the description of a normalization layer; None for other layers and for unknown computations."""
     family, dims = _family(module)
     if family is None or "forward" in vars(module):
         return None
@@ -127,12 +134,12 @@ def _family(module: nn.Module) -> tuple[Family | None, int | None]:
 
 
 def looks_like_a_norm(module: nn.Module) -> bool:
-    """Whether the layer descends from a norm of torch, known or not."""
+    """Return whether the layer's class descends from a norm of torch."""
     return isinstance(module, tuple(base for base, *_ in _OF_TORCH))
 
 
 def refuse_reparameterized(layers: Iterable[tuple[str, nn.Module]]) -> None:
-    """A parametrized weight is not a parameter but what is computed from one; to replace its layer would lose that."""
+    """Raise if a layer's weight is computed by a parametrization, which replacing the layer would lose."""
     found = []
     for name, module in layers:
         if parametrize.is_parametrized(module):

@@ -1,11 +1,11 @@
-"""Weights that other networks standardized by their own formula, scaled so that ours gives the same Ŵ.
+"""Scale weights that other networks standardize by another formula, so that ours gives the same Ŵ.
 
-Everybody computes Ŵ = (W − μ)/D over the fan-in of each output channel, each with another D; ours is sqrt(var + ε) with
-the biased variance. Through ε our Ŵ depends on the size of W, so a row can be multiplied by s until our Ŵ is theirs:
+All formulas compute Ŵ = (W − μ)/D over the fan-in of each output channel, with different D. Ours is sqrt(var + ε) with
+the biased variance. Because of ε our Ŵ depends on the scale of W. A factor s on a row gives their Ŵ:
 
-    s/sqrt(s²·var + ε) = 1/D   where   s² = ε/(D² − var).
+    s/sqrt(s²·var + ε) = 1/D   with   s² = ε/(D² − var).
 
-This exists whenever D² > var, and the unbiased variance and their own ε both make D² larger.
+It exists if D² > var; both the unbiased variance and an ε of their own make D² larger.
 """
 
 from dataclasses import dataclass
@@ -29,10 +29,10 @@ Standardized = WSConv1d | WSConv2d | WSConv3d | WSConvTranspose1d | WSConvTransp
 
 @dataclass(frozen=True, kw_only=True)
 class Standardization:
-    """How a network standardized its weights: Ŵ = (W − μ)/D over the fan-in I of each output channel.
+    """The formula by which a network standardizes its weights: Ŵ = (W − μ)/D over the fan-in I of each output channel.
 
     Args:
-        eps: what is added for stability.
+        eps: the constant added for stability.
         unbiased: whether the variance divides by I − 1 (torch's default) or by I.
         eps_in_root: D = sqrt(var + eps) or, outside the root, D = sqrt(var) + eps.
 
@@ -49,7 +49,7 @@ class Standardization:
         check_eps(self.eps)
 
     def excess(self, var: Tensor, fan_in: int) -> Tensor:
-        """D² − var for the biased variance `var`: a sum of terms that are not negative, so nothing cancels."""
+        """Return D² − var for the biased variance `var`, as a sum of non-negative terms, so that nothing cancels."""
         correction = var / (fan_in - 1) if self.unbiased else torch.zeros_like(var)
         if self.eps_in_root:
             return correction + self.eps
@@ -68,13 +68,13 @@ TIMM_BIT = Standardization(eps=1e-8, unbiased=False, eps_in_root=True)
 
 @dataclass(frozen=True)
 class RowScales:
-    """What one weight's rows were multiplied by.
+    """The factors on the rows of one weight.
 
-    Args:
+    Attributes:
         low: the smallest factor.
-        high: the largest.
-        constant_rows: how many rows have no variance. Standardized they are zero by any formula; they were left alone.
-        eps: the layer's `eps` at which the factors would have had the geometric mean 1.
+        high: the largest factor.
+        constant_rows: how many rows have no variance. Every formula standardizes them to zero; they are not scaled.
+        eps: the `eps` of the layer with which the factors would have the geometric mean 1.
     """
 
     low: float
@@ -84,9 +84,12 @@ class RowScales:
 
 
 def rescale_rows(weight: Tensor, layer: Standardized, theirs: Standardization) -> tuple[Tensor, RowScales | None]:
-    """The weight with which `layer` computes what `theirs` makes of `weight`, and the factors.
+    """Return the weight with which `layer` computes the Ŵ that `theirs` computes from `weight`, and the factors.
 
-    Where the two formulas are one, the weight itself and None. ValueError where no factor exists.
+    The factors are None, and the weight is returned unchanged, if the two formulas are the same.
+
+    Raises:
+        ValueError: if no such factors exist.
 
     Example:
         >>> layer, w = WSConv2d(3, 8, 3), torch.randn(8, 3, 3, 3)

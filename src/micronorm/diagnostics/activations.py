@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from micronorm.diagnostics.channels import count_positive
+from micronorm.ops.private_api import TorchDispatchMode
 
 ZERO_BELOW_ZERO = ("relu", "relu6")
 """Activations that are constant below zero. A channel that is never positive gets no gradient from them."""

@@ -8,14 +8,13 @@ from typing import Any, Literal, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from micronorm.diagnostics.channels import channel_normalized, group_normalized
 from micronorm.nn.batch import GhostBatchNorm
 from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.ops.bcn import batch_statistics
 from micronorm.ops.moments import Moments, compute_dtype, moments, pool_micro_batches, spread_to_samples
+from micronorm.ops.private_api import BatchNormBase, InstanceNormBase
 
 Family = Literal["batch", "instance", "group", "layer", "batch-channel"]
 
@@ -52,7 +51,7 @@ class NormLayer:
         self.eps = float(module.eps)
         self.axis = -1 if channels_last else 1
         # Frozen batch normalization has a training flag, like every module, but ignores it.
-        self.frozen = family == "batch" and not isinstance(module, _BatchNorm | GhostBatchNorm)
+        self.frozen = family == "batch" and not isinstance(module, BatchNormBase | GhostBatchNorm)
 
     @property
     def by_estimates(self) -> bool:
@@ -150,10 +149,10 @@ def as_norm_layer(module: nn.Module) -> NormLayer | None:
         return NormLayer(module, "batch-channel", module.num_channels, module.num_groups)
     if isinstance(module, GhostBatchNorm):
         return NormLayer(module, "batch", module.num_channels, module.num_channels)
-    if isinstance(module, _BatchNorm | _InstanceNorm):
+    if isinstance(module, BatchNormBase | InstanceNormBase):
         if module.num_features == 0:  # a lazy layer before its first input
             return None
-        family: Family = "batch" if isinstance(module, _BatchNorm) else "instance"
+        family: Family = "batch" if isinstance(module, BatchNormBase) else "instance"
         return NormLayer(module, family, module.num_features, module.num_features)
     if isinstance(module, nn.GroupNorm):
         return NormLayer(module, "group", module.num_channels, module.num_groups)

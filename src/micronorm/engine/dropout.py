@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from micronorm.convert.surgery import adopt_hooks, names_of, replace
 from micronorm.nn.per_step.keyed_dropout import KeyedDropout, KeyedDropPath
+from micronorm.ops.private_api import DropoutNd
 
 _DIMS: Mapping[type[nn.Module], int] = {nn.Dropout: 0, nn.Dropout1d: 1, nn.Dropout2d: 2, nn.Dropout3d: 3}
 _ALWAYS_RANDOM = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
@@ -75,7 +75,7 @@ def _comes_from(kind: type[nn.Module], package: str, name: str) -> bool:
 def _is_random(module: Any) -> bool:
     if isinstance(module, _ALWAYS_RANDOM):
         return True
-    if isinstance(module, _DropoutNd) or _comes_from(type(module), "torchvision", "StochasticDepth"):
+    if isinstance(module, DropoutNd) or _comes_from(type(module), "torchvision", "StochasticDepth"):
         return bool(module.p)
     if isinstance(module, nn.RNNBase) and module.num_layers == 1:  # dropout is between layers
         return False

@@ -5,11 +5,11 @@ restored to the bit.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from micronorm.commit.snapshot import Snapshot
 from micronorm.engine.parallel import NO_REQUESTS, Requests
 from micronorm.engine.step import Step, StepInputs, StepResult
 
@@ -63,7 +63,7 @@ class GraphedStep:
         placed = step.place(inputs.batch)
         self._inputs = [*(column.clone() for column in placed), inputs.keys.to(step.device, copy=True)]
         static = StepInputs(tuple(self._inputs[:-1]), self._inputs[-1], inputs.step_samples, inputs.own_samples)
-        before = _Snapshot(step)
+        before = _StepSnapshot(step)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -87,23 +87,20 @@ class GraphedStep:
         return sums
 
 
-class _Snapshot:
-    """A copy of everything that a step changes."""
+class _StepSnapshot(Snapshot):
+    """A copy of everything that a step changes: the snapshot of the model, and the optimizer's state."""
 
     def __init__(self, step: Step) -> None:
-        self.step = step
-        step.savepoint.take()
-        self.tensors: list[Tensor] = [*step.model.parameters(), *_optimizer_tensors(step.optimizer)]
-        self.copies = [tensor.detach().clone() for tensor in self.tensors]
+        super().__init__(step.model, parameters=True)
+        self.optimizer = step.optimizer
+        self._kept = {id(tensor): (tensor, tensor.clone()) for tensor in _optimizer_tensors(step.optimizer)}
 
     @torch.no_grad()
     def restore(self) -> None:
-        known = {id(tensor): copy for tensor, copy in zip(self.tensors, self.copies, strict=True)}
-        now: list[Any] = [*self.step.model.parameters(), *_optimizer_tensors(self.step.optimizer)]
-        for tensor in now:
+        super().restore()
+        for tensor in _optimizer_tensors(self.optimizer):
             # State that the optimizer created meanwhile starts at zero, as momenta, moments and step counters do.
-            tensor.copy_(known[id(tensor)]) if id(tensor) in known else tensor.zero_()
-        self.step.savepoint.restore()
+            tensor.copy_(self._kept[id(tensor)][1]) if id(tensor) in self._kept else tensor.zero_()
 
 
 def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from micronorm.convert.flow.trace import as_call
 from micronorm.export.fold import bare_copy, fold, is_ours
 from micronorm.export.verify import verify
+from micronorm.ops.private_api import tree_leaves, tree_map
 
 LOWEST_OPSET = 21  # the first for which torch writes GroupNormalization, with an affine per channel
 _LARGEST_MESSAGE = 2**31 - 2**20  # protobuf's limit, less some space for the graph itself

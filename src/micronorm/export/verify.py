@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from micronorm.convert.flow.trace import as_call
+from micronorm.ops.private_api import tree_leaves
 
 
 def verify(

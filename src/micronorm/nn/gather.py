@@ -40,7 +40,7 @@ def gather(
     window = find_window(counter)
     if window is None or not _gathers(window, group_elements):
         return
-    _count_forward(window)
+    _count_forward(window, counter)
     contribution = torch.cat(window_sums(Moments(mean, var), elements=elements, around=around))
     finite = contribution.isfinite().all()
     sums.add_(torch.where(finite, contribution, 0.0))
@@ -60,8 +60,10 @@ def gather_numbers(
 ) -> None:
     """Do the same from the numbers that the kernels of a forward returned, by one more kernel."""
     window = find_window(counter)
-    if window is not None:
-        gather_by_kernel(window, numbers, around, (samples, channels, elements), groups)
+    if window is not None and _gathers(window, elements * (channels // groups)):
+        _count_forward(window, counter)
+        # Into the arguments, not into the window: compiled graphs pass copies, and copy them back afterwards.
+        gather_fused(numbers, around, sums, lost, (samples, channels, elements), groups)
 
 
 def gather_by_kernel(window: Window, numbers: Tensor, around: Tensor, sizes: tuple[int, int, int], groups: int) -> None:
@@ -69,7 +71,7 @@ def gather_by_kernel(window: Window, numbers: Tensor, around: Tensor, sizes: tup
     if torch.compiler.is_compiling():
         torch.ops.micronorm.gather_numbers(numbers, around, *sizes, groups, window.sums, window.lost, window.counter)
     elif _gathers(window, sizes[2] * (sizes[1] // groups)):
-        _count_forward(window)
+        _count_forward(window, window.counter)
         gather_fused(numbers, around, window.sums, window.lost, sizes, groups)
 
 
@@ -150,9 +152,9 @@ def _gathers(window: Window, group_elements: int) -> bool:
     return not (window.paused or inside_backward())
 
 
-def _count_forward(window: Window) -> None:
-    """Count a forward of the window, or raise if too many came without a commit."""
-    counts = window.counter.numpy()  # faster than indexing the tensor, which takes microseconds
+def _count_forward(window: Window, counter: Tensor) -> None:
+    """Count a forward of the window, or raise if too many came without a commit; `counter` is its own or a copy."""
+    counts = counter.numpy()  # faster than indexing the tensor, which takes microseconds
     if counts[0] >= window.control.max_forwards:
         raise RuntimeError(
             f"{window.describe()} has gathered {counts[0]} training forwards without a commit: its estimates do "

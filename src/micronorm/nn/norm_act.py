@@ -9,13 +9,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.nn.group import GroupNorm, InstanceNorm
 from micronorm.nn.passive_hook import PassiveHook
 from micronorm.nn.spec import NormSpec
 from micronorm.ops.activation import IDENTITY, Activation, ActivationKind
+from micronorm.ops.private_api import has_global_hooks
 
 Act = type[nn.Module] | Callable[..., nn.Module]
 
@@ -100,7 +100,7 @@ def can_fuse(norm: nn.Module) -> bool:
     """
     if type(norm) not in FUSIBLE or norm.activation is not None or "forward" in norm.__dict__:
         return False
-    return not has_hooks(norm) and not _has_any_global_hook()
+    return not has_hooks(norm) and not has_global_hooks()
 
 
 def fusible_activation(act: Callable[[Tensor], Tensor] | None) -> Activation | None:

@@ -25,7 +25,8 @@ class ActivationKind(StrEnum):
 ACTIVATIONS = tuple(kind.value for kind in ActivationKind if kind is not ActivationKind.IDENTITY)
 """The strings that `activation=` of a normalization accepts, besides None for the identity."""
 
-_KINDS: dict[str | None, ActivationKind] = {None: ActivationKind.IDENTITY} | {k.value: k for k in ActivationKind}
+KINDS: dict[str | None, ActivationKind] = {None: ActivationKind.IDENTITY} | {k.value: k for k in ActivationKind}
+"""The kind for each value of `activation=`."""
 
 
 class Activation(NamedTuple):
@@ -78,10 +79,10 @@ def check_activation(kind: str | None, slope: float = 0.01) -> Activation:
         >>> check_activation("relu").kind is ActivationKind.RELU, check_activation(None) == IDENTITY
         (True, True)
     """
-    if kind not in _KINDS:
+    if kind not in KINDS:
         raise ValueError(f"activation must be None or one of {ACTIVATIONS}, got {kind!r}")
     if isinstance(slope, bool) or not isinstance(slope, int | float):
         raise TypeError(f"negative_slope must be a number, got {slope!r}")
     if not math.isfinite(slope):
         raise ValueError(f"negative_slope must be finite, got {slope!r}")
-    return Activation(_KINDS[kind], float(slope))
+    return Activation(KINDS[kind], float(slope))

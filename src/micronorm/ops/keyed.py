@@ -2,8 +2,7 @@
 
 Random choices for a sample (its place in the epoch, its crop, its dropout mask) depend only on the run's seed, the
 epoch and the sample's index. No cut into micro-batches, ranks or workers can then change them. The generator is
-SplitMix64, a fixed bijection of 64-bit words, in torch's wrapping int64 arithmetic: it gives the same bits on every
-device.
+SplitMix64, a fixed bijection of 64-bit words, in torch's wrapping int64 arithmetic: the same bits on every device.
 """
 
 import torch

@@ -1,7 +1,9 @@
 """Every private interface of torch and Triton that this package uses.
 
-Private interfaces may change in any release. They are collected here so that a change breaks one file, and
-`tests/ops/test_private_api.py` has a test for each. Tried with torch 2.6 to 2.11 and Triton 3.4 to 3.6.
+Private interfaces may change in any release. They are collected here so that a change breaks one file;
+`tests/ops/test_private_api.py` has a test for each, and finds private names in other files. Attributes of torch's
+objects (`Tensor._version`, `Node._saved_…`, `Module._buffers`) are used where they are needed. Tested with torch 2.11
+and Triton 3.6.
 
 | name here | private interface | if a release removes it |
 |---|---|---|
@@ -12,10 +14,13 @@ Private interfaces may change in any release. They are collected here so that a 
 | `top_saved_tensors_hooks` | `torch._C._autograd._top_saved_tensors_default_hooks` | None (torch 2.6 and 2.7) |
 | `disable_dynamo` | `torch._disable_dynamo` | `torch.compiler.disable` |
 | `mark_constant` | the attribute `_dynamo_marked_constant` | compiled code traces the function instead |
+| `has_global_hooks` | `torch.nn.modules.module._has_any_global_hook` | ImportError that names it |
 | `preserve_version` | `torch.autograd._unsafe_preserve_version_counter` | ImportError that names it |
 | `fast_apply` | `apply` of the base class of `torch.autograd.Function` | the public `apply` |
+| `DropoutNd`, `BatchNormBase`, `InstanceNormBase` | `_DropoutNd`, … in `torch.nn.modules` | ImportError |
+| `TorchDispatchMode` | `torch.utils._python_dispatch` | ImportError |
+| `tree_leaves`, `tree_map` | `torch.utils._pytree` | ImportError |
 | `foreach_add_`, `foreach_copy_`, `foreach_div_`, `foreach_mul_`, `foreach_norm` | `torch._foreach_*` | ImportError |
-| `batch_norm_impl_index` | `torch._batch_norm_impl_index` | ImportError that names it |
 | `current_stream` | `torch._C._cuda_getCurrentRawStream` | `torch.cuda.current_stream` |
 | `current_device` | `torch._C._cuda_getDevice` | `torch.cuda.current_device` |
 | `launch_hook_check`, `compiled_launcher` | Triton's launch hooks and compiled kernels | Triton's public launch |
@@ -29,6 +34,37 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+__all__ = [
+    "LAST_TRITON",
+    "BatchNormBase",
+    "DropoutNd",
+    "InstanceNormBase",
+    "TorchDispatchMode",
+    "compiled_launcher",
+    "current_device",
+    "current_stream",
+    "disable_dynamo",
+    "fast_apply",
+    "foreach_add_",
+    "foreach_copy_",
+    "foreach_div_",
+    "foreach_mul_",
+    "foreach_norm",
+    "forward_ad_level",
+    "functorch_transforms_active",
+    "graph_task_id",
+    "has_global_hooks",
+    "is_legacy_batched",
+    "launch_hook_check",
+    "mark_constant",
+    "preserve_version",
+    "top_saved_tensors_hooks",
+    "tree_leaves",
+    "tree_map",
+]
 
 LAST_TRITON = (3, 6)
 """The newest Triton whose compiled kernels are launched directly."""
@@ -41,7 +77,7 @@ def _required(owner: Any, name: str) -> Any:
     except AttributeError:
         where = getattr(owner, "__name__", type(owner).__name__)
         raise ImportError(
-            f"micronorm uses {where}.{name}, which torch {torch.__version__} does not have; install torch 2.6 to 2.11"
+            f"micronorm uses {where}.{name}, which torch {torch.__version__} does not have; tested was torch 2.11"
         ) from None
 
 
@@ -50,11 +86,14 @@ def _required(owner: Any, name: str) -> Any:
 functorch_transforms_active = _required(torch._C, "_are_functorch_transforms_active")
 """Return whether a transform of torch.func (grad, vmap, jvp, …) is active."""
 
-is_legacy_batched = _required(torch._C._functorch, "is_legacy_batchedtensor")
+is_legacy_batched = _required(torch._C._functorch, "is_legacy_batchedtensor")  # type: ignore[attr-defined]
 """Return whether a tensor is one of many that `torch.autograd.grad(is_grads_batched=True)` computes at once."""
 
 graph_task_id = _required(torch._C, "_current_graph_task_id")
 """Return the id of the backward pass that runs in this thread, or -1 if none does."""
+
+has_global_hooks = _required(torch.nn.modules.module, "_has_any_global_hook")
+"""Return whether hooks are registered for all modules, as by `register_module_forward_hook`."""
 
 preserve_version = _required(torch.autograd, "_unsafe_preserve_version_counter")
 """Return a context that resets a tensor's version counter at its end."""
@@ -90,14 +129,19 @@ def mark_constant(function: Any) -> Any:
     return function
 
 
-# --- operations on lists of tensors, and which batch normalization torch would take -----------------------------------
+# --- base classes and helpers without a public name -------------------------------------------------------------------
+
+DropoutNd = _required(torch.nn.modules.dropout, "_DropoutNd")
+BatchNormBase = _required(torch.nn.modules.batchnorm, "_BatchNorm")
+InstanceNormBase = _required(torch.nn.modules.instancenorm, "_InstanceNorm")
+
+# --- operations on lists of tensors -----------------------------------------------------------------------------------
 
 foreach_add_ = _required(torch, "_foreach_add_")
 foreach_copy_ = _required(torch, "_foreach_copy_")
 foreach_div_ = _required(torch, "_foreach_div_")
 foreach_mul_ = _required(torch, "_foreach_mul_")
 foreach_norm = _required(torch, "_foreach_norm")
-batch_norm_impl_index = _required(torch, "_batch_norm_impl_index")
 
 
 # --- launching kernels ------------------------------------------------------------------------------------------------

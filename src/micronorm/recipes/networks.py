@@ -1,7 +1,7 @@
-"""The networks of the recipes, as plain torch layers: nn.Conv2d and nn.BatchNorm2d, which conversion then replaces.
+"""The networks of the recipes, made of nn.Conv2d and nn.BatchNorm2d, which conversion then replaces.
 
-The CIFAR networks and that of the digits are here. Those for ImageNet are torchvision's, which is imported only when
-one of them is built.
+The networks for CIFAR, digits and shapes are defined here. Those for ImageNet are torchvision's, which is imported only
+when one of them is built.
 """
 
 import importlib
@@ -16,15 +16,15 @@ from micronorm.convert import norm_act, register_block
 
 
 def _conv(inputs: int, outputs: int, kernel: int, *, stride: int = 1) -> nn.Conv2d:
-    # no bias: the norm after it has one of its own
+    # no bias, because the norm after it has one
     return nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=False)
 
 
 class BasicBlock(nn.Module):
     """relu(norm(conv(relu(norm(conv(x))))) + shortcut(x)); the first convolution and the shortcut take the stride.
 
-    Where the shape changes the shortcut is a projection, a 1×1 convolution and its norm (option B of He et al.; their
-    own CIFAR networks had the parameter-free option A). The authors' CIFAR code projects, so this does.
+    If the shape changes, the shortcut is a 1×1 convolution with a norm (option B of He et al.), as in the authors'
+    CIFAR code. He et al.'s CIFAR networks used option A, without parameters.
     """
 
     def __init__(self, inputs: int, outputs: int, *, stride: int) -> None:
@@ -131,27 +131,27 @@ class SmallSegmenter(nn.Module):
 
 
 def _cifar(depth: int, *, classes: int) -> nn.Module:
-    """The 6n + 2 layers of He et al. for CIFAR: three stages of n basic blocks."""
+    """Build He et al.'s network of 6n + 2 layers for CIFAR: three stages of n basic blocks."""
     count, rest = divmod(depth - 2, 6)
     assert rest == 0, depth
     return SmallImageResNet(widths=(16, 32, 64), blocks=(count,) * 3, classes=classes)
 
 
 def _cifar_resnet18(*, classes: int) -> nn.Module:
-    """ResNet-18 as it is commonly used for CIFAR: ImageNet's widths and depths behind the 3×3 stem."""
+    """Build the usual ResNet-18 for CIFAR: ImageNet's widths and depths after a 3×3 stem."""
     return SmallImageResNet(widths=(64, 128, 256, 512), blocks=(2, 2, 2, 2), classes=classes)
 
 
 def _digits(*, classes: int) -> nn.Module:
-    """One block per stage, for N×1×8×8 images."""
+    """Build a network with one block per stage, for N×1×8×8 images."""
     return SmallImageResNet(widths=(16, 32, 64), blocks=(1, 1, 1), classes=classes, inputs=1)
 
 
 def _torchvision(blocks: Sequence[int], *, classes: int, groups: int = 1, width_per_group: int = 64) -> nn.Module:
-    """torchvision's bottleneck ResNet, the last norm of each residual block starting at weight 0.
+    """Build torchvision's bottleneck ResNet; the last norm of each residual block starts at weight 0.
 
-    The paper does not say how its networks start; the authors' code zeroes that norm. Built from the class because
-    torchvision has no builder for ResNeXt-101 32×4d.
+    The paper does not say how its networks start; the authors' code zeroes that norm. torchvision has no function for
+    ResNeXt-101 32×4d, so this uses its class.
     """
     try:
         resnet: Any = importlib.import_module("torchvision.models.resnet")
@@ -183,7 +183,7 @@ NETWORKS: Mapping[str, Callable[..., nn.Module]] = {
     "resnext50-32x4d": partial(_torchvision, (3, 4, 6, 3), **_RESNEXT),
     "resnext101-32x4d": partial(_torchvision, (3, 4, 23, 3), **_RESNEXT),
 }
-"""By the name a recipe uses; each takes classes=."""
+"""By the name that a recipe uses; each function takes classes=."""
 
 
 def zero_last_norms(network: nn.Module) -> nn.Module:
@@ -209,7 +209,7 @@ def zero_last_norms(network: nn.Module) -> nn.Module:
 
 
 def build_network(name: str, *, classes: int) -> nn.Module:
-    """The plain network of that name, its weights drawn from torch's global generator.
+    """Build the plain network of that name, with weights from torch's global generator.
 
     Example:
         >>> sum(p.numel() for p in build_network("cifar-resnet20", classes=10).parameters())

@@ -1,4 +1,4 @@
-"""How the paper trains: one protocol for ImageNet, one for CIFAR, each as a function that makes a recipe."""
+"""The paper's training protocols: one for ImageNet, one for CIFAR, each a function that makes a recipe."""
 
 from collections.abc import Mapping
 
@@ -60,7 +60,7 @@ GPUS = 4
 
 
 def method(norm: NormSpec | None, weight: WeightSpec | None) -> str:
-    """The method in the paper's words: "GN+WS"."""
+    """Return the name of the method as in the paper: "GN+WS"."""
     name = type(norm).__name__ if norm is not None else "BN"
     if weight is None:
         return name
@@ -70,10 +70,10 @@ def method(norm: NormSpec | None, weight: WeightSpec | None) -> str:
 
 
 def shared_samples(norm: NormSpec | None, batch: int) -> tuple[int, int | None]:
-    """`unit` and `largest` of the settings for a norm over `batch` images.
+    """Return `unit` and `largest` of the settings for a norm over `batch` images.
 
-    Norms of one image may be cut anywhere. Those that take a forward's whole batch need `batch` images in each; those
-    that treat it as successive micro-batches need whole ones.
+    Norms of one image may be cut anywhere. Norms over the whole batch of a forward need `batch` images in each; norms
+    that treat a batch as successive micro-batches need whole ones.
 
     Example:
         >>> shared_samples(BN(), 128), shared_samples(BN(micro_batch=64), 64), shared_samples(BCN(), 1)
@@ -117,7 +117,7 @@ def make(
     title: str | None = None,
     zero_start: bool = False,
 ) -> Recipe:
-    """The recipe "table/row" of a norm over `batch` images; title and classes follow from the rest.
+    """Make the recipe "table/row" of a norm over `batch` images; title and classes follow from the rest.
 
     `settings` must have the `unit` and `largest` that `shared_samples` gives.
     """
@@ -151,7 +151,7 @@ def imagenet(
     batch: int = 1,
     notes: tuple[str, ...] = (),
 ) -> Recipe:
-    """SGD at 0.1, ×0.1 after every 30 epochs; samples per step and epochs by network."""
+    """Make a recipe with SGD at 0.1, ×0.1 after every 30 epochs; samples per step and epochs depend on the network."""
     epochs, step_batch = _IMAGENET_LENGTH[network]
     unit, largest = shared_samples(norm, batch)
     settings = Settings(
@@ -192,7 +192,7 @@ def cifar(
     title: str | None = None,
     zero_start: bool = False,
 ) -> Recipe:
-    """128 samples per step for 164 epochs, SGD at 0.1, ×0.1 after 81 and 122 of them."""
+    """Make a recipe with 128 samples per step for 164 epochs, and SGD at 0.1, ×0.1 after 81 and 122 epochs."""
     unit, largest = (1, None) if unavailable else shared_samples(norm, batch)
     settings = Settings(
         epochs=164,

@@ -1,4 +1,4 @@
-"""A recipe: everything that decides the result of a training run, with the paper's figure beside it."""
+"""A recipe: everything that determines the result of a training run, and the paper's figures for it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from micronorm.tasks import TASKS
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What a record's data must be for the run to count: so many samples of so many classes."""
+    """The size of a data set. A run counts as a result only if its data have this size."""
 
     title: str
     train: int
     test: int
     classes: int
     shape: tuple[int, int, int]
-    """Channels, height and width of what the network is given."""
+    """Channels, height and width of the network's input."""
 
 
 DATA: Mapping[str, DataFacts] = {
@@ -34,7 +34,7 @@ DATA: Mapping[str, DataFacts] = {
     "shapes": DataFacts("generated shapes", train=2048, test=128, classes=4, shape=(3, 32, 32)),
     "imagenet": DataFacts("ImageNet", train=1_281_167, test=50_000, classes=1000, shape=(3, 224, 224)),
 }
-"""By the name a recipe uses. Counts are those of the official releases, training and validation for ImageNet."""
+"""By the name that a recipe uses, with the counts of the official releases. ImageNet's test set is its validation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,19 +44,19 @@ class Recipe:
     Args:
         table: the table's name, the paper's label without `tab:`, or one of ours.
         row: its name in the table.
-        title: the row for people.
-        paper: the paper's figures for it, errors in %; None where the paper has none.
+        title: the row in words.
+        paper: the paper's figures, errors in %; None if the paper has none.
         network: its key in `networks.NETWORKS`.
         classes: outputs of the classifier.
-        norm: what every norm becomes; None leaves the network's own BatchNorm.
-        weight: what every convolution before a norm becomes; None leaves it plain.
+        norm: replaces every norm; None keeps the network's own BatchNorm.
+        weight: replaces every convolution before a norm; None keeps it plain.
         data: its key in `DATA`.
         task: its key in `micronorm.tasks.TASKS`.
         settings: optimizer, schedule, samples per step, and which samples share a forward.
-        micro_batch: images per forward as the row is meant, the paper's batch size per GPU. A hint: how many are
-            computed at once follows from the settings' `unit` and `largest`.
-        notes: what the paper leaves open here and what was chosen, a sentence each.
-        unavailable: why the row cannot be run; None where it can.
+        micro_batch: the paper's batch size per GPU, for information. The settings' `unit` and `largest` decide how many
+            images are computed at once.
+        notes: what the paper leaves open and what was chosen, a sentence each.
+        unavailable: why the row cannot be run; None if it can.
         zero_start: start the last norm of every residual block at zero, so that each block begins as its shortcut.
     """
 
@@ -88,9 +88,9 @@ class Recipe:
         return f"{self.table}/{self.row}"
 
     def build(self, seed: int) -> nn.Module:
-        """The network, converted, on the CPU. Recipes that differ in the method alone start from the same weights.
+        """Return the converted network on the CPU. Recipes that differ in the method alone start from the same weights.
 
-        torch's random state is left as it was. ValueError for a row that is `unavailable`.
+        torch's random state does not change. Raise ValueError if the row is `unavailable`.
 
         Example:
             >>> from micronorm import recipes
@@ -101,28 +101,28 @@ class Recipe:
         if self.unavailable is not None:
             raise ValueError(f"{self.name} cannot be built: {self.unavailable}")
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            torch.random.default_generator.manual_seed(seed)  # not torch.manual_seed, which seeds every GPU too
+            torch.random.default_generator.manual_seed(seed)  # torch.manual_seed would seed every GPU too
             network = build_network(self.network, classes=self.classes)
             if self.zero_start:
                 zero_last_norms(network)
         return self.equip(network)
 
     def equip(self, network: nn.Module) -> nn.Module:
-        """A plain network with the recipe's norms and weights, converted in place.
+        """Convert a plain network in place to the recipe's norms and weights, and return it.
 
         Example:
             >>> from micronorm import recipes
             >>> recipes.find("digits/gn").equip(nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16)))[1]
             GroupNorm(4, 16, eps=1e-05, affine=True)
         """
-        if self.norm in (None, BN()) and self.weight is None:  # it is what it should be, which `convert` refuses
+        if self.norm in (None, BN()) and self.weight is None:  # `convert` refuses to change nothing
             return network
         return convert(network, self.norm, self.weight)
 
     def definition(self) -> dict[str, Any]:
-        """All that decides the result, in JSON's types: recipes that agree in it are the same experiment.
+        """Return everything that determines the result, in JSON types. Equal definitions are the same experiment.
 
-        A record that keeps it can be told from one made before the recipe changed.
+        A record stores it, so that a run from before a change of the recipe does not count.
 
         Example:
             >>> from micronorm import recipes
@@ -156,13 +156,13 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Recipes that belong together.
+    """The recipes of one table.
 
     Args:
         name: the paper's label without `tab:`, or one of ours.
         title: one line.
         rows: in the paper's order.
-        default: the row that the table's name alone stands for; None where it stands for no row.
+        default: the row that the table's name alone stands for; None if it stands for none.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Every recipe by its name."""
+"""Find recipes and tables by name."""
 
 import difflib
 
@@ -39,7 +39,7 @@ _WITHOUT_RECIPES = ("mask", "fast", "voc", "tsm")  # tables of the paper on dete
 
 
 def tables() -> dict[str, Table]:
-    """Every table by its name: the paper's in its order, then our own.
+    """Return every table by its name: the paper's in its order, then ours.
 
     Example:
         >>> list(tables())[:3]
@@ -49,7 +49,7 @@ def tables() -> dict[str, Table]:
 
 
 def find_table(name: str) -> Table:
-    """The table of that name. ValueError where there is none, with those that there are.
+    """Return the table of that name. Raise ValueError with the known names if there is none.
 
     Example:
         >>> find_table("cwn").rows[0].name
@@ -70,9 +70,9 @@ def find_table(name: str) -> Table:
 
 
 def find(name: str) -> Recipe:
-    """The recipe "table/row"; "digits" alone is "digits/bcn-ws".
+    """Return the recipe "table/row"; "digits" alone is "digits/bcn-ws".
 
-    ValueError for a name that is none, with the names most like it.
+    Raise ValueError with the most similar names if there is none.
 
     Example:
         >>> find("cifar1/c10-micro-bcn-ws").paper
@@ -93,7 +93,7 @@ def find(name: str) -> Recipe:
         raise ValueError(f"{name!r} is a table, not a recipe; its recipes are {rows}")
     table_name, slash, _ = name.partition("/")
     if slash and table_name not in _TABLES:
-        find_table(table_name)  # which says what is wrong with it
+        find_table(table_name)  # raises an error that says what is wrong
     near = difflib.get_close_matches(name, recipes, n=5, cutoff=0.5)
     if near:
         raise ValueError(f"no recipe {name!r}; near it: {', '.join(near)}")

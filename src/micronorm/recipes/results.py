@@ -1,7 +1,7 @@
-"""What was measured for a recipe: results that come with the package, and run directories in a folder.
+"""The results of a recipe: those that come with the package, and run directories in a folder.
 
-A result counts for a recipe when the run finished and its settings and data are the recipe's: epochs and samples per
-step above all. Whatever does not count is kept with the reason, to be told.
+A result counts for a recipe if the run finished with the recipe's settings and data. Results that do not count are kept
+with the reason.
 """
 
 import json
@@ -36,7 +36,7 @@ _REQUIRED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One run, wherever its record lies.
+    """The result of one run.
 
     Args:
         recipe: the recipe's name.
@@ -47,9 +47,9 @@ class Result:
             ones; "size" where images were given another than the recipe's.
         where: the run directory, or the entry of the packaged file.
         date: ISO 8601.
-        device: what it ran on, for people.
-        finished: whether it came to its end.
-        definition: of the recipe at that time (`Recipe.definition`); None where the record does not say.
+        device: the name of the GPU or processor.
+        finished: whether the run was completed.
+        definition: of the recipe at that time (`Recipe.definition`); None if the record has none.
         weights: the file of weights that the run started from; None if it started from the recipe's initial weights.
     """
 
@@ -68,16 +68,16 @@ class Result:
 
 @dataclass(frozen=True)
 class Findings:
-    """What was found for one recipe."""
+    """The results of one recipe."""
 
     counted: tuple[Result, ...]
-    """One per seed, in the order of seeds."""
+    """One per seed, sorted by seed."""
     rejected: tuple[tuple[Result, str], ...]
-    """Those that do not count, with the reason."""
+    """Results that do not count, with the reason."""
 
     @property
     def seeds(self) -> list[int]:
-        """Of the runs that count."""
+        """The seeds of the results that count."""
         return [result.seed for result in self.counted]
 
     def mean(self) -> dict[str, float] | None:
@@ -98,7 +98,7 @@ class Findings:
 
 
 def fault(result: Result, recipe: Recipe) -> str | None:
-    """Why the result does not count for the recipe; None where it does. The seed and the dtype may be any.
+    """Return why the result does not count for the recipe, or None if it does. Any seed and dtype count.
 
     Example:
         >>> from micronorm import recipes
@@ -120,7 +120,7 @@ def fault(result: Result, recipe: Recipe) -> str | None:
     data = {"name": recipe.data, "train": facts.train, "test": facts.test, "size": facts.shape[1]}
     for kind, found, wanted in (("", result.settings, settings), ("data ", result.data, data)):
         for name, value in wanted.items():
-            # a packaged result does not say all; what must be said, `_result` has seen to
+            # a packaged result has only the required settings, which `_result` has checked
             if found.get(name, value) != value:
                 return f"{kind}{name} {found[name]} where the recipe has {value}"
     if result.data.get("verified") is False:
@@ -134,9 +134,9 @@ def fault(result: Result, recipe: Recipe) -> str | None:
 
 
 def gather(recipe: Recipe, results: Iterable[Result]) -> Findings:
-    """What counts for `recipe`: of its own name, or of a row in another table that is the same experiment.
+    """Return the results of `recipe`, including those of the same experiment in other tables.
 
-    Of several with one seed the latest counts, a run directory before a packaged result.
+    Of several results with one seed the latest counts, and a run directory replaces a packaged result.
     """
     names = _names(recipe)
     counted: dict[int, Result] = {}
@@ -153,7 +153,7 @@ def gather(recipe: Recipe, results: Iterable[Result]) -> Findings:
 
 
 def _names(recipe: Recipe) -> set[str]:
-    """What a record of this experiment may call it."""
+    """Return the names of all recipes that are the same experiment."""
     same = {recipe.name: recipe}
     if recipe.unavailable is None:
         own = recipe.definition()
@@ -164,7 +164,7 @@ def _names(recipe: Recipe) -> set[str]:
 
 
 def packaged() -> list[Result]:
-    """The results that come with the package.
+    """Return the results that come with the package.
 
     Example:
         >>> all(result.where.startswith("recorded.json#") for result in packaged())
@@ -174,7 +174,7 @@ def packaged() -> list[Result]:
 
 
 def parse_packaged(text: str) -> list[Result]:
-    """Results from the text of a file like recorded.json: a list of objects, each with the keys `_REQUIRED`."""
+    """Return the results in the text of a file like recorded.json: a list of objects with the keys `_REQUIRED`."""
     entries = json.loads(text)
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ValueError(f"{RECORDED} must be a list of objects")
@@ -190,9 +190,9 @@ def parse_packaged(text: str) -> list[Result]:
 
 
 def read_runs(folder: Path) -> tuple[list[Result], list[tuple[Path, str]]]:
-    """Every run directory at or under `folder`, and those that could not be read, with the reason.
+    """Return the results of all run directories in or below `folder`, and unreadable directories with the reason.
 
-    A folder that does not exist holds no runs.
+    A folder that does not exist has no runs.
     """
     found, damaged = [], []
     for path in records.find_runs(folder) if folder.is_dir() else []:
@@ -231,7 +231,7 @@ def _result(facts: Mapping[str, Any], outcome: Mapping[str, Any], *, where: str)
 
 
 def _device(facts: Mapping[str, Any]) -> str | None:
-    """The GPU's name or the processor's: a run on the CPU of a machine with a GPU had the latter."""
+    """Return the name of the GPU, or of the processor if the run used the CPU."""
     on_cpu = str((facts.get("execution") or {}).get("device")) == "cpu"
     for kind, key in (("cpu", "model"),) if on_cpu else (("gpu", "name"), ("cpu", "model")):
         value = facts["environment"].get(kind)

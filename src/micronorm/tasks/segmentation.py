@@ -57,7 +57,9 @@ class Segmentation:
         entropy = [F.cross_entropy(y, labels, ignore_index=self.void, reduction="sum") for y, labels in pairs]
         labelled = [(labels != self.void).sum() for _, labels in pairs]
         wrong = [((y.detach().argmax(1) != labels) & (labels != self.void)).sum() for y, labels in pairs]
-        return SegmentationLoss(sum(entropy[1:], entropy[0]), torch.stack(labelled).sum(), {"wrong": sum(wrong)})
+        return SegmentationLoss(
+            sum(entropy[1:], entropy[0]), torch.stack(labelled).sum(), {"wrong": torch.stack(wrong).sum()}
+        )
 
     def figures(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Return the mean loss per labelled pixel, and the share of wrong pixels in per cent."""

@@ -1,4 +1,7 @@
-"""The data flow of a model: which layer's output reaches which. Conversion pairs layers by it, folding merges by it."""
+"""The data flow of a model: the calls of one forward, and which output goes to which call.
+
+Conversion uses it to find the norm after a convolution, folding to merge layers. What to do with it is decided there.
+"""
 
 from micronorm.convert.flow.graph import Flow, Node
 from micronorm.convert.flow.trace import trace_flow

@@ -1,4 +1,4 @@
-"""The flow by a run on example inputs: what tensors went from call to call."""
+"""Find the flow by running the model on example inputs and recording which tensors go from call to call."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from micronorm.convert.flow.graph import Flow, Node
 from micronorm.convert.flow.kinds import FRESH
+from micronorm.ops.private_api import tree_leaves, tree_map
 
 
 def record(
     model: nn.Module, is_leaf: Callable[[nn.Module], bool], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Flow:
-    """Run the model in eval mode without gradients and write down its calls. Flags and random state are put back."""
+    """Run the model in eval mode without gradients and return its calls; restore modes and random state afterwards."""
     recorder = _Recorder(model, (args, kwargs))
     with _undisturbed(model), ExitStack() as hooks:
         for name, module in model.named_modules():
@@ -45,19 +45,19 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 class _Recorder(TorchFunctionMode):
-    """Maps each living tensor to the call that made it."""
+    """Record calls, and map each living tensor to the call that made it."""
 
     def __init__(self, model: nn.Module, arguments: Any) -> None:
         super().__init__()
         self.nodes: list[Node] = []
         self.complete = True
         self._made_by = WeakTensorKeyDictionary()
-        self._depth = 0  # of leaf modules being run: what happens inside them is theirs
+        self._depth = 0  # of leaf modules that are running: calls inside them are not recorded
         self._held = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
         self._expected = self._held.keys() | {id(t) for t in _tensors(arguments)}
 
     def around(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
-        """The hooks that make one call of a leaf module."""
+        """Return the hooks that record the calls of one leaf module."""
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._depth += 1
@@ -71,9 +71,9 @@ class _Recorder(TorchFunctionMode):
         return before, after
 
     def finish(self, output: Any) -> None:
-        """Count what the model returns as one more consumer: the outside sees it."""
+        """Record the model's output as one more consumer."""
         plain = (Tensor, int, float, complex, str, bytes, type(None))
-        self.complete &= all(isinstance(leaf, plain) for leaf in tree_leaves(output))  # others may hold tensors
+        self.complete &= all(isinstance(leaf, plain) for leaf in tree_leaves(output))  # other objects may hold tensors
         self.nodes.append(Node("output", None, self._sources(output)))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -105,7 +105,7 @@ class _Recorder(TorchFunctionMode):
     def _source(self, tensor: Tensor) -> Node:
         node = self._made_by.get(tensor)
         if node is None:
-            # Neither given nor held by the model: something made it unseen, perhaps out of what was seen.
+            # It is neither an input nor a parameter: an unrecorded call made it, perhaps from recorded tensors.
             self.complete &= id(tensor) in self._expected
             node = Node("input", shape=tuple(tensor.shape))
             self.nodes.append(node)

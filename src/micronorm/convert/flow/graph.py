@@ -1,4 +1,4 @@
-"""A graph of calls: layers and the functions between them, whichever way it was recorded."""
+"""The graph of a model's calls: its layers, and the functions between them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -10,11 +10,16 @@ from torch import nn
 
 @dataclass(eq=False)
 class Node:
-    """One call. `name` is the module's name in the model, or the function's own.
+    """One call.
 
-    `args` and `kwargs` are those of a function, with nodes where it was given tensors; `shape` is the output's where
-    the model was run. `reads` names the parameters and buffers that the call is given from outside it, as far as
-    symbolic tracing saw them.
+    Attributes:
+        name: the module's name in the model, or the function's name.
+        module: the module; None for a function.
+        inputs: the calls whose outputs it takes.
+        args: the positional arguments of a function, with nodes in place of tensors.
+        kwargs: its keyword arguments, likewise.
+        shape: the shape of the output, if the model was run.
+        reads: names of the parameters and buffers that are passed to the call.
     """
 
     name: str
@@ -27,17 +32,20 @@ class Node:
 
     @property
     def label(self) -> str:
-        """For messages: the module's type and name, or the function's name."""
+        """The module's type and name, or the function's name, for messages."""
         return f"{type(self.module).__name__} {self.name!r}" if self.module is not None else self.name
 
 
 @dataclass
 class Flow:
-    """The calls of one forward, in the order of execution, and how they were learned.
+    """The calls of one forward, in the order of execution.
 
-    `method` is "fx" (symbolic tracing), "execution" (a run on example inputs) or "order" (registration order, a guess);
-    `detail` says on what it ran, or why nothing better was possible. `complete` is False where a run used or returned
-    tensors in ways that could not be followed: what is there is right, but a consumer may be missing.
+    Attributes:
+        nodes: the calls.
+        method: how they were found: "fx" (symbolic tracing), "execution" (a run on example inputs) or "order" (a guess
+            from the order of registration).
+        detail: what the model was run on, or why a better method was not possible.
+        complete: False if a run used or returned tensors that could not be followed, so that consumers may be missing.
     """
 
     nodes: list[Node]
@@ -47,7 +55,7 @@ class Flow:
 
     @cached_property
     def calls(self) -> dict[nn.Module, list[Node]]:
-        """Each module's calls."""
+        """The calls of each module."""
         calls: dict[nn.Module, list[Node]] = {}
         for node in self.nodes:
             if node.module is not None:
@@ -56,7 +64,7 @@ class Flow:
 
     @cached_property
     def consumers(self) -> dict[Node, list[Node]]:
-        """Each node's consumers, one entry per use."""
+        """The consumers of each node, one entry per use."""
         consumers: dict[Node, list[Node]] = {node: [] for node in self.nodes}
         for node in self.nodes:
             for source in node.inputs:
@@ -64,7 +72,7 @@ class Flow:
         return consumers
 
     def downstream(self, start: Node, passes: Callable[[Node], bool]) -> Iterator[Node]:
-        """What the output of `start` meets first: nodes that do not let it pass, each once, in order of distance."""
+        """Yield the first nodes after `start` for which `passes` is False, each once, in order of distance."""
         queue, seen = list(self.consumers[start]), set()
         while queue:
             node = queue.pop(0)
@@ -77,7 +85,7 @@ class Flow:
                 yield node
 
     def sole_source(self, node: Node) -> Node | None:
-        """The call whose output goes into `node` and nowhere else; Identity layers count as nothing."""
+        """Return the call whose output goes into `node` alone, skipping Identity layers; None if there is none."""
         while len(node.inputs) == 1:
             source = node.inputs[0]
             if len(self.consumers[source]) != 1:

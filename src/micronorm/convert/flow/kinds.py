@@ -1,4 +1,4 @@
-"""What the calls of a flow do to a signal: let its scale pass, or reduce a map to one element per channel."""
+"""Properties of calls: do they pass a scale on, and do they leave one element per channel?"""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ from torch import nn
 
 from micronorm.convert.flow.graph import Node
 
-# Multiplied input, multiplied output: a scale given to the input is still there for a norm further on. An underscore
-# at the end of a name (in-place) and the underscores of operators are stripped before looking it up.
+# Functions with f(a·x) = a·f(x): a norm after them still removes the scale. Names are looked up without the underscores
+# of in-place functions and operators.
 _PASSING_WORDS = """
     add iadd radd sub isub rsub mul imul rmul div truediv itruediv neg sum mean max amax maximum stack cat concat
     concatenate chunk split tensor_split unbind getitem setitem narrow select view view_as reshape reshape_as flatten
@@ -46,10 +46,10 @@ _PASSING_MODULES = (
     nn.Flatten,
     nn.Unflatten,
 )
-_CONSTANT_PADS = (nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d)  # pass where the constant is zero
+_CONSTANT_PADS = (nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d)  # pass a scale on if the constant is zero
 _PASSING_TYPES = frozenset({"DropPath", "StochasticDepth", "Permute"})  # of timm and torchvision, which may be absent
 
-# Calls that take a tensor's shape, dtype and device, and nothing of what is in it.
+# Calls that use a tensor's shape, dtype and device, but not its values.
 _FRESH_WORDS = """
     new_empty new_zeros new_ones new_full new_tensor empty_like zeros_like ones_like full_like rand_like randn_like
 """
@@ -62,12 +62,12 @@ _GROWING = frozenset({"interpolate", "upsample", "expand", "expand_as", "repeat"
 
 
 def function_name(name: str) -> str:
-    """`relu_` and `__iadd__` as `relu` and `iadd`."""
+    """Return a function's name without underscores: `relu_` and `__iadd__` as `relu` and `iadd`."""
     return name.strip("_")
 
 
 def passes_scale(node: Node) -> bool:
-    """Whether a factor on the input is a factor on the output, so that a norm behind the call still removes it."""
+    """Return whether a factor on the input is a factor on the output, so that a norm after the call removes it."""
     if isinstance(node.module, _CONSTANT_PADS):
         return node.module.value == 0
     if node.module is not None:
@@ -76,29 +76,29 @@ def passes_scale(node: Node) -> bool:
 
 
 def one_element_per_channel(node: Node, *, flat: bool) -> bool:
-    """Whether the output of a call holds one number per sample and channel, judged by the calls that made it.
+    """Return whether the output of a call holds one number per sample and channel.
 
-    True behind a global pooling, until something spreads the map again; with `flat` (the norm takes N×C) also behind a
-    linear layer. Where the model was run, its shape decides.
+    If the model was run, the shape decides. Otherwise the calls before it do: there is a global pooling on every path,
+    and nothing after it enlarges the map. With `flat`, for a norm that may take N×C, a linear layer counts as well.
     """
     if node.shape is not None:
         return len(node.shape) == 2 or (len(node.shape) > 2 and all(size == 1 for size in node.shape[2:]))
-    # Every path back must come to a pooling before anything that spreads, and before the model's input. A loop: the
-    # paths through a deep network are longer than Python's stack.
+    # Every path back must reach a pooling before a call that enlarges the map, and before the model's input. This is a
+    # loop because paths through a deep network are longer than Python's stack.
     paths, seen = [node], set()
     while paths:
         node = paths.pop()
         if node in seen or _is_global_pool(node) or (flat and isinstance(node.module, nn.Linear)):
             continue
         seen.add(node)
-        if not node.inputs or _spreads(node):
+        if not node.inputs or _enlarges(node):
             return False
         paths.extend(node.inputs)
     return True
 
 
-def _spreads(node: Node) -> bool:
-    """Whether the output of a call may hold several elements per channel where its input holds one."""
+def _enlarges(node: Node) -> bool:
+    """Return whether the output of a call may hold several elements per channel if its input holds one."""
     if node.module is None:
         return function_name(node.name) in _REARRANGING | _GROWING or _reshapes_to_a_map(node)
     if isinstance(node.module, _CONVOLUTIONS):
@@ -117,7 +117,7 @@ def _is_global_pool(node: Node) -> bool:
         return _is_one(size)
     if name in ("mean", "amax", "sum"):
         dims = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
-        if isinstance(dims, int):  # of a map that was flattened before
+        if isinstance(dims, int):  # the map may have been flattened before
             source = node.inputs[0] if node.inputs else None
             return dims in (2, -1) and source is not None and _is_flat_map(source)
         return isinstance(dims, list | tuple) and len(dims) >= 2 and set(dims) <= {2, 3, 4, -1, -2, -3}
@@ -125,7 +125,7 @@ def _is_global_pool(node: Node) -> bool:
 
 
 def _is_flat_map(node: Node) -> bool:
-    """Whether the call is x.flatten(2): N×C×…  to N×C×S."""
+    """Return whether the call is x.flatten(2): N×C×… to N×C×S."""
     return (
         function_name(node.name) == "flatten"
         and node.kwargs.get("start_dim", node.args[1] if len(node.args) > 1 else 0) == 2
@@ -133,7 +133,7 @@ def _is_flat_map(node: Node) -> bool:
 
 
 def _reshapes_to_a_map(node: Node) -> bool:
-    """Whether the call spreads N×C numbers over a third axis: view(n, 64, 4, 4), or sizes that are not known."""
+    """Return whether the call may turn N×C numbers into a map: view(n, 64, 4, 4), or sizes that are not known."""
     if function_name(node.name) not in ("view", "reshape", "unflatten"):
         return False
     sizes = node.args[1:]

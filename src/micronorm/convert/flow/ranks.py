@@ -1,9 +1,20 @@
-"""How many axes the output of each call has, as far as the calls tell."""
+"""Infer the number of axes of each call's output."""
 
 from torch import nn
 
 from micronorm.convert.flow.graph import Flow, Node
 from micronorm.convert.flow.kinds import function_name
+from micronorm.nn import (
+    BatchChannelNorm,
+    BatchRenorm,
+    ChannelsLast,
+    EvoNorm,
+    FilterResponseNorm,
+    GhostBatchNorm,
+    GroupNorm,
+    NormAct,
+    SwitchableNorm,
+)
 
 _OF_ONE_RANK = {
     3: (nn.Conv1d, nn.ConvTranspose1d, nn.MaxPool1d, nn.AvgPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d),
@@ -26,7 +37,20 @@ _OF_ONE_RANK = {
         nn.AdaptiveMaxPool3d,
     ),
 }
-_KEEPING_MODULES = (nn.Linear, nn.Identity, nn.Upsample)
+_KEEPING_MODULES = (
+    nn.Linear,
+    nn.Identity,
+    nn.Upsample,
+    BatchChannelNorm,
+    BatchRenorm,
+    ChannelsLast,
+    EvoNorm,
+    FilterResponseNorm,
+    GhostBatchNorm,
+    GroupNorm,
+    NormAct,
+    SwitchableNorm,
+)
 _KEEPING_FILES = ("activation", "batchnorm", "dropout", "normalization", "padding")  # of torch.nn.modules
 _KEEPING_TYPES = frozenset({"DropPath", "StochasticDepth"})  # of timm and torchvision, which may be absent
 _KEEPING_WORDS = """
@@ -38,7 +62,7 @@ _KEEPING_FUNCTIONS = frozenset(_KEEPING_WORDS.split())
 
 
 def ranks(flow: Flow) -> dict[Node, int]:
-    """The rank of each call's output; calls whose rank is not certain have no entry."""
+    """Return the number of axes of each call's output; calls for which it is not certain have no entry."""
     known: dict[Node, int] = {}
     for node in flow.nodes:  # in the order of execution, so that inputs come first
         rank = _rank(node, known)
@@ -63,9 +87,9 @@ def _rank(node: Node, known: dict[Node, int]) -> int | None:
 def _keeps_rank(module: nn.Module) -> bool:
     path = type(module).__module__.split(".")
     of_torch = path[:3] == ["torch", "nn", "modules"] and path[-1] in _KEEPING_FILES
-    attention = isinstance(module, nn.MultiheadAttention)  # the one activation that is none
+    attention = isinstance(module, nn.MultiheadAttention)  # defined in torch.nn.modules.activation
     keeping = isinstance(module, _KEEPING_MODULES) or type(module).__name__ in _KEEPING_TYPES
-    return (of_torch and not attention) or keeping or path[:2] == ["micronorm", "nn"]
+    return (of_torch and not attention) or keeping
 
 
 def _of_function(node: Node, known: dict[Node, int]) -> int | None:
@@ -85,14 +109,14 @@ def _of_function(node: Node, known: dict[Node, int]) -> int | None:
 
 
 def _flattened(start: int, end: int, rank: int | None) -> int | None:
-    """The rank after flatten(start, end)."""
+    """Return the number of axes after flatten(start, end)."""
     if end == -1 and start >= 0:
         return start + 1
     return rank - (end - start) if rank is not None and 0 <= start <= end else None
 
 
 def _of_inputs(node: Node, known: dict[Node, int]) -> int | None:
-    """The widest of the inputs, as broadcasting has it; unknown where one of them is."""
+    """Return the most axes that an input has, as in broadcasting; None if one input is not known."""
     if not node.inputs or any(source not in known for source in node.inputs):
         return None
     return max(known[source] for source in node.inputs)

@@ -1,4 +1,4 @@
-"""The flow by torch.fx: no input is needed, and nothing runs."""
+"""Find the flow by symbolic tracing with torch.fx, which needs no input and runs nothing."""
 
 import inspect
 import sys
@@ -12,21 +12,23 @@ from micronorm.convert.flow.kinds import FRESH
 
 
 def trace_symbolically(model: nn.Module, is_leaf: Callable[[nn.Module], bool], *, opaque: bool = False) -> Flow:
-    """Trace with torch.fx; raises whatever the model's forward raises on symbolic values.
+    """Trace with torch.fx. Errors that the model's forward raises on symbolic values are passed on.
 
-    Modules that timm wants untraced are traced all the same where they hold layers of interest; with `opaque` they are
-    one call each, and what they hold is not in the flow.
+    Args:
+        model: the model.
+        is_leaf: which modules are one call each, beside the layers of torch.nn.
+        opaque: take the modules that timm excludes from tracing as one call each, even if they contain leaves.
     """
-    # An argument with a default is not given: as a symbolic value it would pass for one that is (`is not None`).
+    # Arguments with a default keep it: a symbolic value would count as given where the forward asks `is not None`.
     defaults = {
         p.name: p.default for p in inspect.signature(model.forward).parameters.values() if p.default is not p.empty
     }
-    graph = _Tracer(is_leaf, opaque).trace(model, concrete_args=defaults or None)
+    graph = _LeafTracer(is_leaf, opaque).trace(model, concrete_args=defaults or None)
     modules = dict(model.named_modules(remove_duplicate=False))
     made: dict[torch.fx.Node, Node] = {}
     metadata: set[torch.fx.Node] = set()
     for entry in graph.nodes:
-        # Parameters and sizes are no signal: like a run, the flow is of what is computed from the model's input.
+        # Parameters and sizes do not count as inputs: the flow holds what is computed from the model's input.
         inputs = tuple(
             made[source] for source in entry.all_input_nodes if source not in metadata and source.op != "get_attr"
         )
@@ -47,7 +49,7 @@ def trace_symbolically(model: nn.Module, is_leaf: Callable[[nn.Module], bool], *
 
 
 def _is_metadata(entry: torch.fx.Node, known: set[torch.fx.Node]) -> bool:
-    """Whether a value is a size or an attribute of a tensor, or computed from such alone: it carries no data."""
+    """Return whether a value is a size or attribute of a tensor, or computed from such values alone."""
     if entry.op == "call_function" and getattr(entry.target, "__name__", "") == "getattr":
         return entry.args[1] in ("shape", "device", "dtype", "ndim", "requires_grad", "is_cuda")
     if entry.op == "call_method" and entry.target in ("size", "dim", "numel", "stride", "is_contiguous", *FRESH):
@@ -58,8 +60,8 @@ def _is_metadata(entry: torch.fx.Node, known: set[torch.fx.Node]) -> bool:
     return entry.op in ("call_function", "call_method") and bool(sources) and all(s in known for s in sources)
 
 
-class _Tracer(torch.fx.Tracer):
-    """Layers of torch.nn and whatever `is_leaf` names are one call; timm says what it does not want traced."""
+class _LeafTracer(torch.fx.Tracer):
+    """Trace with the layers of torch.nn, and what `is_leaf` or timm exclude from tracing, as one call each."""
 
     def __init__(self, is_leaf: Callable[[nn.Module], bool], opaque: bool) -> None:
         timm_fx = sys.modules.get("timm.layers._fx")

@@ -1,4 +1,4 @@
-"""The ways to learn a model's flow: symbolic tracing, a run on example inputs, and the order of registration."""
+"""Find a model's flow by symbolic tracing, a run on example inputs, or the order of registration."""
 
 import copy
 import inspect
@@ -22,14 +22,14 @@ def trace_flow(
     example_inputs: Any = None,
     pairs: Callable[[nn.Module, nn.Module], bool],
 ) -> Flow:
-    """The flow of `model`, by the first way that works.
+    """Return the flow of `model`, by the first method that works.
 
     Args:
-        model: any module; it is left as it was.
+        model: any module; it is not changed.
         is_leaf: which modules are one call each, beside the layers of torch.nn.
-        example_inputs: what to run it on where symbolic tracing fails: a tuple of arguments, a dictionary of keyword
-            arguments, or the one argument. None: guessed from the first convolution.
-        pairs: whether two modules registered one after the other may be taken for a pair, where nothing else is known.
+        example_inputs: the inputs to run it on if symbolic tracing fails: a tuple of arguments, a dictionary of keyword
+            arguments, or the one argument. None guesses them from the first convolution.
+        pairs: whether two modules that are registered one after the other may be a pair, if both methods fail.
     """
     stand_in, originals = _stand_in(model)
 
@@ -41,7 +41,7 @@ def trace_flow(
         return Flow(by_order(model, is_leaf, pairs), "order", flow.detail)
     for node in flow.nodes:
         node.module = originals.get(node.module, node.module) if node.module is not None else None
-    return Flow(flow.nodes, flow.method, flow.detail, flow.complete)  # anew: it has tables by module
+    return Flow(flow.nodes, flow.method, flow.detail, flow.complete)  # a new one: its tables are by module
 
 
 def _trace(model: nn.Module, is_leaf: Callable[[nn.Module], bool], example_inputs: Any) -> Flow:
@@ -75,7 +75,7 @@ def _trace(model: nn.Module, is_leaf: Callable[[nn.Module], bool], example_input
 
 
 class _DoesNotRun(ValueError):
-    """The model raised on the inputs it was given."""
+    """The model raised an error on its inputs."""
 
 
 def _run(model: nn.Module, is_leaf: Callable[[nn.Module], bool], inputs: Any) -> Flow:
@@ -86,7 +86,7 @@ def _run(model: nn.Module, is_leaf: Callable[[nn.Module], bool], inputs: Any) ->
 
 
 def _learn_shapes(flow: Flow, executed: Flow) -> None:
-    """Shapes for a symbolic flow, from a run of the same model: of each layer's inputs, where the calls match."""
+    """Copy the shapes of each layer's inputs from a run to the symbolic flow, if the layer's calls match."""
     for module, calls in flow.calls.items():
         ran = executed.calls.get(module, [])
         if len(ran) == len(calls):
@@ -97,9 +97,9 @@ def _learn_shapes(flow: Flow, executed: Flow) -> None:
 
 
 def _stand_in(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
-    """A copy to trace, with the module each of its modules stands for: a forward may write to what it finds.
+    """Return a copy to trace, because a forward may change its module, and the original of each of its modules.
 
-    Parameters are not copied but seen through others of their storage, so the copy costs no memory.
+    The copy's parameters share their storage with the originals, so it needs no memory.
     """
     memo: dict[int, Any] = {}
     try:
@@ -108,7 +108,7 @@ def _stand_in(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
         twin = copy.deepcopy(model, memo)
         restore_forwards(twin)  # the flow is that of the classes' own forwards
         return twin, {memo[id(module)]: module for module in model.modules()}
-    except Exception:  # what cannot be copied is traced itself
+    except Exception:  # a model that cannot be copied is traced itself
         return model, {}
 
 
@@ -118,7 +118,7 @@ def _first_line(fault: BaseException | None) -> str:
 
 
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments: a tuple is the former, a dictionary the latter, anything else one argument."""
+    """Return positional and keyword arguments: from a tuple, a dictionary, or any other value as the one argument."""
     if isinstance(inputs, tuple):
         return inputs, {}
     if isinstance(inputs, dict):
@@ -127,7 +127,7 @@ def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def guesses(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Inputs that the first convolution could take: images of usual sizes, and a list of one as detectors want it."""
+    """Yield inputs that fit the first convolution: images of usual sizes, and a list of one image, for detectors."""
     convolution = next((m for m in model.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)), None)
     if convolution is None:
         return
@@ -162,7 +162,7 @@ def guesses(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def by_order(
     model: nn.Module, is_leaf: Callable[[nn.Module], bool], pairs: Callable[[nn.Module, nn.Module], bool]
 ) -> list[Node]:
-    """The layers in the order of registration; one has the layer before it as its input where the two may pair."""
+    """Return the layers in the order of registration; a layer's input is the one before it if the two may pair."""
     nodes: list[Node] = []
     last: Node | None = None
     for name, module in model.named_modules():

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from micronorm.nn.checkpointing import inside_backward
 from micronorm.nn.gather import run
 from micronorm.ops import keyed
+from micronorm.ops.private_api import DropoutNd
 
 # Augmentation uses the same keys with small stream numbers; dropout uses the upper half of all streams.
 _FIRST_STREAM = 1 << 63
@@ -92,7 +93,7 @@ def dropout_keys(keys: Tensor) -> Iterator[None]:
         _in_force.remove(declaration)
 
 
-class KeyedDropout(nn.modules.dropout._DropoutNd):
+class KeyedDropout(DropoutNd):
     """nn.Dropout, or nn.Dropout1d/2d/3d, with masks from the keys that `dropout_keys` declares.
 
     y = x/(1 − p) for elements that the mask keeps, 0 for the others. Without declared keys it is torch's own layer. The

@@ -1,6 +1,6 @@
-"""How the estimates μ̂ and σ̂² move, as pure functions on N×C numbers.
+"""Updates of the estimates μ̂ and σ̂², as pure functions on N×C numbers.
 
-Estimates carry no gradient. `Moments` holds both the moments of data and the estimates of them.
+Estimates carry no gradient. `Moments` holds moments of data as well as estimates.
 """
 
 from typing import NamedTuple
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from micronorm.ops.moments import Moments, pool_micro_batches, spread_to_samples, wide_dtype
 
-# The scan multiplies by a T×T matrix; beyond this many micro-batches it goes block by block.
+# The scan multiplies by a T×T matrix. More micro-batches than this are processed in blocks.
 _SCAN_BLOCK = 256
 
 
 class Sums(NamedTuple):
-    """What a window holds of one or many forwards: n elements per channel, s₁ = Σ(x − μ̂) and s₂ = Σ(x − μ̂)²."""
+    """The content of a window: n elements per channel, s₁ = Σ(x − μ̂) and s₂ = Σ(x − μ̂)², over some forwards."""
 
     elements: Tensor
     first: Tensor
@@ -23,7 +23,7 @@ class Sums(NamedTuple):
 
 
 def window_sums(parts_nc: Moments, *, elements: int, around: Tensor) -> Sums:
-    """Sums over all samples of the first two powers of x − μ̂, from per-sample moments over `elements` elements each."""
+    """Return sums over all samples of x − μ̂ and its square, from per-sample moments over `elements` elements each."""
     distance_nc = parts_nc.mean - around.to(parts_nc.mean.dtype)
     first_c = elements * distance_nc.sum(0)
     second_c = elements * (parts_nc.var + distance_nc.square()).sum(0)
@@ -32,7 +32,7 @@ def window_sums(parts_nc: Moments, *, elements: int, around: Tensor) -> Sums:
 
 
 def move_by_window(estimates: Moments, sums: Sums, rate: Tensor | float) -> Moments:
-    """The commit: μ̂ + r·s₁/n and σ̂² + r·(s₂/n − σ̂²), both around the old μ̂. An empty window moves nothing."""
+    """Return the commit: μ̂ + r·s₁/n and σ̂² + r·(s₂/n − σ̂²), around the old μ̂. An empty window changes nothing."""
     wide = sums.first.dtype
     mean, var = (e.to(wide) for e in estimates)
     count = sums.elements.clamp(min=1)
@@ -41,9 +41,9 @@ def move_by_window(estimates: Moments, sums: Sums, rate: Tensor | float) -> Mome
 
 
 def move_by_batch(estimates: Moments, batch: Moments, *, elements: int, momentum: Tensor | float) -> Moments:
-    """BatchNorm's running statistics: r toward the batch's mean and its *unbiased* variance.
+    """Move the estimates as BatchNorm does: by `momentum` to the batch's mean and its *unbiased* variance.
 
-    One element per channel has no unbiased variance; its biased one, zero, is taken.
+    One element per channel has no unbiased variance; its biased variance, zero, is used.
     """
     mean, var = (e.to(batch.mean.dtype) for e in estimates)
     unbiased = batch.var * (elements / max(elements - 1, 1))
@@ -51,11 +51,12 @@ def move_by_batch(estimates: Moments, batch: Moments, *, elements: int, momentum
 
 
 def scan(estimates: Moments, parts_nc: Moments, *, rate: Tensor | float, micro_batch: int) -> tuple[Moments, Moments]:
-    """Algorithm 1's estimates after each of the ⌈N/m⌉ successive micro-batches that N samples stand for.
+    """Return Algorithm 1's estimates after each of the ⌈N/m⌉ successive micro-batches of N samples.
 
     μ̂_t = (1−r)·μ̂_{t−1} + r·m_t and σ̂²_t = (1−r)·σ̂²_{t−1} + r·(v_t + (m_t − μ̂_{t−1})²), a causal linear recurrence.
 
-    Returns the estimates each sample is normalized with (N×C) and the final ones (C).
+    Returns:
+        The estimates that each sample is normalized with (N×C), and the final ones (C).
     """
     samples = parts_nc.mean.shape[0]
     batches_tc = pool_micro_batches(parts_nc, micro_batch=micro_batch)
@@ -76,25 +77,25 @@ def scan(estimates: Moments, parts_nc: Moments, *, rate: Tensor | float, micro_b
 
 
 class _Recurrence:
-    """u_t = (1−r)·u_{t−1} + r·i_t for t = 1 … T, by one product with the lower-triangular matrix of powers of 1−r.
+    """Solve u_t = (1−r)·u_{t−1} + r·i_t for t = 1 … T by one product with the lower-triangular matrix of powers of 1−r.
 
-    Powers of a number in [0, 1] and a sum of non-negative weights: nothing here amplifies rounding.
+    The weights are non-negative powers of a number in [0, 1], so rounding errors are not amplified.
     """
 
     def __init__(self, rate: Tensor | float, steps: int, *, like: Tensor) -> None:
         if isinstance(rate, Tensor):
-            rate = rate.to(like.dtype)  # 1 − r in float32 would forget small rates
+            rate = rate.to(like.dtype)  # 1 − r in float32 would lose small rates
         powers_t = (1 - rate) ** torch.arange(steps + 1, dtype=like.dtype, device=like.device)
         self.decay_t1 = powers_t[1:].unsqueeze(1)
-        # Row t holds r·(1−r)^(t−s) at s ≤ t: the same numbers, one place further in each row.
+        # Row t holds r·(1−r)^(t−s) at s ≤ t: each row is the row above, shifted by one place.
         reach = torch.cat([torch.zeros_like(powers_t[2:]), rate * powers_t[:-1]])
         self.weights_tt = reach.unfold(0, steps, 1).flip(1)
 
     def solve(self, start_c: Tensor, inputs_tc: Tensor) -> Tensor:
-        """u_1 … u_T from u_0 and i_1 … i_T; the last block of a scan may be shorter than T."""
+        """Return u_1 … u_T from u_0 and i_1 … i_T; the last block of a scan may be shorter than T."""
         steps = inputs_tc.shape[0]
-        # A zero weight times inf is NaN: what is not finite must not reach back to the micro-batches before it, but it
-        # turns itself and all later terms into NaN.
+        # A zero weight times inf is NaN, so a value that is not finite would spoil the micro-batches before it. Set it
+        # to zero in the product, and turn its own and all later terms into NaN.
         spoilt_tc = (inputs_tc * 0).cumsum(0)
         clean_tc = inputs_tc.nan_to_num(0.0, 0.0, 0.0)
         from_start_tc = self.decay_t1[:steps] * start_c + spoilt_tc

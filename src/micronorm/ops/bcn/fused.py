@@ -28,11 +28,14 @@ def _kernels() -> Any:
     return run
 
 
+_NONE, _SHARED, _PER_SAMPLE, _KEPT = Estimates  # reading a member of an enum takes longer than a global
+
+
 def _rule(mean: Tensor | None, weight: Tensor | None, groups: int, eps: float, activation: str, slope: float) -> Any:
     """Return the normalization as the kernels take it."""
-    kind = Estimates.NONE if weight is None else Estimates.KEPT
+    kind = _NONE if weight is None else _KEPT
     if mean is not None:
-        kind = Estimates.SHARED if mean.ndim == 1 else Estimates.PER_SAMPLE
+        kind = _SHARED if mean.ndim == 1 else _PER_SAMPLE
     return _kernels().rule(kind, groups, eps, activation, slope)
 
 
@@ -46,9 +49,8 @@ def normalize(x: Tensor, residual: Tensor | None, given: Tensor | None, *rest: A
     `given` are the `channel_moments` of x, if the estimates were derived from them. The rest are the blend and the
     arguments in `_TENSORS` and `_OPTIONS`; `from_batch` is for the backward.
     """
-    *norm, groups, eps, activation, slope, _ = rest
-    rule = _rule(norm[0], norm[2], groups, eps, activation, slope)
-    return _kernels().forward(x, residual, given, rule, tuple(norm))
+    norm = rest[:7]
+    return _kernels().forward(x, residual, given, _rule(norm[0], norm[2], *rest[7:11]), norm)
 
 
 def _fake(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
@@ -66,9 +68,8 @@ def normalize_backward(
 
 def _backward(grad: Tensor, x: Tensor, output: Tensor | None, numbers: Tensor, *rest: Any) -> Any:
     """Do `normalize_backward`, but return None for a missing residual, which an operator cannot return."""
-    *norm, groups, eps, activation, slope, from_batch = rest
-    rule = _rule(norm[0], norm[2], groups, eps, activation, slope)
-    return _kernels().backward(x, grad, output, numbers, rule, (*norm, None), from_batch)
+    rule = _rule(rest[0], rest[2], *rest[6:10])
+    return _kernels().backward(x, grad, output, numbers, rule, (*rest[:6], None), rest[10])
 
 
 def _fake_backward(
@@ -230,13 +231,13 @@ def batch_channel_norm_fused(
         moments = moments_by_kernel(x) if moments is None else moments
         estimates = Moments(*(s.squeeze(0) for s in batch_statistics(bounded(moments[1], x.dtype))))
     assert estimates is not None
-    # With a residual the backward tells the activation's derivative from the output alone.
-    separate = residual is not None and not activation.keeps_sign
     affine = (weight, bias, group_weight, group_bias)
     given = None if moments is None else moments[0]
-    inside = (None, IDENTITY) if separate else (residual, activation)
-    y, numbers = _call(x, inside[0], given, estimates, affine, blend, groups, eps, inside[1], from_batch)
-    return activation(y + residual) if separate else y, numbers
+    if residual is not None and not activation.keeps_sign:
+        # With a residual the backward takes the activation's derivative from the output alone.
+        y, numbers = _call(x, None, given, estimates, affine, blend, groups, eps, IDENTITY, from_batch)
+        return activation(y + residual), numbers
+    return _call(x, residual, given, estimates, affine, blend, groups, eps, activation, from_batch)
 
 
 def gather_fused(
@@ -292,6 +293,8 @@ def _call(
     from_batch: bool,
 ) -> tuple[Tensor, Tensor]:
     """Call `normalize`: the autograd function in eager code, the operator in traced code."""
-    options = (groups, eps, activation.kind.value, activation.slope, from_batch)
-    inputs = (x, residual, given, *(estimates or (None, None)), *affine, blend, *options)
-    return torch.ops.micronorm.normalize(*inputs) if torch.compiler.is_compiling() else _apply(*inputs)
+    norm = (*(estimates or (None, None)), *affine, blend, groups, eps)
+    if torch.compiler.is_compiling():
+        kind = activation.kind.value  # operators take plain strings
+        return torch.ops.micronorm.normalize(x, residual, given, *norm, kind, activation.slope, from_batch)
+    return _apply(x, residual, given, *norm, activation.kind, activation.slope, from_batch)

@@ -26,7 +26,7 @@ class _Affine(NamedTuple):
 
 
 class _Terms(NamedTuple):
-    """The N×C arithmetic of the forward, kept together because the backward needs all of it."""
+    """The N×C arithmetic of the forward, which the backward needs as well."""
 
     distance_ngk: Tensor  # m − μ̂
     rstd_ngk: Tensor  # 1/sqrt(σ̂² + ε)
@@ -54,7 +54,7 @@ def _terms(data: Moments, estimates: Moments, affine: _Affine, *, groups: int, e
 
 
 def _coefficients(terms: _Terms, affine: _Affine, residue_nc: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A and B of y = A·(x − c) + B in the dtype of the pass; c is the mean rounded to it, `residue` what that lost."""
+    """Return A and B of y = A·(x − c) + B in the pass's dtype; c is the mean rounded to it, `residue` the rest."""
     scale_nc = (terms.gain_ng * terms.a_ngk).flatten(1)
     at_mean_ngk = torch.lerp(terms.z_ngk, terms.apart_ngk * terms.inv_ng, affine.blend)
     offset_nc = torch.addcmul(affine.group_bias, at_mean_ngk, affine.group_weight).flatten(1)
@@ -82,7 +82,7 @@ def _gradients(
     elements: int,
     from_batch: bool,
 ) -> _Gradients:
-    """The backward of `_terms` and `_coefficients`, from Σg and Σg·(x − m) per (n, c). A prefix d_ means dL/d."""
+    """Return the backward of `_terms` and `_coefficients`, from Σg and Σg·(x − m) per (n, c); d_ stands for dL/d."""
     distance_ngk, rstd_ngk, a_ngk, av_ngk, z_ngk, apart_ngk, inv_ng, gain_ng = terms
     alpha, gamma_g = affine.blend, affine.group_weight
     samples, groups, size = apart_ngk.shape
@@ -99,7 +99,7 @@ def _gradients(
     # 1/S, and through it the group variance: pull = 2/k · dL/dvar
     steep_ng = alpha * gamma_g * inv_ng
     pull_ng = steep_ng * inv_ng * from_group_ng / -size
-    # z: directly, and through its distance to the group mean; the second part is all the data's mean feels
+    # z: directly, and through its distance to the group mean; the data's mean gets the second part only
     through_mean_ngk = torch.addcmul(steep_ng * sum_offset_ng / -size, pull_ng, apart_ngk)
     d_z_ngk = torch.addcmul(through_mean_ngk, gain_ng, d_offset_ngk)
     d_bias = d_z_ngk.sum(0)
@@ -126,7 +126,7 @@ def _gradients(
 
 
 def elementwise(x: Tensor, pivot_nc: Tensor, scale_nc: Tensor, offset_nc: Tensor, *, relu: bool) -> Tensor:
-    """y = A·(x − c) + B, without a graph: the pass of the forward, and the one that repeats it to the bit."""
+    """Return y = A·(x − c) + B without a graph: the forward's elementwise pass, which also recomputes y to the bit."""
     if can_block(x):
         return transform(x, pivot_nc, scale_nc, offset_nc, relu=relu)
     # While tracing, torch 2.11 loses the gradient of an output made by an in-place operation or by a cast that
@@ -213,11 +213,11 @@ def _widen(*tensors: Tensor, dtype: torch.dtype, groups: int) -> _Affine:
 def _reduce(
     grad_y: Tensor, x: Tensor, pivot_nc: Tensor, gate: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`passes.reduce` in operations that autograd and tracers can follow."""
+    """Do `passes.reduce` in operations that autograd and tracers support."""
     t = x.to(pivot_nc.dtype) - over_space(pivot_nc, x)
     g = grad_y.to(t.dtype)
     if gate is not None:
-        # Not a product: an infinite gradient behind a closed gate is none.
+        # Not a product: a masked infinite gradient must give 0, not NaN.
         g = torch.where(t * over_space(gate[0], t) + over_space(gate[1], t) > 0, g, 0.0)
     wide = wide_dtype(x.device)
     return g, as_ncs(g).sum(-1).to(wide), as_ncs(g * t).sum(-1).to(wide)
@@ -226,22 +226,22 @@ def _reduce(
 def _combine(
     g: Tensor, x: Tensor, pivot_nc: Tensor, slope_nc: Tensor, curve_nc: Tensor, shift_nc: Tensor, *, overwrite: bool
 ) -> Tensor:
-    """`passes.combine` in operations that autograd and tracers can follow; `overwrite` is not for them."""
+    """Do `passes.combine` in operations that autograd and tracers support; `overwrite` is ignored."""
     t = x.to(pivot_nc.dtype) - over_space(pivot_nc, x)
     # t first: dx takes the memory format of x, whatever that of g
     return t * over_space(curve_nc, t) + over_space(shift_nc, t) + g.to(t.dtype) * over_space(slope_nc, t)
 
 
 def batch_statistics(data: Moments) -> Moments:
-    """The whole batch's moments (1×C) from those of its samples (N×C): what `"batch"` normalizes with."""
+    """Return the whole batch's moments (1×C) from those of its samples (N×C), for `statistics="batch"`."""
     return Moments(*(s.unsqueeze(0) for s in pool(data, dim=0)))
 
 
 def watched_if_traced() -> contextlib.AbstractContextManager:
-    """No gradient for what the backward knows by itself, except in code that is being traced.
+    """Return a context that disables autograd for the moments, except in code that is being traced.
 
-    torch.export takes the function below apart and differentiates its forward; there the moments must depend on x.
-    torch.compile keeps its backward, which answers None for them.
+    The backward of `_OnePass` computes their gradient itself. torch.export, however, differentiates the forward, and
+    there the moments must depend on x.
     """
     return contextlib.nullcontext() if torch.compiler.is_compiling() else torch.no_grad()
 
@@ -265,8 +265,8 @@ def batch_channel_norm(
 
     Args:
         x: N×C×….
-        estimates: mean and variance to normalize the channels with, C numbers each, or N×C where every sample has its
-            own; no gradient flows into them. None takes the batch's own moments, and through those it does.
+        estimates: mean and variance to normalize the channels with, C numbers each, or N×C if every sample has its
+            own; they get no gradient. None uses the batch's own moments, through which gradients flow.
         weight: γ^b, C numbers.
         bias: β^b, C numbers.
         group_weight: γ^c, G numbers.
@@ -275,8 +275,8 @@ def batch_channel_norm(
         eps: added to both variances, inside the roots.
         blend: α; below 1 the group normalization is mixed with the identity.
         relu: fuse a rectifier; its mask is recomputed, not stored.
-        data: `moments(x)`, if they are known already.
-        numbers: a list that is given c, A and B, with which `elementwise` repeats y.
+        data: `moments(x)`, if known already.
+        numbers: a list that receives c, A and B, with which `elementwise` recomputes y.
 
     Example:
         >>> x, ones, zeros = torch.randn(2, 6, 4, 4), torch.ones(6), torch.zeros(6)

@@ -1,7 +1,7 @@
-"""The passes of `onepass.py` over x, block by block and in place; for eager code on the CPU.
+"""The passes of `onepass.py` over x, block by block and in place, for eager code on the CPU.
 
-Every element goes through the same operations in the same order as in the plain form there, so both give the same bits
-wherever no sum is involved. The pivot c is the mean of (n, c) rounded to the dtype of the pass.
+Every element goes through the same operations in the same order as there, so both give the same bits if no sum is
+involved. The pivot c is the mean of (n, c) rounded to the dtype of the pass.
 """
 
 import torch
@@ -16,7 +16,7 @@ def _split(values_nc: tuple[Tensor, ...], x: Tensor, cuts: list[Cut]) -> list[li
 
 
 def transform(x: Tensor, pivot_nc: Tensor, scale_nc: Tensor, offset_nc: Tensor, *, relu: bool) -> Tensor:
-    """y = A·(x − c) + B, in x's dtype and memory format."""
+    """Return y = A·(x − c) + B, in x's dtype and memory format."""
     result = torch.empty_like(x)
     x, y = with_space(x), with_space(result)
     cuts = cuts_of(x)
@@ -35,7 +35,7 @@ def transform(x: Tensor, pivot_nc: Tensor, scale_nc: Tensor, offset_nc: Tensor, 
 def reduce(
     grad_y: Tensor, x: Tensor, pivot_nc: Tensor, gate: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """g, Σg and Σg·(x − c) per (n, c); g is `grad_y` itself, or with a `gate` (A, B) what passes the rectifier."""
+    """Return g, Σg and Σg·(x − c) per (n, c); g is `grad_y`, masked by the ReLU if its `gate` (A, B) is given."""
     result = grad_y if gate is None else torch.empty_like(x, dtype=pivot_nc.dtype)
     x, grad_y, g = with_space(x), with_space(grad_y), with_space(result)
     cuts, space = cuts_of(x), space_of(x)
@@ -47,9 +47,9 @@ def reduce(
     ):
         t = torch.sub(x_block, pivot, out=scratch.like(x_block))
         if scale_offset:
-            # The very expression of the forward, so that the mask is the forward's to the last bit.
+            # The forward's own expression, so that the mask equals the forward's to the last bit.
             torch.mul(t, scale_offset[0], out=g_block).add_(scale_offset[1])
-            # What autograd calls for relu: an infinite gradient behind a closed gate gives 0, not NaN.
+            # The function that autograd uses for relu: a masked infinite gradient gives 0, not NaN.
             torch.ops.aten.threshold_backward.grad_input(grad_block.to(t.dtype), g_block, 0, grad_input=g_block)
         sum_g.add_(g_block.sum(space, keepdim=True, dtype=t.dtype))
         sum_gt.add_(t.mul_(g_block).sum(space, keepdim=True))
@@ -60,7 +60,7 @@ def reduce(
 def combine(
     g: Tensor, x: Tensor, pivot_nc: Tensor, slope_nc: Tensor, curve_nc: Tensor, shift_nc: Tensor, *, overwrite: bool
 ) -> Tensor:
-    """dx = P·g + Q·(x − c) + R, written over g if it is ours."""
+    """Return dx = P·g + Q·(x − c) + R, written to the memory of g if `overwrite`."""
     result = g if overwrite else torch.empty_like(x, dtype=pivot_nc.dtype)
     x, g, dx = with_space(x), with_space(g), with_space(result)
     cuts = cuts_of(x)
@@ -76,6 +76,6 @@ def combine(
 
 
 def _zeros(x: Tensor) -> Tensor:
-    """Two accumulators of N×C×1×…; partial sums of float32 blocks add up in float64."""
+    """Return two accumulators of N×C×1×…; the sums of float32 blocks are added in float64."""
     shape = (2, *x.shape[:2], *(1 for _ in space_of(x)))
     return torch.zeros(shape, dtype=wide_dtype(x.device), device=x.device)

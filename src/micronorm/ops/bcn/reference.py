@@ -1,6 +1,6 @@
 """Batch-Channel Normalization as the paper writes it: slow, plain, and differentiated by autograd.
 
-The fast form in `onepass.py` is tested against this file. Shapes: x is N×C×…, estimates hold C numbers each (or N×C),
+`onepass.py` and the kernels are tested against this file. Shapes: x is N×C×…, estimates hold C numbers each (or N×C),
 weight and bias (γ^b, β^b) hold C, group_weight and group_bias (γ^c, β^c) hold G.
 """
 
@@ -22,9 +22,9 @@ def batch_channel_norm_reference(
     eps: float = 1e-5,
     blend: Tensor | float = 1.0,
 ) -> Tensor:
-    """Equations `bcnbn` and `bcngn`: the channel normalization by given statistics, then the one over groups.
+    """Return equations `bcnbn` and `bcngn`: normalize channels by given statistics, then normalize groups.
 
-    `estimates=None` takes the batch's own moments, through which the gradient flows: CN(BN(x)).
+    `estimates=None` uses the batch's own moments, through which the gradient flows: CN(BN(x)).
     """
     x_ncs = as_ncs(x.to(compute_dtype(x.dtype)))
     if estimates is None:
@@ -55,9 +55,10 @@ def algorithm1(
     micro_batch: int = 1,
     eps: float = 1e-5,
 ) -> tuple[Tensor, Moments]:
-    """Algorithm 1 (`alg:1`) on each micro-batch of m samples in turn: a plain loop.
+    """Run Algorithm 1 (`alg:1`) on each micro-batch of m samples in turn, in a plain loop.
 
-    Returns the outputs of all micro-batches and the estimates after the last one.
+    Returns:
+        The outputs of all micro-batches, and the estimates after the last one.
     """
     mean_c, var_c = estimates
     outputs = []

@@ -32,7 +32,7 @@ class _Standardize(torch.autograd.Function):
 
 
 def _gradient(w: Tensor, g: Tensor, rows: Moments, center: bool, scale: bool, eps: float) -> Tensor:
-    """dW = (g − mean(g) − Ŵ·mean(g·Ŵ))/σ, in operations that can be differentiated again."""
+    """Return dW = (g − mean(g) − Ŵ·mean(g·Ŵ))/σ, in differentiable operations."""
     what, rstd = _standardized(w, rows, center, scale, eps)
     axes = tuple(range(1, w.ndim))
     dw = g - g.mean(axes, keepdim=True) if center else g
@@ -40,38 +40,38 @@ def _gradient(w: Tensor, g: Tensor, rows: Moments, center: bool, scale: bool, ep
 
 
 def gradient(w: Tensor, g: Tensor, *, center: bool, scale: bool, eps: float) -> Tensor:
-    """The backward of `standardize` as a function of W and g that can be differentiated again, in W's dtype."""
+    """Return the backward of `standardize` as a differentiable function of W and g, in W's dtype."""
     wide = w.to(compute_dtype(w.dtype))
     return _gradient(wide, g.to(wide.dtype), _row_moments(wide), center, scale, eps).to(w.dtype)
 
 
 def _row_moments(w: Tensor) -> Moments:
-    """Moments of each row, shaped to broadcast against it."""
+    """Return the moments of each row, shaped to broadcast against it."""
     shape = (-1,) + (1,) * (w.ndim - 1)
     return Moments(*(m.reshape(shape) for m in moments(w.flatten(1).unsqueeze(0))))
 
 
 def _factor(rows: Moments, center: bool, scale: bool, eps: float) -> Tensor:
-    """1/σ, or 1/rms, or one."""
+    """Return 1/σ, 1/rms or 1, according to `center` and `scale`."""
     spread = rows.var if center else rows.var + rows.mean.square()  # around the mean, or around zero
     return (spread + eps).rsqrt() if scale else torch.ones_like(rows.var)
 
 
 def _standardized(w: Tensor, rows: Moments, center: bool, scale: bool, eps: float) -> tuple[Tensor, Tensor]:
-    """Ŵ and the factor it was scaled by."""
+    """Return Ŵ and the factor it was scaled by."""
     rstd = _factor(rows, center, scale, eps).to(w.dtype)
     if not center:
         return w * rstd, rstd
-    # The mean leaves in two parts, the second being what rounding the first one lost.
+    # The mean is subtracted in two parts; the second is the rounding error of the first.
     pivot = rows.mean.detach().to(w.dtype)
     return ((w - pivot) - (rows.mean - pivot).to(w.dtype)) * rstd, rstd
 
 
 def standardize(w: Tensor, *, center: bool, scale: bool, eps: float, dtype: torch.dtype | None = None) -> Tensor:
-    """`weight_standardize` in PyTorch operations; rounded once, to `dtype`, which is W's own where none is given."""
+    """Compute `weight_standardize` in PyTorch operations; the result is rounded once, to `dtype` (None: W's own)."""
     wide = w.to(compute_dtype(w.dtype))
     what: Any
-    if is_transformed():  # which follow operations, and not a backward of its own
+    if is_transformed():  # transforms differentiate operations, not a custom backward
         what = _standardized(wide, _row_moments(wide), center, scale, eps)[0]
     else:
         what = _Standardize.apply(wide, center, scale, eps)
@@ -79,7 +79,7 @@ def standardize(w: Tensor, *, center: bool, scale: bool, eps: float, dtype: torc
 
 
 def row_statistics(w: Tensor, *, center: bool, scale: bool, eps: float) -> tuple[Tensor, Tensor]:
-    """The mean and scale of each row that standardization takes away: W = scale·Ŵ + mean. Both hold O numbers."""
+    """Return the mean and scale that standardization removes from each row: W = scale·Ŵ + mean. Both hold O numbers."""
     wide = w.to(compute_dtype(w.dtype))
     rows = _row_moments(wide)
     rstd = _factor(rows, center, scale, eps).to(wide.dtype)
@@ -88,7 +88,7 @@ def row_statistics(w: Tensor, *, center: bool, scale: bool, eps: float) -> tuple
 
 
 def weight_normalize(w: Tensor, length: Tensor) -> Tensor:
-    """g·W/‖W‖, row by row; `length` holds g, one number per output channel.
+    """Return g·W/‖W‖, row by row; `length` holds g, one number per output channel.
 
     Example:
         >>> w = weight_normalize(torch.randn(8, 4), torch.full((8,), 2.0))
@@ -98,13 +98,13 @@ def weight_normalize(w: Tensor, length: Tensor) -> Tensor:
     check_weight(w)
     wide = w.to(compute_dtype(w.dtype))
     shape = (-1,) + (1,) * (w.ndim - 1)
-    # Clamped, a row of zeros stays at zero instead of 0/0, and so does its gradient's term through the norm.
+    # Clamped so that a row of zeros stays zero instead of 0/0; the gradient through its norm is then zero too.
     square = wide.square().sum(tuple(range(1, w.ndim)), keepdim=True).clamp(min=torch.finfo(wide.dtype).tiny)
     return (length.to(wide.dtype).reshape(shape) * wide * square.rsqrt()).to(w.dtype)
 
 
 def centered_weight_normalize(w: Tensor, length: Tensor) -> Tensor:
-    """g·(W − mean)/‖W − mean‖ (label `eq:cwn`), row by row; `length` holds g.
+    """Return g·(W − mean)/‖W − mean‖ (label `eq:cwn`), row by row; `length` holds g.
 
     Example:
         >>> w = centered_weight_normalize(torch.randn(8, 4), torch.ones(8))
@@ -117,7 +117,7 @@ def centered_weight_normalize(w: Tensor, length: Tensor) -> Tensor:
 
 
 def check_weight(w: Tensor) -> None:
-    """Refuse what is not O×I or O×I×kernel with a fan-in of at least two."""
+    """Raise an error unless the weight is floating point, O×I or O×I×kernel, with a fan-in of at least two."""
     if not w.is_floating_point():
         raise TypeError(f"weights must be floating point, got {w.dtype}")
     if w.ndim < 2:
@@ -126,7 +126,7 @@ def check_weight(w: Tensor) -> None:
 
 
 def check_fan_in(fan_in: int) -> None:
-    """Refuse rows of one weight: centred they are constant zero, scaled they are constant up to sign."""
+    """Raise a ValueError for rows of one weight: centred they are zero, scaled they are constant up to sign."""
     if fan_in < 2:
         raise ValueError(
             f"the fan-in per output channel must be at least 2, got {fan_in}: one weight has no direction, so its "

@@ -17,15 +17,18 @@ import triton.language as tl
 from micronorm.ops.bcn.triton.loops import spread, sums, write_gradient
 from micronorm.ops.bcn.triton.pieces import (
     COUNTS,
+    FIRST,
     IDENTITY,
     PIVOT,
     RESIDUE,
+    SECOND,
     begin,
     both,
     gate,
     gradients,
     load_coefficients,
     number_at,
+    part_at,
     piece_of,
     tile_at,
     whole_groups,
@@ -172,9 +175,9 @@ def backward_part(
         SPACE,
         STAGES,
     )
-    at = (n * pieces + p) * channels + c
-    tl.store(parts_ptr + at, sum_g_c, valid_c)
-    tl.store(parts_ptr + samples * pieces * channels + at, sum_gt_c, valid_c)
+    row, sizes = n * pieces + p, (samples, channels)
+    tl.store(part_at(parts_ptr, FIRST, row, c, sizes, pieces), sum_g_c, valid_c)
+    tl.store(part_at(parts_ptr, SECOND, row, c, sizes, pieces), sum_gt_c, valid_c)
 
 
 @triton.jit
@@ -182,9 +185,11 @@ def _added(parts_ptr, n, c, valid_c, sizes, pieces, PIECES: tl.constexpr):
     """Return the sums of a sample from those of its pieces."""
     p = tl.arange(0, PIECES)
     valid_cp = valid_c[:, None] & (p < pieces)[None, :]
-    at_cp = (n * pieces + p)[None, :] * sizes[1] + c[:, None]
-    sum_g_c = tl.sum(tl.load(parts_ptr + at_cp, valid_cp, 0), 1)
-    return sum_g_c, tl.sum(tl.load(parts_ptr + sizes[0] * pieces * sizes[1] + at_cp, valid_cp, 0), 1)
+    row_p = n * pieces + p
+    sum_g_cp = tl.load(part_at(parts_ptr, FIRST, row_p[None, :], c[:, None], sizes, pieces), valid_cp, 0)
+    sum_g_c = tl.sum(sum_g_cp, 1)
+    sum_gt_cp = tl.load(part_at(parts_ptr, SECOND, row_p[None, :], c[:, None], sizes, pieces), valid_cp, 0)
+    return sum_g_c, tl.sum(sum_gt_cp, 1)
 
 
 @triton.jit(do_not_specialize=COUNTS)

@@ -14,14 +14,17 @@ import triton.language as tl
 from micronorm.ops.bcn.triton.loops import moments, store_output, write_output
 from micronorm.ops.bcn.triton.pieces import (
     COUNTS,
+    FIRST,
     PIVOT,
     RESIDUE,
+    SECOND,
     VAR,
     begin,
     both,
     load_coefficients,
     load_moments,
     number_at,
+    part_at,
     piece_of,
     split_mean,
     tile_at,
@@ -113,22 +116,21 @@ def moments_part(
     end = start + tl.minimum(piece, space - start)
     x_ptr += n.to(tl.int64) * x[0]
     _, mean_c, square_c = moments(x_ptr, x, c, valid_c, start, end, dtype, CHANNELS, SPACE, STAGES)
-    at = (n * pieces + p) * channels + c
-    tl.store(parts_ptr + at, mean_c, valid_c)
-    tl.store(parts_ptr + samples * pieces * channels + at, square_c, valid_c)
+    row, sizes = n * pieces + p, (samples, channels)
+    tl.store(part_at(parts_ptr, FIRST, row, c, sizes, pieces), mean_c, valid_c)
+    tl.store(part_at(parts_ptr, SECOND, row, c, sizes, pieces), square_c, valid_c)
 
 
 @triton.jit
 def _merged(x_ptr, x, parts_ptr, n, c, valid_c, sizes, space, pieces, piece, PIECES: tl.constexpr):
     """Return pivot, residue and variance of a sample from the moments of its pieces."""
     dtype: tl.constexpr = parts_ptr.dtype.element_ty
-    samples, channels = sizes
     first_c = tl.load(x_ptr + n.to(tl.int64) * x[0] + c * x[1], valid_c, 0).to(dtype)
     p = tl.arange(0, PIECES)
     valid_cp = valid_c[:, None] & (p < pieces)[None, :]
-    at_cp = (n * pieces + p)[None, :] * channels + c[:, None]
-    mean_cp = tl.load(parts_ptr + at_cp, valid_cp, 0)
-    square_cp = tl.load(parts_ptr + samples * pieces * channels + at_cp, valid_cp, 0)
+    row_p = n * pieces + p
+    mean_cp = tl.load(part_at(parts_ptr, FIRST, row_p[None, :], c[:, None], sizes, pieces), valid_cp, 0)
+    square_cp = tl.load(part_at(parts_ptr, SECOND, row_p[None, :], c[:, None], sizes, pieces), valid_cp, 0)
     count_p = tl.where(p < pieces, tl.minimum(space - p * piece, piece), 0).to(dtype)
     mean_c = tl.sum(tl.fma(mean_cp, count_p[None, :], tl.zeros_like(mean_cp)), 1) / space
     apart_cp = tl.where(valid_cp, mean_cp - mean_c[:, None], 0.0)

@@ -40,7 +40,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from micronorm.ops.activation import ActivationKind
 from micronorm.ops.bcn.triton.layout import Affine, Estimates
-from micronorm.ops.packed import Number
+from micronorm.ops.packed import Number, Part
 
 # Arguments for which Triton's code for 1 and for multiples of 16 is no faster. Without this list, every batch size
 # would be compiled separately.
@@ -52,6 +52,7 @@ NO_ESTIMATES, SHARED, PER_SAMPLE, KEPT = (tl.constexpr(kind.value) for kind in E
 NO_AFFINE, PER_GROUP, PER_CHANNEL = (tl.constexpr(kind.value) for kind in Affine)
 PIVOT, RESIDUE, VAR, SCALE, OFFSET = (tl.constexpr(number.value) for number in Number)
 BLOCKS = tl.constexpr(len(Number))
+FIRST, SECOND = (tl.constexpr(part.value) for part in Part)
 LARGEST_FLOAT32 = tl.constexpr(3.4028234663852886e38)
 LARGEST_FLOAT64 = tl.constexpr(1.7976931348623157e308)
 
@@ -99,6 +100,12 @@ def tile_at(ptr, strides, c, s):
 def number_at(numbers_ptr, NUMBER: tl.constexpr, n, c, sizes):
     """Return the addresses of one `packed.Number` of sample n and channels c."""
     return numbers_ptr + NUMBER * (sizes[0] * sizes[1]) + (n * sizes[1] + c)
+
+
+@triton.jit
+def part_at(parts_ptr, PART: tl.constexpr, row, c, sizes, pieces):
+    """Return the addresses of one `packed.Part` of channels c; `row` is n·pieces + the number of the piece."""
+    return parts_ptr + PART * (sizes[0] * pieces * sizes[1]) + (row * sizes[1] + c)
 
 
 @triton.jit
