@@ -264,7 +264,7 @@ def test_a_damaged_checkpoint_is_refused_and_can_be_deleted(out):
 def test_there_is_nothing_to_resume_in_a_new_folder_and_the_run_begins(tmp_path):
     code, said = command("--out", tmp_path / "new", "--resume", "--steps", 1)
     assert code == 0
-    assert f"no checkpoint in {tmp_path / 'new'}: the run begins with its first step" in said
+    assert f"no checkpoint in {tmp_path / 'new'}: the run starts with its first step" in said
     assert "1 steps; loss" in said
 
 
