@@ -153,7 +153,7 @@ def as_norm_layer(module: nn.Module) -> NormLayer | None:
         if module.num_features == 0:  # a lazy layer before its first input
             return None
         family: Family = "batch" if isinstance(module, BatchNormBase) else "instance"
-        return NormLayer(module, family, module.num_features, module.num_features)
+        return NormLayer(module, family, layer.num_features, layer.num_features)
     if isinstance(module, nn.GroupNorm):
         return NormLayer(module, "group", module.num_channels, module.num_groups)
     if isinstance(module, nn.LayerNorm):
