@@ -41,7 +41,7 @@ def test_statistics_are_of_bytes_with_four_axes(images):
 def test_a_constant_channel_is_named():
     images = torch.randint(0, 256, (2, 2, 4, 4), dtype=torch.uint8)
     images[:, 1] = 9
-    with pytest.raises(ValueError, match="channel 1 holds one value"):
+    with pytest.raises(ValueError, match="channel 1 has a single value"):
         channel_statistics(images)
 
 
