@@ -8,23 +8,28 @@ READY := $(VENV)/.ready
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
+QUICK := tests/architecture tests/commit tests/contract tests/laws $(addprefix tests/ops/test_,batch.py group.py moments.py weight.py)
+
 # The wheel pinned in constraints.txt carries pyright itself and node: no download, no notice of newer versions.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint format coverage test-slow test-gpu bench sweep clean
+.PHONY: help setup demo quick test lint format coverage test-slow test-gpu bench sweep clean
 
 help: ## this list
-	@echo "make demo   the product at work, one and a half to two minutes on one CPU core"
-	@echo "make test   everything CI checks: lint, types, tests"
+	@echo "make demo   trains five networks on digits and writes a page of results, about two minutes on one CPU core"
+	@echo "make test   lint, types and tests, at most eight minutes on two cores"
 	@echo
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | grep -v -E '^(demo|test):' | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
 
-demo: setup ## the product at work
+demo: setup ## trains five networks on digits and writes a page
 	$(BIN)/micronorm demo
 
-test: setup lint ## everything CI checks
+quick: setup ## references, laws, commits and architecture, in under 90 seconds
+	$(PYTEST) -m "not slow and not gpu" $(QUICK)
+
+test: setup lint ## lint, types and tests: what a contributor runs
 	$(PYTEST) -m "not slow and not gpu"
 
 setup: $(READY) ## the environment in .venv, at the versions of constraints.txt
@@ -51,7 +56,7 @@ format: setup ## put the code into ruff's format and apply its safe fixes
 coverage: setup ## the tests of `make test` with the lines they miss; fails under 95 %
 	$(PYTEST) -m "not slow and not gpu" --cov --cov-report=term-missing:skip-covered
 
-test-slow: setup ## the tests over ten seconds
+test-slow: setup ## many architectures, all kernel shapes in the interpreter, torch.compile, several processes
 	$(PYTEST) -m "slow and not gpu"
 
 # One process: two would time and fill the same device.

@@ -111,7 +111,7 @@ def test_a_terminal_gets_colours(monkeypatch):
         (["resnet18"], "package.module:factory, torchvision:NAME or timm:NAME"),
         (["torchvision:resnet81"], "near it: resnet18"),
         (["timm:resnet81"], "near it: resnet"),
-        (["timm:" + "z" * 30], "nor one like it among"),
+        (["timm:" + "z" * 30], "and none of"),
         (["factories_of_check:clear"], "near it: clean"),
         (["factories_of_check:number"], "got int"),
         (["factories_of_check:pair"], "got 2 values"),

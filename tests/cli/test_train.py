@@ -145,6 +145,7 @@ def assert_ended_alike(out: Path, expected: records.Record) -> None:
     assert [row["epoch"] for row in record.epochs] == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_random_moments_ends_with_the_same_digest(tmp_path, short):
     expected, seconds = short
     out, log = tmp_path / "run", tmp_path / "log"
@@ -157,6 +158,7 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_digest(tmp_path, shor
     assert_ended_alike(out, expected)
 
 
+@pytest.mark.slow
 def test_ctrl_c_and_sigterm_save_exit_with_their_code_and_say_how_to_go_on(tmp_path, short):
     out, arguments = tmp_path / "run", (*SHORT, "--out", str(tmp_path / "run"))
     for number, steps in ((signal.SIGINT, 1), (signal.SIGTERM, 5)):

@@ -100,34 +100,24 @@ OF_TIMM = {
     "xception41p": 96,
     "xcit_nano_12_p16_224": 64,
 }
-# The slowest of them, a minute and a half together, whose families' inventions are in others too.
-SLOW_OF_TIMM = frozenset(
+# One network for each way of pairing and fusing; `make test-slow` has the others.
+QUICK_OF_TIMM = frozenset(
     (
-        "cspresnet50",
-        "darknet17",
-        "densenet121",
-        "efficientvit_m0",
-        "fbnetc_100",
-        "ghostnetv2_100",
-        "halonet26t",
-        "hardcorenas_a",
-        "hrnet_w18_small",
-        "lambda_resnet26t",
-        "lcnetv2_small",
-        "legacy_xception",
-        "levit_conv_128s",
-        "mobilenetv4_hybrid_medium",
-        "mobileone_s0",
-        "mobilevit_xxs",
-        "nextvit_small",
-        "repvit_m0_9",
-        "res2net50_48w_2s",
-        "rexnet_100",
-        "selecsls42",
-        "tresnet_m",
-        "xception41p",
+        "botnet26t_256",
+        "efficientformerv2_s0",
+        "efficientnet_b0_gn",
+        "fasternet_t0",
+        "levit_128s",
+        "regnetz_005",
+        "repghostnet_050",
+        "resnest14d",
+        "resnet10t",
+        "resnetv2_50x1_bit",
+        "skresnet18",
+        "tf_mixnet_s",
     )
 )
+QUICK_OF_TORCHVISION = frozenset(("deeplabv3_mobilenet_v3_large", "googlenet", "mc3_18", "resnet18"))
 OF_TORCHVISION: dict[str, tuple[int, ...]] = {
     "deeplabv3_mobilenet_v3_large": (3, 64, 64),
     "efficientnet_b0": (3, 64, 64),
@@ -202,7 +192,7 @@ def converted(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW_OF_TIMM else name for name in OF_TIMM]
+    "name", [name if name in QUICK_OF_TIMM else pytest.param(name, marks=pytest.mark.slow) for name in OF_TIMM]
 )
 def test_a_network_of_timm_trains_on_one_image_and_folds(name):
     side = OF_TIMM[name]
@@ -214,7 +204,8 @@ def test_a_network_of_timm_trains_on_one_image_and_folds(name):
 # torchvision: Inception and GoogLeNet say so where init_weights is not given
 @pytest.mark.filterwarnings("ignore:The default weight initialization of:FutureWarning")
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "r2plus1d_18" else name for name in OF_TORCHVISION]
+    "name",
+    [name if name in QUICK_OF_TORCHVISION else pytest.param(name, marks=pytest.mark.slow) for name in OF_TORCHVISION],
 )
 def test_a_network_of_torchvision_trains_on_one_sample_and_folds(name):
     options: dict[str, Any] = {"aux_logits": False} if name == "inception_v3" else {}
@@ -226,13 +217,16 @@ def test_a_network_of_torchvision_trains_on_one_sample_and_folds(name):
     assert_folds(model, x)
 
 
+@pytest.mark.slow
 def test_optical_flow_trains_on_one_pair_and_folds():
     model, pair = converted(torchvision.models.optical_flow.raft_small()), torch.rand(2, 1, 3, 128, 128)
     take_a_step(model, *pair)
     assert_folds(model, *pair, dtypes=[torch.float32])  # it samples at coordinates of float32
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if "mask" in n else n for n in DETECTORS])
+@pytest.mark.parametrize(
+    "name", [n if n.startswith("faster") else pytest.param(n, marks=pytest.mark.slow) for n in DETECTORS]
+)
 def test_a_detector_trains_on_one_image_and_its_features_fold(name):
     sizes: dict[str, Any] = {} if name.startswith("ssd") else {"min_size": 96, "max_size": 96}
     options = {"weights": None, "weights_backbone": None, "num_classes": 3}

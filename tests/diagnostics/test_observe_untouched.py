@@ -152,7 +152,7 @@ def test_nothing_waits_for_the_device_before_the_step_ends(norm):
             torch.cuda.set_sync_debug_mode("error")
             F.cross_entropy(model(x), y).backward()
             with torch.no_grad():
-                observer._take(scale=None, weights=True)
+                observer._compute(scale=None, weights=True)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         optimizer.step()

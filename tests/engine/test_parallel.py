@@ -103,7 +103,7 @@ def test_an_error_on_one_rank_is_raised_on_all_and_none_waits(world):
     assert [result["evaluation"] for result in (*others, last)] == ["StepFailed"] * (world - 1) + ["TypeError"]
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_run_does_not_depend_on_its_ranks_even_where_some_have_no_samples(world):
     results = [rank["law"] for rank in on(world)]
     for k, run in enumerate(RUNS):
@@ -118,7 +118,7 @@ def test_a_run_does_not_depend_on_its_ranks_even_where_some_have_no_samples(worl
         assert results[0][k]["losses"] == pytest.approx(one["losses"], rel=1e-9)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_figures_are_those_of_the_model_that_is_kept(world):
     found = [rank["figures"] for rank in on(world)]
     assert not torch.equal(found[0]["state"]["norm.running_mean"], found[1]["state"]["norm.running_mean"])
@@ -142,7 +142,7 @@ def test_a_moving_average_is_the_same_on_any_number_of_ranks():
             assert figures == pytest.approx(alone, rel=1e-9)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_statistics_over_the_whole_step_are_those_of_one_rank_alone(world):
     one = ranks.whole_batches()
     for rank in on(world):
@@ -150,7 +150,7 @@ def test_statistics_over_the_whole_step_are_those_of_one_rank_alone(world):
     assert_same_state(on(world)[0]["batches"]["state"], one["state"], tol=tolerance("fifty_steps", torch.float64))
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kept", ["a window of a skipped step", "running statistics that nothing merges"])
 def test_what_is_one_ranks_own_is_kept_for_it(world, kept):
     for rank in on(world):

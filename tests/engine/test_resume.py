@@ -192,6 +192,7 @@ def record_of(out: Path) -> dict[str, bytes]:
     return {name: content for name, content in contents(out).items() if not name.startswith(journal.EVENTS)}
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_a_folder_that_another_may_write_to_and_a_living_one_does_not(tmp_path, reference):
     out = tmp_path / "run"
     processes = start(sleep_at, 3, out, log=tmp_path / "log")

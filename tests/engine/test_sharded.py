@@ -85,6 +85,7 @@ def digest_of(out: Path) -> str:
     return outcome["digest"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fsdp", "ddp"])
 def test_a_run_cut_and_resumed_on_as_many_ranks_ends_with_the_same_digest(runs, kind):
     expected = digest_of(runs / f"{kind}-whole")
@@ -93,11 +94,13 @@ def test_a_run_cut_and_resumed_on_as_many_ranks_ends_with_the_same_digest(runs, 
     assert steps == list(range(1, STEPS + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fsdp", "ddp"])
 def test_a_checkpoint_that_could_not_be_written_is_an_error_on_every_rank_and_the_run_goes_on_later(runs, kind):
     assert digest_of(runs / f"{kind}-full") == digest_of(runs / f"{kind}-whole")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["fsdp-whole", "fsdp-to-one", "fsdp-from-one", "fsdp-to-ddp", "ddp-whole", "ddp-to-one", "ddp-from-one"],

@@ -15,10 +15,12 @@ from micronorm.cli import app
 from micronorm.engine.checkpoint import checkpoints
 from micronorm.recipes import Recipe, find, find_table, tables
 from micronorm.recipes.results import gather, read_runs
+from micronorm.tasks import open_task
 from micronorm.tasks.classification import open_classification
 from tests.data.miniature import write_binary, write_folders
 
 STEP_BATCH, SIZE = 4, 32
+GENERATED = ("digits", "shapes")  # data without files
 
 # One row of each table; together every norm, every weight and every network that is quick enough.
 QUICK = [
@@ -26,6 +28,8 @@ QUICK = [
     "cifar1/c10-micro-bcn-ws",
     "cifar2/micro-sn",
     "quick/rn20-bcn-ws",
+    "micro_batch/brn-2",
+    "shapes/bcn-ws",
     "digits/gn",
 ]
 SLOW = [
@@ -69,7 +73,7 @@ def out(tmp_path: Path):
 
 
 def where(recipe: Recipe, miniature: Path) -> list[str]:
-    if recipe.data == "digits":
+    if recipe.data in GENERATED:
         return []
     return ["--data", str(miniature), *(["--size", str(SIZE)] if recipe.data == "imagenet" else ["--unverified"])]
 
@@ -84,16 +88,17 @@ def figures_of(recipe: Recipe, weights: Path, miniature: Path) -> dict[str, floa
     """Those of the recipe's network as anybody would build it again, with the weights from the file."""
     model = recipe.build(seed=1)  # another seed: whatever the file lacks would differ
     model.load_state_dict(load_file(weights))
-    task = open_classification(
+    task = open_task(
+        recipe.task,
         recipe.data,
-        None if recipe.data == "digits" else miniature,
+        None if recipe.data in GENERATED else miniature,
         size=SIZE if recipe.data == "imagenet" else None,
         verify=False,
         classes=recipe.classes,
     )
     batch = next(task.test.load([(0, torch.arange(len(task.test)))], seed=0))
     with torch.no_grad():
-        return task.figures({name: value.item() for name, value in task.score(model.eval(), batch).items()})
+        return task.score(model.eval(), batch).figures()
 
 
 def test_every_table_has_a_run():
