@@ -9,7 +9,7 @@ from torch import nn
 
 from micronorm.check.compare import Leaf, Match, Tree, TreePath, aligned, compare, relative
 from micronorm.check.inputs import named_members
-from micronorm.check.report import Cause, Finding, finding
+from micronorm.check.report import Finding, finding
 from micronorm.check.runs import Call, Experiment, Run
 from micronorm.nn.batch import GhostBatchNorm
 from micronorm.nn.batch_renorm import BatchRenorm
@@ -172,12 +172,12 @@ class CauseFinder:
             return self.explain(fault, fresh)
         call = run.traces[-1].open[-1]
         known = uses_batch_statistics(self.modules.get(call.name))
-        cause: Cause = "batch_statistics" if known else "fails_when_cut"
+        cause = "batch_statistics" if known else "fails_when_cut"
         samples = run.traces[-1].samples
         message = f"{type(run.error).__name__}: {run.error}"
         return finding(call.name, call.type, cause, **{f"raises with {samples} of {self.samples} samples": message})
 
-    def _cause(self, fault: Fault, other: Run) -> tuple[Cause, dict[str, object]]:
+    def _cause(self, fault: Fault, other: Run) -> tuple[str, dict[str, object]]:
         if fault.call.draws or any(call.draws for trace in other.traces for call in trace.calls(fault.call.name)):
             return "randomness", {"random numbers drawn during the call": True}
         if self._agrees_when_fresh(fault, other):
@@ -204,7 +204,7 @@ class CauseFinder:
             return comparison.first_fault() is None
         return comparison.agrees_at(fault.point)
 
-    def _shapes(self, fault: Fault) -> tuple[Cause, dict[str, object]]:
+    def _shapes(self, fault: Fault) -> tuple[str, dict[str, object]]:
         whole, parts = fault.match.whole, fault.match.parts
         evidence: dict[str, object] = {"shape in the whole": whole, "shapes in the parts": list(parts)}
         ranks = {len(s) for s in (whole, *parts)}
@@ -215,7 +215,7 @@ class CauseFinder:
                 return "padding", evidence
         return "mixes_samples", evidence
 
-    def _reduction(self, point: Point | None) -> tuple[Cause, dict[str, object]]:
+    def _reduction(self, point: Point | None) -> tuple[str, dict[str, object]]:
         """Explain a number per part that does not add up: an average, or a term between samples."""
         everyone = list(range(self.samples))
 
@@ -226,7 +226,7 @@ class CauseFinder:
             if point is None:
                 return run.sums[0]
             leaf = point.read(run)
-            return math.nan if leaf is None or leaf.first is None else leaf.first.flatten()[0].item()
+            return math.nan if leaf is None else leaf.first.flatten()[0].item()
 
         whole, doubled = value(everyone), value(everyone + everyone)
         singles = [value([i]) for i in everyone]
@@ -243,7 +243,7 @@ class CauseFinder:
             return "batch_size", {**evidence, "as a power of the number of samples": power - 1}
         return "cross_sample_loss", evidence
 
-    def _mixture(self, point: Point, fault: Fault, other: Run) -> tuple[Cause, dict[str, object]]:
+    def _mixture(self, point: Point, fault: Fault, other: Run) -> tuple[str, dict[str, object]]:
         whole = point.read(self.whole)
         parts = [point.read(other, k) for k in range(len(other.cut))]
         present = [p for p in parts if p is not None]

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 PROJECTIONS = 6
 LAYOUTS = ("axis 0", "axis 1", "strided", "shared", "sum")
 _CHUNK = 4096
-_MAX_ROWS = 2**16  # a tensor with more rows than this, and than the next number per sample, is stored by sample
-_MAX_ROWS_PER_SAMPLE = 4096
-_MAX_SECOND_AXIS = 2**22  # elements; sequence-first activations are smaller, and images do not need the second axis
+# Sequence-first activations have fewer elements and a shorter second axis, and images do not need the second axis.
+_MAX_SECOND_AXIS = 2**22
+_MAX_SECOND_ROWS = 4096
 _MOST_NOISE = 1e-6  # rounding may explain at most this relative difference
 
 TreePath = tuple[str | int, ...]
@@ -26,25 +26,11 @@ TreePath = tuple[str | int, ...]
 
 @dataclass(frozen=True, eq=False)
 class Leaf:
-    """The projections of one tensor.
-
-    `first` has one row per index of axis 0 if `by_row`, otherwise one row per sample. It is None if the tensor has too
-    many rows and they do not divide into samples. `second` has one row per index of axis 1, or is None. `total` is the
-    projection of the flattened tensor, stored only for tensors of many rows.
-    """
+    """The projections of one tensor: a row per index of axis 0 and, unless `second` is None, per index of axis 1."""
 
     shape: tuple[int, ...]
-    first: Tensor | None
+    first: Tensor
     second: Tensor | None
-    total: Tensor | None
-    by_row: bool
-
-    @property
-    def rows(self) -> Tensor:
-        """Return the most detailed projections stored."""
-        found = self.total if self.first is None else self.first
-        assert found is not None, "a tensor of many rows has a total"
-        return found
 
 
 Tree = Leaf | list["Tree"] | dict[str, "Tree"] | None
@@ -73,41 +59,35 @@ AGREE = Match("agree")
 # --- projections of tensors ------------------------------------------------------------------------------------------
 
 
-def pack(value: Any, samples: int, depth: int = 4) -> Tree:
+def pack(value: Any, depth: int = 4) -> Tree:
     """Return the projections of all tensors in a module's inputs or output, in the same nesting."""
     if isinstance(value, Tensor):
         if value.is_nested:
-            return [pack(t, 1, 0) for t in value.unbind()]
+            return [pack(t, 0) for t in value.unbind()]
         if value.is_complex():
-            return pack(torch.view_as_real(value), samples, 0)
+            return pack(torch.view_as_real(value), 0)
         if value.layout is not torch.strided or value.device.type == "meta":
             return None
-        return _project_tensor(value.detach(), samples)
+        return _project_tensor(value.detach())
     if depth == 0 or isinstance(value, (str, bytes, nn.Module, type)):
         return None
     if isinstance(value, (list, tuple)):
-        return [pack(v, samples, depth - 1) for v in value]
+        return [pack(v, depth - 1) for v in value]
     if isinstance(value, Mapping):
-        return {str(k): pack(v, samples, depth - 1) for k, v in value.items()}
+        return {str(k): pack(v, depth - 1) for k, v in value.items()}
     # Containers that hold tensors as attributes: torchvision's ImageList, detectron2's Instances, dataclasses.
     attributes = getattr(value, "__dict__", None)
-    return {k: pack(v, samples, depth - 1) for k, v in attributes.items()} if attributes else None
+    return {k: pack(v, depth - 1) for k, v in attributes.items()} if attributes else None
 
 
 @torch.no_grad()
-def _project_tensor(x: Tensor, samples: int) -> Leaf:
+def _project_tensor(x: Tensor) -> Leaf:
     shape = tuple(x.shape)
     x = x.reshape(1) if x.ndim == 0 else x
-    rows, by_row = x.shape[0], x.shape[0] <= max(_MAX_ROWS, _MAX_ROWS_PER_SAMPLE * samples)
-    first = second = None
-    if by_row:
-        first = _project(x.reshape(rows, -1) if x.numel() else x.new_zeros(rows, 1))
-    elif rows % samples == 0:
-        first = _project(x.reshape(samples, -1))
-    if x.ndim >= 2 and 0 < x.numel() <= _MAX_SECOND_AXIS and x.shape[1] <= _MAX_ROWS_PER_SAMPLE:
+    first, second = _project(x.reshape(len(x), -1) if x.numel() else x.new_zeros(len(x), 1)), None
+    if x.ndim >= 2 and 0 < x.numel() <= _MAX_SECOND_AXIS and x.shape[1] <= _MAX_SECOND_ROWS:
         second = _project(x.transpose(0, 1).reshape(x.shape[1], -1))
-    total = _project(x.reshape(1, -1)) if rows > _MAX_ROWS else None
-    return Leaf(shape, first, second, total, by_row)
+    return Leaf(shape, first, second)
 
 
 @lru_cache(maxsize=64)
@@ -182,19 +162,17 @@ def _compare_leaf(whole: Leaf, parts: Sequence[Leaf], sizes: Sequence[int], tol:
     shapes = tuple(p.shape for p in parts)
     allowance = 0.0
     if noise is not None and noise.shape == whole.shape:
-        allowance = min(64 * relative(whole.rows, noise.rows), max(_MOST_NOISE, tol))
+        allowance = min(64 * relative(whole.first, noise.first), max(_MOST_NOISE, tol))
     errors = {}
     for layout in LAYOUTS:
         pair = aligned(whole, parts, sizes, layout)
         if pair is not None:
             errors[layout] = max(0.0, relative(*pair) - allowance)
-    if errors:
-        layout = min(errors, key=errors.__getitem__)
-        status = "agree" if errors[layout] <= tol else "differ"
-        return Match(status, errors[layout], layout, (), whole.shape, shapes)
-    # Large tensors may be stored by row here and by sample there. Those cannot be compared, so they cannot disagree.
-    comparable = all(p.first is not None and p.by_row == whole.by_row for p in (whole, *parts))
-    return Match("shape", float("inf"), "", (), whole.shape, shapes) if comparable else AGREE
+    if not errors:
+        return Match("shape", float("inf"), "", (), whole.shape, shapes)
+    layout = min(errors, key=errors.__getitem__)
+    status = "agree" if errors[layout] <= tol else "differ"
+    return Match(status, errors[layout], layout, (), whole.shape, shapes)
 
 
 def aligned(whole: Leaf, parts: Sequence[Leaf], sizes: Sequence[int], layout: str) -> tuple[Tensor, Tensor] | None:
@@ -206,21 +184,14 @@ def aligned(whole: Leaf, parts: Sequence[Leaf], sizes: Sequence[int], layout: st
         return _concatenated(whole.second, [p.second for p in parts])
     if len({s[1:] for s in shapes}) != 1:
         return None
-    equal_shapes = len(set(shapes)) == 1
-    same_rows = len({p.by_row for p in (whole, *parts)}) == 1
-    # The number of rows in `first` depends on the number of samples in the part, which an entry of a list ignores.
-    if equal_shapes and (layout != "axis 0" or len(parts) == 1):
-        stored = [p.rows for p in (whole, *parts)]
-        totals = [p.total for p in (whole, *parts) if p.total is not None]
-        stored = totals if len({s.shape for s in stored}) > 1 else stored
-        if layout in ("axis 0", "shared"):
-            return stored[0].repeat(len(parts), 1), torch.cat(stored[1:])
-        return (stored[0], torch.stack(stored[1:]).sum(0)) if layout == "sum" else None
-    if not whole.shape or not same_rows:
-        return None
+    rows = [p.first for p in parts]
     if layout == "axis 0":
-        return _concatenated(whole.first, [p.first for p in parts])
-    return _strided(whole, parts, sizes) if layout == "strided" and whole.by_row else None
+        return _concatenated(whole.first, rows)
+    if len(set(shapes)) == 1:
+        if layout == "shared":
+            return whole.first.repeat(len(parts), 1), torch.cat(rows)
+        return (whole.first, torch.stack(rows).sum(0)) if layout == "sum" else None
+    return _strided(whole, parts, sizes) if whole.shape and layout == "strided" else None
 
 
 def _concatenated(whole: Tensor | None, parts: Sequence[Tensor | None]) -> tuple[Tensor, Tensor] | None:
@@ -235,8 +206,7 @@ def _strided(whole: Leaf, parts: Sequence[Leaf], sizes: Sequence[int]) -> tuple[
     steps = whole.shape[0] // sum(sizes)
     if steps < 2 or any(p.shape[0] != steps * n for p, n in zip(parts, sizes, strict=True)):
         return None
-    assert whole.first is not None
-    columns = [p.first.reshape(steps, n, -1) for p, n in zip(parts, sizes, strict=True) if p.first is not None]
+    columns = [p.first.reshape(steps, n, -1) for p, n in zip(parts, sizes, strict=True)]
     joined = torch.cat(columns, 1).flatten(0, 1)
     return (whole.first, joined) if joined.shape == whole.first.shape else None
 
@@ -256,7 +226,7 @@ def relative(expected: Tensor, actual: Tensor) -> float:
 def is_finite(tree: Tree) -> bool:
     """Return whether every tensor is finite."""
     if isinstance(tree, Leaf):
-        return bool(tree.rows.isfinite().all())
+        return bool(tree.first.isfinite().all())
     if isinstance(tree, (list, dict)):
         return all(map(is_finite, tree.values() if isinstance(tree, dict) else tree))
     return True

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from micronorm.convert.surgery import refuse_wrappers
+from micronorm.ops.private_api import tree_map
 
 _WRAPPERS = {
     "DistributedDataParallel": "pass model.module: one process can check what holds for all ranks",
@@ -68,16 +69,13 @@ def check_batch(batch: Any) -> int:
 
 def to_float64(value: Any) -> Any:
     """Return a copy with every floating-point tensor in float64, also inside lists, tuples and dictionaries."""
-    if isinstance(value, Tensor):
-        value = value.detach()
-        return value.to(torch.float64, copy=True) if value.is_floating_point() else value.clone()
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(to_float64(v) for v in value))
-    if type(value) in (list, tuple):
-        return type(value)(to_float64(v) for v in value)
-    if isinstance(value, dict):
-        return {k: to_float64(v) for k, v in value.items()}
-    return copy.deepcopy(value)
+
+    def convert(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return copy.deepcopy(leaf)
+        return leaf.detach().to(torch.float64 if leaf.is_floating_point() else leaf.dtype, copy=True)
+
+    return tree_map(convert, value)
 
 
 def select(batch: tuple, indices: Sequence[int]) -> tuple:

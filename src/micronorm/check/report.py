@@ -1,75 +1,83 @@
 """The result of `check_cuts`: what differs, where that starts, the cause, and the fix."""
 
+import json
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-Cause = Literal[
-    "batch_statistics",
-    "averaged_loss",
-    "loss_count",
-    "cross_sample_loss",
-    "padding",
-    "randomness",
-    "mixes_samples",
-    "state",
-    "batch_size",
-    "buffer",
-    "fails_when_cut",
-    "gradient",
-    "shared_gradient",
-    "non_finite",
-    "unknown",
-]
-
-FIXES: dict[Cause, str] = {
-    "batch_statistics": "Replace it by mn.BCN() or mn.GN(), or freeze it with .eval() and requires_grad_(False).",
-    "averaged_loss": "Return the sum and its count, (F.cross_entropy(..., reduction='sum'), count). The step divides "
-    "once, by the count of all its samples.",
-    "loss_count": "Return the number of terms in the sum (samples, or pixels that are not ignored). The counts of the "
-    "parts must add up to the count of the whole.",
-    "cross_sample_loss": "A term between samples needs its samples in one part. Compute it within groups that are not "
-    "cut (both views of one image), against a memory bank that changes once per step, or on features gathered for the "
-    "whole step.",
-    "padding": "Pad each sample independently of the others (to a fixed size, or to its next multiple of 32), or run "
-    "samples one by one. If padding must stay, mask it in normalization, attention and loss.",
-    "randomness": "Draw from a generator keyed by (seed, epoch, sample index), or set the probability to zero.",
-    "mixes_samples": "Compute each output from one sample alone: reduce over its own axes, not the batch axis.",
-    "state": "Do not change the state in the forward. Collect updates during the step and apply them once, in a hook "
-    "after the optimizer step.",
-    "batch_size": "Do not use the number of samples inside the network; divide once, at the step, by the count of all "
-    "its samples.",
-    "buffer": "Collect sums in the forward and update the buffer once per optimizer step (as mn.BCN does), or keep it "
-    "out of the model.",
-    "fails_when_cut": "Make the forward work for any number of samples, including one.",
-    "gradient": "Look for code that changes gradients in each backward pass: a hook, clipping inside the accumulation "
-    "loop, or a custom autograd.Function that reduces over samples.",
-    "shared_gradient": "torch gives both parameters one gradient tensor if they enter a sum through views, and the "
-    "second backward pass then adds both gradients into it. Write (a + b).view(...) instead of a.view(...) + "
-    "b.view(...), or use a.view(...).clone().",
-    "non_finite": "Find the overflow or the division by zero. A common case is a mean over nothing (no positive "
-    "sample, all pixels ignored): return sum and count instead.",
-    "unknown": "No module shows the difference. Reduce the model, or put the operation into its own module, and check "
-    "again.",
+CAUSES: dict[str, tuple[str, str]] = {
+    "batch_statistics": (
+        "normalizes by statistics of the samples in its batch",
+        "Replace it by mn.BCN() or mn.GN(), or freeze it with .eval() and requires_grad_(False).",
+    ),
+    "averaged_loss": (
+        "averages over its part, so the weight of a sample depends on the cut",
+        "Return the sum and its count, (F.cross_entropy(..., reduction='sum'), count). The step divides once, by the "
+        "count of all its samples.",
+    ),
+    "loss_count": (
+        "returns counts that do not add up",
+        "Return the number of terms in the sum (samples, or pixels that are not ignored). The counts of the parts "
+        "must add up to the count of the whole.",
+    ),
+    "cross_sample_loss": (
+        "compares samples with each other, so it is no sum over samples",
+        "A term between samples needs its samples in one part. Compute it within groups that are not cut (both views "
+        "of one image), against a memory bank that changes once per step, or on features gathered for the whole step.",
+    ),
+    "padding": (
+        "pads to the largest sample of the part, so a sample's shape depends on the others",
+        "Pad each sample independently of the others (to a fixed size, or to its next multiple of 32), or run samples"
+        " one by one. If padding must stay, mask it in normalization, attention and loss.",
+    ),
+    "randomness": (
+        "draws random numbers that do not depend on the sample alone",
+        "Draw from a generator keyed by (seed, epoch, sample index), or set the probability to zero.",
+    ),
+    "mixes_samples": (
+        "mixes samples",
+        "Compute each output from one sample alone: reduce over its own axes, not the batch axis.",
+    ),
+    "state": (
+        "keeps state between forwards, so later parts compute another function",
+        "Do not change the state in the forward. Collect updates during the step and apply them once, in a hook after"
+        " the optimizer step.",
+    ),
+    "batch_size": (
+        "depends on the number of samples",
+        "Do not use the number of samples inside the network; divide once, at the step, by the count of all its "
+        "samples.",
+    ),
+    "buffer": (
+        "changes a buffer in every forward",
+        "Collect sums in the forward and update the buffer once per optimizer step (as mn.BCN does), or keep it out "
+        "of the model.",
+    ),
+    "fails_when_cut": (
+        "raises when the samples are cut",
+        "Make the forward work for any number of samples, including one.",
+    ),
+    "gradient": (
+        "has outputs that agree and gradients that do not",
+        "Look for code that changes gradients in each backward pass: a hook, clipping inside the accumulation loop, "
+        "or a custom autograd.Function that reduces over samples.",
+    ),
+    "shared_gradient": (
+        "has a gradient that shares memory with the gradient of another parameter",
+        "torch gives both parameters one gradient tensor if they enter a sum through views, and the second backward "
+        "pass then adds both gradients into it. Write (a + b).view(...) instead of a.view(...) + b.view(...), or use "
+        "a.view(...).clone().",
+    ),
+    "non_finite": (
+        "returns values that are not finite",
+        "Find the overflow or the division by zero. A common case is a mean over nothing (no positive sample, all "
+        "pixels ignored): return sum and count instead.",
+    ),
+    "unknown": (
+        "differs for an unknown reason",
+        "No module shows the difference. Reduce the model, or put the operation into its own module, and check again.",
+    ),
 }
-assert set(FIXES) == set(get_args(Cause))
-
-TITLES: dict[Cause, str] = {
-    "batch_statistics": "normalizes by statistics of the samples in its batch",
-    "averaged_loss": "averages over its part, so the weight of a sample depends on the cut",
-    "loss_count": "returns counts that do not add up",
-    "cross_sample_loss": "compares samples with each other, so it is no sum over samples",
-    "padding": "pads to the largest sample of the part, so a sample's shape depends on the others",
-    "randomness": "draws random numbers that do not depend on the sample alone",
-    "mixes_samples": "mixes samples",
-    "state": "keeps state between forwards, so later parts compute another function",
-    "batch_size": "depends on the number of samples",
-    "buffer": "changes a buffer in every forward",
-    "fails_when_cut": "raises when the samples are cut",
-    "gradient": "has outputs that agree and gradients that do not",
-    "shared_gradient": "has a gradient that shares memory with the gradient of another parameter",
-    "non_finite": "returns values that are not finite",
-    "unknown": "differs for an unknown reason",
-}
+"""The meaning of each cause, after the name of a module, and the fix."""
 
 
 @dataclass(frozen=True)
@@ -93,15 +101,15 @@ class Finding:
 
     where: str
     type: str
-    cause: Cause
+    cause: str
     evidence: dict[str, Any]
     fix: str
 
     def __str__(self) -> str:
-        numbers = "; ".join(f"{key}: {_show(value)}" for key, value in self.evidence.items())
-        return (
-            f"{self.where} ({self.type}) {TITLES[self.cause]} [{self.cause}]\n  evidence: {numbers}\n  fix: {self.fix}"
-        )
+        shown = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in self.evidence.items()}
+        numbers = "; ".join(f"{key}: {value}" for key, value in shown.items())
+        title = CAUSES[self.cause][0]
+        return f"{self.where} ({self.type}) {title} [{self.cause}]\n  evidence: {numbers}\n  fix: {self.fix}"
 
 
 @dataclass(frozen=True)
@@ -147,23 +155,10 @@ class CutsReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report in the types of JSON."""
-        return {"ok": self.ok, **_jsonable(asdict(self))}
+        text = json.dumps({"ok": self.ok, **asdict(self)}, default=str)
+        return json.loads(text, parse_constant=lambda constant: str(float(constant)))  # JSON has no infinity
 
 
-def finding(where: str, type: str, cause: Cause, **evidence: Any) -> Finding:
+def finding(where: str, type: str, cause: str, **evidence: Any) -> Finding:
     """Return a finding with the fix for its cause."""
-    return Finding(where, type, cause, evidence, FIXES[cause])
-
-
-def _show(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _jsonable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(k): _jsonable(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_jsonable(v) for v in value]
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return str(value)  # JSON has no infinity
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+    return Finding(where, type, cause, evidence, CAUSES[cause][1])

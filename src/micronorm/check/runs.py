@@ -125,7 +125,7 @@ class Tracer:
             return
         trace = self.traces[-1]
         calls = trace.by_name.setdefault(self.names[module], [])
-        inputs = [self._pack(v, trace.samples) for v in args] + [self._pack(kwargs, trace.samples)]
+        inputs = self._pack([*args, kwargs])
         call = Call(self.names[module], type(module).__name__, len(calls), inputs)
         calls.append(call)
         trace.open[-1].children.append(call)
@@ -142,20 +142,20 @@ class Tracer:
             call = trace.open[depth]
             call.ended = True
             call.after = _random_fingerprint(self.devices)
-            call.output = self._pack(output, trace.samples)
+            call.output = self._pack(output)
             del trace.open[depth:]
 
-    def _pack(self, value: Any, samples: int) -> Tree:
+    def _pack(self, value: Any) -> Tree:
         """Pack tensors, each once: the output of one module is the input of the next."""
+        if isinstance(value, (list, tuple)):
+            return [self._pack(v) for v in value]
         if not isinstance(value, Tensor):
-            if isinstance(value, (list, tuple)):
-                return [self._pack(v, samples) for v in value]
-            return pack(value, samples)
+            return pack(value)
         self.note_dtype(value)
         known = self._packed.get(id(value))
         if known is not None and known[0]() is value and known[1] == value._version:
             return known[2]
-        tree = pack(value, samples)
+        tree = pack(value)
         self._packed[id(value)] = (weakref.ref(value), value._version, tree)
         return tree
 

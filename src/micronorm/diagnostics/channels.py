@@ -3,8 +3,6 @@
 Moments of samples have shape N×C, as returned by `ops.moments.moments`. Statistics over all data have C numbers.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -66,23 +64,8 @@ def count_positive(y: Tensor, *, axis: int = 1) -> Tensor:
     return (y > 0).sum(others) if others else (y > 0).long()
 
 
-def dead_channels(active: Tensor) -> Tensor:
-    """Return which channels are never active, given each channel's share of active positions.
-
-    Example:
-        >>> dead_channels(torch.tensor([0.0, 0.001, 0.5]))
-        tensor([ True, False, False])
-    """
-    return active == 0
-
-
 def rare_channels(active: Tensor) -> Tensor:
-    """Return which channels are active somewhere, but in a smaller share of positions than `RARE`.
-
-    Example:
-        >>> rare_channels(torch.tensor([0.0, 0.001, 0.5]))
-        tensor([False,  True, False])
-    """
+    """Return which channels are active somewhere, but in a smaller share of positions than `RARE`."""
     return (active > 0) & (active < RARE)
 
 
@@ -123,17 +106,11 @@ def stat_diff(mean: Tensor, var: Tensor, groups: int) -> Tensor:
     return torch.where(spread_g == 0, 0.0, spread_g / std_gk.mean(1))
 
 
-class DistanceToBN(NamedTuple):
-    """(σ_μ, σ_σ) of normalized channels. Batch normalization has (0, 0) (labels `eq:bnes` and `fig:dist`)."""
+def distance_to_bn(mean: Tensor, var: Tensor, *, eps: float = 1e-5) -> tuple[float, float]:
+    """Return (σ_μ, σ_σ): the deviations, over channels, of the means and of the logarithms of the deviations.
 
-    sigma_mean: float
-    sigma_std: float
-
-
-def distance_to_bn(mean: Tensor, var: Tensor, *, eps: float = 1e-5) -> DistanceToBN:
-    """Return the standard deviations, over channels, of the means and of the logarithms of the deviations.
-
-    The two numbers are the axes of the paper's `fig:dist`, which draws log σ̂_c from a normal distribution.
+    The two numbers are the axes of the paper's `fig:dist`, which draws log σ̂_c from a normal distribution. Batch
+    normalization has (0, 0) (label `eq:bnes`).
 
     Args:
         mean: the means of the channels after normalization, without the affine transformation; C numbers.
@@ -142,18 +119,14 @@ def distance_to_bn(mean: Tensor, var: Tensor, *, eps: float = 1e-5) -> DistanceT
 
     Example:
         >>> distance_to_bn(torch.zeros(3), torch.ones(3))
-        DistanceToBN(sigma_mean=0.0, sigma_std=0.0)
+        (0.0, 0.0)
         >>> distance_to_bn(torch.tensor([-2.0, 2.0]), torch.tensor([1.0, 1.0]))
-        DistanceToBN(sigma_mean=2.0, sigma_std=0.0)
+        (2.0, 0.0)
     """
     _check_channels(mean, var)
-    if not eps >= 0:
-        raise ValueError(f"eps must not be below 0, got {eps}")
     wide = wide_dtype(mean.device)
     log_std = var.to(wide).clamp(min=max(eps, torch.finfo(wide).tiny)).log() / 2
-    return DistanceToBN(
-        *(float((values - values.mean()).square().mean().sqrt()) for values in (mean.to(wide), log_std))
-    )
+    return float(mean.to(wide).std(correction=0)), float(log_std.std(correction=0))
 
 
 def _check_channels(mean: Tensor, var: Tensor) -> None:

@@ -50,6 +50,9 @@ class Thresholds:
     samples: int = 32
 
 
+LIMITS = Thresholds()
+
+
 class Measure(NamedTuple):
     """A figure, its limit, the numbers that explain it, and the channels at fault."""
 
@@ -64,47 +67,47 @@ class Measure(NamedTuple):
         return math.inf if math.isnan(self.figure) else self.figure / self.limit
 
 
-def measure_problems(stats: NormStatistics, limits: Thresholds, *, trained: bool) -> dict[Problem, Measure]:
+def measure_problems(stats: NormStatistics, *, trained: bool) -> dict[Problem, Measure]:
     """Return the measure of each problem that can be judged for one norm. A severity above 1 is a problem."""
     if stats.not_finite:  # nothing else can be measured
         channels = () if "input" in stats.not_finite else _indices(stats.not_finite_channels)
         return {"non_finite": Measure(math.inf, 1.0, {"not finite": ", ".join(stats.not_finite)}, channels)}
     found: dict[Problem, Measure] = {}
-    if stats.by_estimates and trained and stats.positions >= limits.samples:  # one position has no deviation
-        found["estimates"] = _measure_estimates(stats, limits)
-    if stats.activation is not None and has_enough_data(stats, limits):
-        found["stat_diff"] = _measure_stat_diff(stats, limits)
-    if stats.activation in ZERO_BELOW_ZERO and has_enough_data(stats, limits):
+    if stats.by_estimates and trained and stats.positions >= LIMITS.samples:  # one position has no deviation
+        found["estimates"] = _measure_estimates(stats)
+    if stats.activation is not None and has_enough_data(stats):
+        found["stat_diff"] = _measure_stat_diff(stats)
+    if stats.activation in ZERO_BELOW_ZERO and has_enough_data(stats):
         dead, either = stats.dead, stats.dead | stats.rare
-        pushed = _measure_share(stats, dead & _active_without_affine(stats), limits.pushed)
+        pushed = _measure_share(stats, dead & _active_without_affine(stats), LIMITS.pushed)
         # Report the one of the two limits on dead channels that is exceeded further.
-        found["dead"] = max(pushed, _measure_share(stats, dead, limits.dead), key=lambda one: one.severity)
-        found["rare"] = _measure_share(stats, either, limits.rare)
+        found["dead"] = max(pushed, _measure_share(stats, dead, LIMITS.dead), key=lambda one: one.severity)
+        found["rare"] = _measure_share(stats, either, LIMITS.rare)
     return found
 
 
-def has_enough_data(stats: NormStatistics, limits: Thresholds) -> bool:
+def has_enough_data(stats: NormStatistics) -> bool:
     """Return whether there are enough samples and positions to judge channels."""
-    return stats.samples >= limits.samples and stats.positions >= limits.positions
+    return stats.samples >= LIMITS.samples and stats.positions >= LIMITS.positions
 
 
-def _measure_estimates(stats: NormStatistics, limits: Thresholds) -> Measure:
+def _measure_estimates(stats: NormStatistics) -> Measure:
     """Measure how far channels normalized by estimates are from mean 0 and deviation 1."""
     half = stats.grouped if stats.family == "batch-channel" else stats.normalized  # the half that uses estimates
     distances = half.mean.abs()
     offset, second = float(distances.median()), float(distances.sort().values[-2:][0])
     factor = float((half.var.clamp(min=stats.eps).log() / 2).abs().median().exp())
-    figures = offset / limits.offset, second / limits.far, math.log(factor) / math.log(limits.scale)
+    figures = offset / LIMITS.offset, second / LIMITS.far, math.log(factor) / math.log(LIMITS.scale)
     figure = math.nan if any(map(math.isnan, figures)) else max(figures)
     evidence = {
         "offset in deviations, median": offset,
         "second largest": second,
         "factor of deviations, median": factor,
     }
-    return Measure(figure, 1.0, evidence, _indices(distances > limits.far))
+    return Measure(figure, 1.0, evidence, _indices(distances > LIMITS.far))
 
 
-def _measure_stat_diff(stats: NormStatistics, limits: Thresholds) -> Measure:
+def _measure_stat_diff(stats: NormStatistics) -> Measure:
     differences = stats.stat_diff
     worst, size = int(differences.argmax()), stats.channels // stats.groups
     channels = tuple(range(worst * size, (worst + 1) * size))
@@ -116,7 +119,7 @@ def _measure_stat_diff(stats: NormStatistics, limits: Thresholds) -> Measure:
         "their means": f"{float(mean.min()):.3g} to {float(mean.max()):.3g}",
         **_activity(stats),
     }
-    return Measure(float(differences[worst]), limits.stat_diff, evidence, channels)
+    return Measure(float(differences[worst]), LIMITS.stat_diff, evidence, channels)
 
 
 def _measure_share(stats: NormStatistics, channels: Tensor, limit: float) -> Measure:
@@ -148,7 +151,7 @@ def _active_without_affine(stats: NormStatistics) -> Tensor:
 
 
 def advise(
-    problem: Problem, stats: NormStatistics, standardized: bool, *, name: str = "", channels: tuple[int, ...] = ()
+    problem: Problem, stats: NormStatistics, standardized: bool, *, name: str, channels: tuple[int, ...]
 ) -> tuple[str, str]:
     """Return the remedy for a layer and its expected effect, each in words."""
     if problem == "non_finite":

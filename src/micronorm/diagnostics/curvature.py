@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from micronorm.commit.snapshot import preserved
-from micronorm.diagnostics.weights import from_rows, over_rows, rows_of, weight_layers
+from micronorm.diagnostics.weights import over_rows, rows_of, weight_layers
 from micronorm.nn.reparameterized import _WS, Reparameterized
 from micronorm.ops.weight import weight_standardize
 
@@ -69,8 +69,10 @@ class Hessians:
 
     def bound(self) -> Bound:
         """Return the terms of label `eq:27`."""
-        squares = float(self.raw.square().sum()), float(self.centered.square().sum())
-        return Bound(*squares, *_removed(self.centered.sum(1)))
+        of_ones, fan_in = self.centered.sum(1), len(self.centered)
+        least = float(of_ones.sum()) ** 2 / fan_in**2
+        removed = 2 / fan_in * float(of_ones.square().sum()) - least
+        return Bound(float(self.raw.square().sum()), float(self.centered.square().sum()), removed, least)
 
 
 def project(hessian: Tensor) -> Tensor:
@@ -120,13 +122,6 @@ def exact_hessians(model: nn.Module, loss: Loss, layer: str, channel: int) -> He
     return Hessians(*found)
 
 
-def _removed(of_ones: Tensor) -> tuple[float, float]:
-    """Return what centering removes from ‖Ḣ‖², and the paper's lower bound of it, given Ḣ·1."""
-    fan_in, total = len(of_ones), float(of_ones.sum())
-    least = total**2 / fan_in**2
-    return 2 / fan_in * float(of_ones.square().sum()) - least, least
-
-
 def _layer(model: nn.Module, name: str, channel: int) -> Any:
     layers = weight_layers(model)
     layer = layers.get(name)
@@ -148,13 +143,13 @@ def _effective_weight(layer: Any, rows: Tensor, mean: Tensor, *, centered: bool)
     """Return the weight a layer computes with, as a function of W or of Ẇ (by rows)."""
     if not isinstance(layer, _WS):  # centering alone, with the mean added back
         moved = rows if centered else rows - rows.mean(tuple(range(1, rows.ndim)), keepdim=True)
-        return from_rows(layer, moved + over_rows(mean, rows))
+        return rows_of(layer, moved + over_rows(mean, rows))
     # Ẇ is not centred again: eq:10 alone applies to it.
     what = weight_standardize(rows, center=not centered, scale=layer.scale, eps=layer.eps, backend="reference")
     if layer.absorbed_mean is not None and layer.absorbed_scale is not None:
         kept, scale = (b.to(what.dtype) for b in (layer.absorbed_mean, layer.absorbed_scale))
         what = over_rows(kept, what) + what * over_rows(scale, what)
-    return from_rows(layer, what)
+    return rows_of(layer, what)
 
 
 def _hessian(value: Tensor, start: Tensor, channel: int) -> Tensor:
@@ -215,18 +210,18 @@ class Smoothness:
     @property
     def loss_range(self) -> tuple[float, float]:
         """Return the smallest and the largest loss along the step, without the start; NaN if any loss is NaN."""
-        return _extreme(min, self.losses), _extreme(max, self.losses)
+        return _range(self.losses)
 
     @property
     def distance_range(self) -> tuple[float, float]:
         """Return the smallest and the largest distance of the gradient from g."""
-        return _extreme(min, self.distances), _extreme(max, self.distances)
+        return _range(self.distances)
 
     @property
     def beta(self) -> float:
         """Return the largest distance per length moved, a lower bound of the gradient's Lipschitz constant."""
         moved = [step * self.gradient for step in self.steps]
-        return _extreme(max, [d / m if m else math.nan for d, m in zip(self.distances, moved, strict=True)])
+        return _range([d / m if m else math.nan for d, m in zip(self.distances, moved, strict=True)])[1]
 
 
 def smoothness(model: nn.Module, loss: Loss, steps: Sequence[float]) -> Smoothness:
@@ -290,5 +285,6 @@ def _norm(tensors: list[Tensor]) -> float:
     return math.sqrt(math.fsum(float(t.to(torch.float64).square().sum()) for t in tensors))
 
 
-def _extreme(choose: Callable[[Sequence[float]], float], values: Sequence[float]) -> float:
-    return math.nan if any(map(math.isnan, values)) else choose(values)
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    low, high = torch.tensor(values, dtype=torch.float64).aminmax()
+    return float(low), float(high)

@@ -3,7 +3,7 @@
 A layer is reported for its first problem in the order of `PROBLEMS`, because the later ones usually follow from it.
 """
 
-import math
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, get_args
@@ -11,7 +11,7 @@ from typing import Any, get_args
 from torch import nn
 
 from micronorm.diagnostics.activations import ZERO_BELOW_ZERO
-from micronorm.diagnostics.criteria import Measure, Problem, Thresholds, advise, has_enough_data, measure_problems
+from micronorm.diagnostics.criteria import LIMITS, Problem, advise, has_enough_data, measure_problems
 from micronorm.diagnostics.norm_stats import NormStatistics, StatisticsSource, measure_norms
 from micronorm.diagnostics.weights import PAPER_RESNET50, input_uses
 from micronorm.nn.weight import WSConv1d, WSConv2d, WSConv3d
@@ -127,23 +127,22 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the diagnosis in the types of JSON. Numbers that are not finite become text."""
-        return _jsonable(
-            {
-                "ok": self.ok,
-                "summary": self.summary(),
-                "judged": self.judged,
-                "severities": self.severities,
-                "findings": [asdict(finding) for finding in self.findings],
-                "layers": {name: _layer_row(stats) for name, stats in self.statistics.items()},
-                "input_use": self.input_uses,
-                "notes": self.notes,
-            }
-        )
-
-
-def _layer_row(stats: NormStatistics) -> dict[str, Any]:
-    data = {"samples": stats.samples, "positions": stats.positions}
-    return {**stats.figures(), "activation": stats.activation, "residual": stats.residual, **data}
+        more = ("activation", "residual", "samples", "positions")
+        data = {
+            "ok": self.ok,
+            "summary": self.summary(),
+            "judged": self.judged,
+            "severities": self.severities,
+            "findings": [asdict(finding) for finding in self.findings],
+            "layers": {
+                name: {**stats.figures(), **{key: getattr(stats, key) for key in more}}
+                for name, stats in self.statistics.items()
+            },
+            "input_use": self.input_uses,
+            "notes": self.notes,
+        }
+        # JSON has no infinity.
+        return json.loads(json.dumps(data), parse_constant=lambda constant: str(float(constant)))
 
 
 def diagnose(
@@ -152,7 +151,6 @@ def diagnose(
     *,
     statistics: StatisticsSource = "estimates",
     trained: bool = True,
-    thresholds: Thresholds | None = None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
 ) -> Diagnosis:
     """Measure the norms of a model on some data and report those near an elimination singularity.
@@ -162,7 +160,6 @@ def diagnose(
         batches: as in `measure_norms`. A finding about channels needs at least 32 samples of the network's own data.
         statistics: as in `measure_norms`.
         trained: whether running estimates should match the data; those of a new network do not.
-        thresholds: the limits beyond which a layer is reported.
         forward: as in `measure_norms`.
 
     Example:
@@ -178,25 +175,18 @@ def diagnose(
         [('1', 'stat_diff')]
     """
     measured = measure_norms(model, batches, statistics=statistics, forward=forward)
-    diagnosis = judge(measured, standardized=_is_standardized(model), trained=trained, thresholds=thresholds)
+    diagnosis = judge(measured, standardized=_is_standardized(model), trained=trained)
     uses = input_uses(model)
     if uses:
         mean = sum(uses.values()) / len(uses)
-        several = f"{len(uses)} layers" if len(uses) > 1 else "one layer"
         diagnosis.notes.append(
-            f"min/mean use of input channels, averaged over {several}: {mean:.2f} (the paper's trained ResNet-50: "
-            f"{PAPER_RESNET50}); no finding depends on it"
+            f"min/mean use of input channels, averaged over {len(uses)} layers: {mean:.2f} (the paper's trained "
+            f"ResNet-50: {PAPER_RESNET50}); no finding depends on it"
         )
     return replace(diagnosis, input_uses=uses)
 
 
-def judge(
-    measured: Mapping[str, NormStatistics],
-    *,
-    standardized: bool = False,
-    trained: bool = True,
-    thresholds: Thresholds | None = None,
-) -> Diagnosis:
+def judge(measured: Mapping[str, NormStatistics], *, standardized: bool = False, trained: bool = True) -> Diagnosis:
     """Return the diagnosis for the statistics that `measure_norms` returned.
 
     StatDiff is judged for norms with a known activation, dead and rare channels for norms followed by a ReLU. Both need
@@ -206,27 +196,25 @@ def judge(
         measured: the result of `measure_norms`.
         standardized: whether the convolutions use Weight Standardization, so that no remedy suggests it.
         trained: as in `diagnose`.
-        thresholds: as in `diagnose`.
     """
-    limits = thresholds or Thresholds()
     findings, few, severities = [], [], {}
     for name, stats in measured.items():
-        measures = measure_problems(stats, limits, trained=trained)
+        measures = measure_problems(stats, trained=trained)
         severities[name] = max((one.severity for one in measures.values()), default=0.0)
-        found = _first_problem(measures)
-        if found is not None:
-            problem, one = found
+        problem = next((p for p in PROBLEMS if p in measures and measures[p].severity > 1), None)
+        if problem is not None:
+            one = measures[problem]
             remedy, effect = advise(problem, stats, standardized, name=name, channels=one.channels)
             findings.append(
                 LayerFinding(name, stats.norm, problem, one.severity, one.evidence, one.channels, remedy, effect)
             )
-        elif stats.activation is not None and not has_enough_data(stats, limits):
+        elif stats.activation is not None and not has_enough_data(stats):
             few.append(name)
     followed = sum(stats.activation is not None for stats in measured.values())
     notes = []
     if few:
         notes.append(
-            f"{len(few)} layers saw fewer than {limits.samples} samples or {limits.positions} positions, too few to "
+            f"{len(few)} layers saw fewer than {LIMITS.samples} samples or {LIMITS.positions} positions, too few to "
             f"judge their channels: {', '.join(few[:3])}{', …' if len(few) > 3 else ''}. Use more images."
         )
     if followed < len(measured):
@@ -234,25 +222,7 @@ def judge(
     return Diagnosis(findings, dict(measured), followed - len(few), severities, notes=notes)
 
 
-def _first_problem(measures: Mapping[Problem, Measure]) -> tuple[Problem, Measure] | None:
-    for problem in PROBLEMS:
-        measure = measures.get(problem)
-        if measure is not None and measure.severity > 1:
-            return problem, measure
-    return None
-
-
 def _is_standardized(model: nn.Module) -> bool:
     convolutions = [module for module in model.modules() if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
     ours = sum(isinstance(module, WSConv1d | WSConv2d | WSConv3d) for module in convolutions)
     return bool(convolutions) and 2 * ours >= len(convolutions)  # a plan leaves some convolutions plain
-
-
-def _jsonable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _jsonable(v) for key, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_jsonable(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # JSON has no infinity
-    return value

@@ -15,7 +15,6 @@ from micronorm.diagnostics.channels import (
     RARE,
     RunningMoments,
     count_positive,
-    dead_channels,
     distance_to_bn,
     rare_channels,
     stat_diff,
@@ -95,7 +94,7 @@ class NormStatistics:
         After an addition, a channel counts only if the norm's own output is negative in 99 % of positions. Otherwise
         the other summand keeps the channel inactive.
         """
-        return dead_channels(self.active) & self._kept_inactive_by_norm()
+        return (self.active == 0) & self._kept_inactive_by_norm()
 
     @property
     def rare(self) -> Tensor:
@@ -118,7 +117,7 @@ class NormStatistics:
 def norm_row(norm: str, groups: int, grouped: Moments, normalized: Moments, *, eps: float) -> dict[str, Any]:
     """Return the row of kind "norm" of `micronorm.records`, without the activity of the channels."""
     differences = stat_diff(*grouped, groups)
-    distance = distance_to_bn(*normalized, eps=eps)
+    sigma_mean, sigma_std = distance_to_bn(*normalized, eps=eps)
     return {
         "kind": "norm",
         "norm": norm,
@@ -126,8 +125,8 @@ def norm_row(norm: str, groups: int, grouped: Moments, normalized: Moments, *, e
         "groups": groups,
         "stat_diff": float(differences.mean()),
         "stat_diff_worst": float(differences.max()),
-        "sigma_mean": distance.sigma_mean,
-        "sigma_std": distance.sigma_std,
+        "sigma_mean": sigma_mean,
+        "sigma_std": sigma_std,
     }
 
 

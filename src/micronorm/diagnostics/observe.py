@@ -10,7 +10,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -31,23 +31,11 @@ _REFUSED = {
 }
 
 
-class Writer(Protocol):
-    """The methods of torch.utils.tensorboard.SummaryWriter that the observer calls."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
-        """Write a number."""
-        ...
-
-    def add_histogram(self, tag: str, values: Any, global_step: int, bins: Any) -> object:
-        """Write a histogram of a tensor."""
-        ...
-
-
 def observe(
     model: nn.Module,
     *,
     every: int = 50,
-    writer: Writer | None = None,
+    writer: Any = None,
     sink: Callable[[Row], object] | None = None,
     start: int = 0,
 ) -> "StepObserver":
@@ -67,8 +55,9 @@ def observe(
     Args:
         model: the network, plain or in DistributedDataParallel.
         every: the number of steps between two observed steps.
-        writer: a torch.utils.tensorboard.SummaryWriter or similar. It gets the numbers as scalars and, for every tenth
-            row, histograms of weights (up to 1,024 per layer) and of the channels' means before normalization.
+        writer: a torch.utils.tensorboard.SummaryWriter, or another object with its `add_scalar` and `add_histogram`.
+            It gets the numbers as scalars and, for every tenth row, histograms of weights (up to 1,024 per layer) and
+            of the channels' means before normalization.
         sink: called with each row. Rows are then not kept.
         start: the number of steps done before, for a resumed run.
 
@@ -115,7 +104,7 @@ class StepObserver:
         model: nn.Module,
         *,
         every: int,
-        writer: Writer | None,
+        writer: Any,
         sink: Callable[[Row], object] | None,
         start: int,
     ) -> None:
@@ -320,7 +309,7 @@ def _skipped(optimizer: Optimizer) -> Tensor | None:
     return (found.detach() > 0).int()
 
 
-def _write(writer: Writer, step: int, layers: Mapping[str, Row], histograms: Mapping[str, Tensor]) -> None:
+def _write(writer: Any, step: int, layers: Mapping[str, Row], histograms: Mapping[str, Tensor]) -> None:
     for name, row in layers.items():
         prefix = "" if row["kind"] == "norm" else "weight_"
         for figure, value in row.items():

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from micronorm.diagnostics.channels import RunningMoments, count_positive, dead_channels, rare_channels
+from micronorm.diagnostics.channels import RunningMoments, count_positive, rare_channels
 from micronorm.diagnostics.lipschitz import (
     TERMS,
     GradientSum,
@@ -85,7 +85,7 @@ class NormSums:
             active = numbers[2] / self._outputs
             row |= {
                 "active": float(active.mean()),
-                "dead": int(dead_channels(active).sum()),
+                "dead": int((active == 0).sum()),
                 "rare": int(rare_channels(active).sum()),
             }
         return row

@@ -1,6 +1,5 @@
 """Find the layers with a weight, view a weight as one row per output channel, and measure its use of input channels."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,14 +14,11 @@ from micronorm.ops.moments import wide_dtype
 PAPER_RESNET50 = 0.55
 """The paper's mean of `input_use` over the layers of a ResNet-50 trained on ImageNet."""
 
-Filter = Callable[[nn.Module, str], bool]
-"""Selects layers by module and name, as in `mn.convert`."""
-
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
-def weight_layers(model: nn.Module, filter: Filter | None = None) -> dict[str, Any]:
+def weight_layers(model: nn.Module) -> dict[str, Any]:
     """Return convolutions and linear layers by name, plain or reparameterized by this library.
 
     Layers of fan-in 1 are left out. So are layers whose `weight` is not a parameter (parametrizations, old weight_norm)
@@ -32,15 +28,13 @@ def weight_layers(model: nn.Module, filter: Filter | None = None) -> dict[str, A
         >>> list(weight_layers(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 1, groups=8))))
         ['0']
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     found: dict[str, Any] = {}
     for module, names in names_of(model).items():
         weight = module._parameters.get("weight")
         if weight is None or isinstance(weight, UninitializedParameter) or not _is_known(module):
             continue
         rows = rows_of(module, weight)
-        if rows.numel() >= 2 * rows.shape[0] > 0 and (filter is None or filter(module, names[0])):
+        if rows.numel() >= 2 * rows.shape[0] > 0:
             found[names[0]] = module
     return found
 
@@ -52,15 +46,13 @@ def _is_known(module: nn.Module) -> bool:
 
 
 def rows_of(layer: Any, weight: Tensor) -> Tensor:
-    """Return a tensor in the weight's layout as O×…. Transposed convolutions keep O in axis 1, per group."""
+    """Return a tensor in the weight's layout as O×…, or one of rows in the weight's layout.
+
+    Transposed convolutions keep O in axis 1, per group. The exchange of the axes is its own inverse.
+    """
     if not isinstance(layer, _TRANSPOSED):
         return weight
     return weight.unflatten(0, (layer.groups, -1)).transpose(1, 2).flatten(0, 1)
-
-
-def from_rows(layer: Any, rows: Tensor) -> Tensor:
-    """Return rows in the layout of the layer's weight. The exchange of axes in `rows_of` is its own inverse."""
-    return rows_of(layer, rows)
 
 
 def over_rows(values: Tensor, like: Tensor) -> Tensor:
@@ -71,40 +63,14 @@ def over_rows(values: Tensor, like: Tensor) -> Tensor:
 # --- the use of input channels ---------------------------------------------------------------------------------------
 
 
-def input_use(weight: Tensor, groups: int = 1) -> float:
-    """Return min |ω_c|₁ / mean |ω_c|₁ over the input channels c of a layer, where ω_c are the weights applied to c.
-
-    0 means that some input channel is not used: an elimination singularity, as defined by weights. 1 means that all are
-    used alike. The paper finds that trained networks are far from 0, and that channels are eliminated by ReLU instead.
-
-    Args:
-        weight: O×(I/groups)×…, as in torch's convolutions and linear layers.
-        groups: the groups of the convolution.
-
-    Example:
-        >>> input_use(torch.tensor([[1.0, -3.0], [1.0, 3.0]]))  # columns of 2 and 6
-        0.5
-    """
-    if weight.ndim < 2:
-        raise ValueError(f"weight must have shape O×I×…, got {tuple(weight.shape)}")
-    if isinstance(groups, bool) or not isinstance(groups, int):
-        raise TypeError(f"groups must be an int, got {groups!r}")
-    if groups < 1 or weight.shape[0] % groups:
-        raise ValueError(f"groups must divide the {weight.shape[0]} output channels, got {groups}")
-    if weight.numel() == 0:
-        raise ValueError(f"weight must have elements, got shape {tuple(weight.shape)}")
-    wide = weight.detach().to(wide_dtype(weight.device)).abs()
-    # groups × outputs of a group × inputs of a group × taps
-    use = wide.reshape(groups, weight.shape[0] // groups, weight.shape[1], -1).sum((1, 3)).flatten()
-    mean = use.mean()
-    return float(use.min() / mean) if mean > 0 else 0.0
-
-
 @torch.no_grad()
 def input_uses(model: nn.Module) -> dict[str, float]:
-    """Return `input_use` of every convolution and linear layer, by name.
+    """Return min |ω_c|₁ / mean |ω_c|₁ over the input channels c of each convolution and linear layer, by name.
 
-    Reparameterized layers are measured by their effective weight. Lazy layers without a weight are left out.
+    ω_c are the weights applied to c. 0 means that some input channel is not used: an elimination singularity, as
+    defined by weights. 1 means that all are used alike. The paper finds that trained networks are far from 0, and that
+    channels are eliminated by ReLU instead. Reparameterized layers are measured by their effective weight. Lazy layers
+    without a weight are left out.
 
     Example:
         >>> from statistics import mean
@@ -112,15 +78,22 @@ def input_uses(model: nn.Module) -> dict[str, float]:
         >>> list(uses), uses["0"], 0 < mean(uses.values()) <= 1
         (['0', '2'], 1.0, True)
     """
-    return {name: use for name, module in model.named_modules() if (use := _use_of(module)) is not None}
+    return {name: use for name, module in model.named_modules() if (use := _input_use(module)) is not None}
 
 
-def _use_of(module: nn.Module) -> float | None:
+def _input_use(module: nn.Module) -> float | None:
     if not isinstance(module, (*_CONVOLUTIONS, *_TRANSPOSED, nn.Linear)):
         return None
     weight = module.effective_weight() if isinstance(module, Reparameterized) else module.weight
     if not isinstance(weight, Tensor) or torch.nn.parameter.is_lazy(weight):
         return None
+    groups = 1 if isinstance(module, nn.Linear) else module.groups
     if isinstance(module, _TRANSPOSED):  # (groups·I)×(O/groups)×…: each row is one input channel
-        return input_use(weight.transpose(0, 1))
-    return input_use(weight, 1 if isinstance(module, nn.Linear) else module.groups)
+        weight, groups = weight.transpose(0, 1), 1
+    # groups × outputs of a group × inputs of a group × taps
+    parts = (
+        weight.detach().to(wide_dtype(weight.device)).abs().reshape(groups, -1, weight.shape[1], weight[0, 0].numel())
+    )
+    use = parts.sum((1, 3)).flatten()
+    mean = use.mean()
+    return float(use.min() / mean) if mean > 0 else 0.0
