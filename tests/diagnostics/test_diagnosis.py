@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import micronorm as mn
-from micronorm.diagnostics.criteria import Thresholds
-from micronorm.diagnostics.diagnosis import PROBLEMS, Diagnosis, diagnose, judge
+from micronorm.diagnostics.diagnosis import Diagnosis, diagnose, judge
 from micronorm.diagnostics.norm_stats import measure_norms
 from micronorm.diagnostics.norms import as_norm_layer
 from micronorm.ops.moments import Moments
@@ -256,9 +255,6 @@ def test_few_samples_are_no_evidence_and_the_report_says_so():
     diagnosis = diagnose(model, [images()[:16]], trained=False)
     assert diagnosis.ok
     assert any("too few to judge" in note for note in diagnosis.notes)
-    assert found(diagnose(model, [images()[:16]], trained=False, thresholds=Thresholds(samples=8))) == [
-        ("norm", "dead")
-    ]
 
 
 def test_one_dead_channel_is_counted_and_accuses_no_layer():
@@ -294,11 +290,3 @@ def test_findings_come_in_the_order_of_layers_and_the_table_s_worst_first():
     assert "stat_diff" in first
     assert "[stat_diff]" in str(diagnosis)
     assert "fix: mn.convert" in str(diagnosis)
-
-
-def test_judging_what_was_seen_is_the_verdict_of_diagnose():
-    model = network("GN")
-    offset(model.down, 2, 300.0)
-    again = judge(measure_norms(model, images().split(16)))
-    assert again.findings == diagnose(model, images().split(16)).findings
-    assert all(finding.problem in PROBLEMS for finding in again.findings)

@@ -33,9 +33,9 @@ class Point:
     side: Side
     path: TreePath
 
-    def read(self, run: Run, part: int = 0) -> Leaf | None:
-        """Return the tensor in one part of a run, or None if that run has none."""
-        calls = run.traces[part].by_name.get(self.name, []) if part < len(run.traces) else []
+    def read(self, run: Run) -> Leaf | None:
+        """Return the tensor in the first part of a run, or None if that part has none."""
+        calls = run.traces[0].by_name.get(self.name, [])
         tree: Tree = getattr(calls[self.index], self.side) if self.index < len(calls) else None
         for key in self.path:
             if isinstance(tree, list) and isinstance(key, int):
@@ -244,15 +244,7 @@ class CauseFinder:
         return "cross_sample_loss", evidence
 
     def _mixture(self, point: Point, fault: Fault, other: Run) -> tuple[str, dict[str, object]]:
-        whole = point.read(self.whole)
-        parts = [point.read(other, k) for k in range(len(other.cut))]
-        present = [p for p in parts if p is not None]
-        if whole is None or len(present) != len(parts):
-            return "mixes_samples", {}
-        power = _power_of_size(whole, present, other.sizes)
-        if power is not None:
-            return "batch_size", {"output as a power of the number of samples": power}
-        moved = self._with_other_companions(point, whole)
+        moved = self._with_other_companions(point)
         evidence: dict[str, object] = {} if moved is None else {"relative change with other companions": moved}
         if moved is not None and moved <= self.tol:
             return "batch_size", evidence
@@ -260,14 +252,15 @@ class CauseFinder:
             return "batch_statistics", {**evidence, "in eval mode": "agrees"}
         return "mixes_samples", evidence
 
-    def _with_other_companions(self, point: Point, whole: Leaf) -> float | None:
+    def _with_other_companions(self, point: Point) -> float | None:
         """Return how much the first half of the samples changes when copies of it replace the second half."""
         n, half = self.samples, self.samples // 2
         run = self.experiment.run([[i % half for i in range(n)]], backward=False)
-        leaf = point.read(run) if run.error is None else None
-        for layout in ("axis 0", "axis 1"):
-            pair = None if leaf is None else aligned(whole, [leaf], [n], layout)
-            axis = int(layout[-1])
+        whole, leaf = point.read(self.whole), point.read(run) if run.error is None else None
+        if whole is None or leaf is None:
+            return None
+        for axis in (0, 1):
+            pair = aligned(whole, [leaf], [n], f"axis {axis}")
             if pair is not None and len(whole.shape) > axis and whole.shape[axis] % n == 0:
                 kept = len(pair[0]) * half // n
                 return relative(pair[0][:kept], pair[1][:kept])
@@ -297,25 +290,6 @@ def _describe(fault: Fault) -> str:
 
 def _close(a: float, b: float) -> bool:
     return abs(a - b) <= _SAME * max(abs(a), abs(b))
-
-
-def _power_of_size(whole: Leaf, parts: list[Leaf], sizes: list[int]) -> float | None:
-    """Return p if each part equals the whole times (samples of the part / samples of the whole)^p; otherwise None."""
-    for axis in (0, 1):
-        pair = aligned(whole, parts, sizes, f"axis {axis}")
-        rows = [p.first if axis == 0 else p.second for p in parts]
-        lengths = [len(r) for r in rows if r is not None]
-        if pair is None or len(lengths) != len(parts):
-            continue
-        powers = set()
-        for w, p, n in zip(pair[0].split(lengths), pair[1].split(lengths), sizes, strict=True):
-            ratio = ((w * p).sum() / (w * w).sum()).item()
-            if n == sum(sizes) or not ratio > 0 or relative(p, ratio * w) > _SAME:
-                return None
-            powers.add(round(math.log(ratio) / math.log(n / sum(sizes)), 6))
-        if len(powers) == 1:
-            return powers.pop()
-    return None
 
 
 def _is_weighted_mean(value: Callable[[list[int]], float], whole: float, singles: list[float]) -> bool:

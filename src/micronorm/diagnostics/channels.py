@@ -28,26 +28,16 @@ class RunningMoments:
         (16, tensor([0.7500, 0.7500]), tensor([0.1875, 0.1875]))
     """
 
+    moments: Moments  # C numbers each, from the first `add` on
+
     def __init__(self) -> None:
         self.count = 0
-        self._moments: Moments | None = None
-
-    @property
-    def moments(self) -> Moments:
-        """Return the moments so far, C numbers each. Raise RuntimeError before the first `add`."""
-        if self._moments is None:
-            raise RuntimeError("no data was added yet, so there are no moments")
-        return self._moments
 
     def add(self, data_nc: Moments, *, positions: int) -> None:
         """Add N samples of `positions` elements each, given by their moments (N×C)."""
-        samples = data_nc.mean.shape[0]
-        if samples == 0 or positions == 0:
-            return
-        new, count = pool(data_nc, dim=0), samples * positions
-        total = self.count + count
-        self._moments = new if self._moments is None else merge(self._moments, new, share=count / total)
-        self.count = total
+        new, count = pool(data_nc, dim=0), data_nc.mean.shape[0] * positions
+        before, self.count = self.count, self.count + count
+        self.moments = merge(self.moments, new, share=count / self.count) if before else new
 
 
 # --- activity --------------------------------------------------------------------------------------------------------

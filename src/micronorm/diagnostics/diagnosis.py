@@ -180,7 +180,7 @@ def diagnose(
     if uses:
         mean = sum(uses.values()) / len(uses)
         diagnosis.notes.append(
-            f"min/mean use of input channels, averaged over {len(uses)} layers: {mean:.2f} (the paper's trained "
+            f"min/mean use of input channels, averaged over layers: {mean:.2f} (the paper's trained "
             f"ResNet-50: {PAPER_RESNET50}); no finding depends on it"
         )
     return replace(diagnosis, input_uses=uses)

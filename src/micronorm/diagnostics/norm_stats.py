@@ -19,7 +19,7 @@ from micronorm.diagnostics.channels import (
     rare_channels,
     stat_diff,
 )
-from micronorm.diagnostics.norms import Family, NormLayer, as_norm_layer
+from micronorm.diagnostics.norms import Family, NormLayer, as_norm_layer, refuse_compiled
 from micronorm.ops.moments import Moments, moments
 
 StatisticsSource = Literal["estimates", "batch"]
@@ -166,7 +166,13 @@ def measure_norms(
         ('relu', torch.Size([2]), 4, 144)
     """
     refuse_wrappers(model, _WRAPPERS)
-    _check_arguments(model, batches, statistics)
+    refuse_compiled(model)
+    if isinstance(batches, Tensor):
+        raise TypeError(
+            f"batches must be an iterable of batches, got one tensor of {tuple(batches.shape)}; write [batch]"
+        )
+    if statistics not in ("estimates", "batch"):
+        raise ValueError(f'statistics must be "estimates" or "batch", got {statistics!r}')
     norms = {name: norm for name, module in model.named_modules() if (norm := as_norm_layer(module)) is not None}
     if not norms:
         raise ValueError(f"{type(model).__name__} has no group, layer, instance, batch or batch-channel normalization")
@@ -191,19 +197,6 @@ def measure_norms(
     if not found:
         raise ValueError("no batch reached a normalization; are there batches, and do they have samples?")
     return found
-
-
-def _check_arguments(model: nn.Module, batches: object, statistics: object) -> None:
-    if isinstance(batches, Tensor):
-        raise TypeError(
-            f"batches must be an iterable of batches, got one tensor of {tuple(batches.shape)}; write [batch]"
-        )
-    if statistics not in ("estimates", "batch"):
-        raise ValueError(f'statistics must be "estimates" or "batch", got {statistics!r}')
-    compiled = [name for name, m in model.named_modules() if getattr(m, "_compiled_call_impl", None) is not None]
-    if compiled:
-        where = ", ".join(name or "the model" for name in compiled[:4])
-        raise ValueError(f"{where}: compiled by .compile(), and compiled code may not call hooks; pass it uncompiled")
 
 
 def _call(model: nn.Module, batch: Any) -> Any:

@@ -4,7 +4,7 @@ Known layers are torch's and their subclasses (timm's norms with activations, to
 normalization by its class name, and our own.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,15 +21,12 @@ Family = Literal["batch", "instance", "group", "layer", "batch-channel"]
 _FROZEN = ("FrozenBatchNorm", "FrozenBatchNormAct")  # class names in torchvision, detectron2 and timm, followed by 2d
 
 
-class NormalizedMoments(NamedTuple):
-    """The moments (N×C) of one call of a norm, without any affine transformation.
-
-    `grouped` are those of the values that are normalized together: the input, or for BCN the input after its channel
-    half. `normalized` are those of the result.
-    """
-
-    grouped: Moments
-    normalized: Moments
+def refuse_compiled(model: nn.Module) -> None:
+    """Raise ValueError if a module was compiled in place, by `.compile()`."""
+    compiled = [name for name, module in model.named_modules() if module._compiled_call_impl is not None]
+    if compiled:
+        where = ", ".join(name or "the model" for name in compiled[:4])
+        raise ValueError(f"compiled code does not run hooks, and {where} is compiled; pass the model uncompiled")
 
 
 class NormLayer:
@@ -92,17 +89,24 @@ class NormLayer:
         """Return an input or output as N×C×…."""
         return x.movedim(-1, 1) if self.axis == -1 and x.ndim > 2 else x
 
-    def normalize(self, x: Tensor, data: Moments) -> NormalizedMoments:
-        """Return the moments after normalization of an input x (N×C×…) with moments `data`."""
+    def normalize(self, x: Tensor, data: Moments) -> tuple[Moments, Moments]:
+        """Return the moments (N×C) of the values that are normalized together, and of the result without affine.
+
+        The first are those of the input, or for BCN of the input after its channel half.
+
+        Args:
+            x: the input, N×C×….
+            data: its moments, N×C.
+        """
         if self.family == "group":
-            return NormalizedMoments(data, group_normalized(data, groups=self.groups, eps=self.eps))
+            return data, group_normalized(data, groups=self.groups, eps=self.eps)
         if self.family == "layer":
-            return NormalizedMoments(data, self._layer_normalized(x, data))
+            return data, self._layer_normalized(x, data)
         channel = channel_normalized(data, self._statistics(data), eps=self.eps)
         if self.family != "batch-channel":
-            return NormalizedMoments(data, channel)
+            return data, channel
         blend = self.module.blend.to(data.mean.dtype)
-        return NormalizedMoments(channel, group_normalized(channel, groups=self.groups, eps=self.eps, blend=blend))
+        return channel, group_normalized(channel, groups=self.groups, eps=self.eps, blend=blend)
 
     def accepts(self, x: Any) -> bool:
         """Return whether x can be an input: the channels' axis of a layer norm is known by class name only."""

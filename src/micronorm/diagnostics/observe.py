@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from micronorm.convert.surgery import refuse_wrappers
-from micronorm.diagnostics.norms import as_norm_layer
+from micronorm.diagnostics.norms import as_norm_layer, refuse_compiled
 from micronorm.diagnostics.step_stats import Row, StepRecorder, StepStatistics, observable_weights
 from micronorm.ops.private_api import disable_dynamo
 
@@ -89,24 +89,15 @@ def observe(
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
     refuse_wrappers(model, _REFUSED)
-    compiled = [name for name, module in model.named_modules() if module._compiled_call_impl is not None]
-    if compiled:
-        where = "the model is" if compiled[0] == "" else f"{len(compiled)} modules are (the first is {compiled[0]!r})"
-        raise ValueError(f"compiled code does not run hooks, and {where} compiled; observe the model uncompiled")
-    return StepObserver(model, every=every, writer=writer, sink=sink, start=start)
+    refuse_compiled(model)
+    return StepObserver(model, every, writer, sink, start)
 
 
 class StepObserver:
     """The context manager that `mn.observe` returns. It observes the model inside its `with` block."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        every: int,
-        writer: Any,
-        sink: Callable[[Row], object] | None,
-        start: int,
+        self, model: nn.Module, every: int, writer: Any, sink: Callable[[Row], object] | None, start: int
     ) -> None:
         wrapped = any(base.__name__ == "DistributedDataParallel" for base in type(model).__mro__)
         self.model: nn.Module = model.module if wrapped else model  # type: ignore[assignment]

@@ -90,10 +90,6 @@ class NormSums:
             }
         return row
 
-    def channel_means(self, numbers: Sequence[Tensor]) -> Tensor:
-        """Return the means of the input's channels, on the host."""
-        return numbers[0][: self.norm.channels]
-
 
 def _moments(x: Tensor) -> Moments:
     """Return the moments of x; on a GPU by one launch, which is accurate enough for an observation."""
@@ -190,11 +186,8 @@ def _totals(shares: Tensor, sizes: Sequence[int]) -> list[list[float]]:
 
 
 def _sample(weight: Tensor) -> Tensor:
-    """Return a copy of up to `_HISTOGRAM_WEIGHTS` weights at equal distances in memory."""
-    flat = weight.detach()
-    if not flat.is_contiguous():  # order the axes by stride, so that reshape returns a view
-        flat = flat.permute(sorted(range(flat.ndim), key=flat.stride, reverse=True))
-    flat = flat.reshape(-1)
+    """Return a copy of up to `_HISTOGRAM_WEIGHTS` weights at equal distances."""
+    flat = weight.detach().flatten()
     return flat[:: -(-flat.numel() // _HISTOGRAM_WEIGHTS)].clone()
 
 
@@ -321,7 +314,7 @@ class StepStatistics:
         for (name, sums), numbers in zip(self.norms.items(), of_norms, strict=True):
             rows[name] = sums.row(numbers)
             if self.with_histograms:
-                histograms[f"channel_means/{name}"] = sums.channel_means(numbers)
+                histograms[f"channel_means/{name}"] = numbers[0][: sums.norm.channels]
         return {name: rows[name] for name in self.order if name in rows}, histograms
 
 
