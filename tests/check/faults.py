@@ -23,17 +23,13 @@ from tests.check.parts import (
     ReturnsLoss,
     RunningMax,
     ScaledGradient,
-    StepCounter,
     SummedViews,
-    attention_over,
     batch_hard,
     contrastive,
     images,
-    minibatch_stddev,
     mixup,
     noisy_input,
     one_by_one,
-    own_stddev,
     pads_in_loss,
     pixel_loss,
     ragged,
@@ -57,9 +53,8 @@ class Planted:
 
 def in_model(cause: str, middle: Callable[[], nn.Module], twin: Callable[[], nn.Module], **other: Any) -> Planted:
     """A fault in the middle of Net."""
-    channels = other.pop("channels", 8)
     where = other.pop("where", "middle")
-    return Planted(where, cause, lambda: Net(middle(), channels), lambda: Net(twin(), channels), **other)
+    return Planted(where, cause, lambda: Net(middle()), lambda: Net(twin()), **other)
 
 
 def in_loss(cause: str, loss: Callable[..., Any], twin: Callable[..., Any], **other: Any) -> Planted:
@@ -74,9 +69,6 @@ def group_norm() -> nn.Module:
 
 FAULTS: dict[str, Planted] = {
     "BatchNorm": in_model("batch_statistics", lambda: nn.BatchNorm2d(8), lambda: nn.BatchNorm2d(8).eval()),
-    "BatchNorm without estimates": in_model(
-        "batch_statistics", lambda: nn.BatchNorm2d(8, track_running_stats=False), group_norm
-    ),
     "SyncBatchNorm": in_model("batch_statistics", lambda: nn.SyncBatchNorm(8), group_norm),
     "GhostBatchNorm of two": in_model(
         "batch_statistics", lambda: mn.BN(micro_batch=2)(8), lambda: mn.BN(micro_batch=1)(8)
@@ -94,16 +86,10 @@ FAULTS: dict[str, Planted] = {
     "a batch normalization of one's own": in_model(
         "batch_statistics", MovingBatchNorm, lambda: MovingBatchNorm().eval()
     ),
-    "minibatch standard deviation": in_model(
-        "mixes_samples", lambda: Apply(minibatch_stddev), lambda: Apply(own_stddev), channels=9
-    ),
     "centering over the batch": in_model(
         "mixes_samples",
         lambda: Apply(lambda x: x - x.mean(0)),
         lambda: Apply(lambda x: x - x.mean((2, 3), keepdim=True)),
-    ),
-    "attention over the batch": in_model(
-        "mixes_samples", lambda: Apply(attention_over(0)), lambda: Apply(attention_over(1))
     ),
     "mixing between children": in_model(
         "mixes_samples", lambda: FunctionalMixing((0,)), lambda: FunctionalMixing((2, 3))
@@ -123,11 +109,7 @@ FAULTS: dict[str, Planted] = {
     "dropout": in_model("randomness", lambda: nn.Dropout(0.2), lambda: nn.Dropout(0.0)),
     "drop path": in_model("randomness", DropPath, PerSampleDropout),
     "noise from a stream of one's own": in_model("randomness", OwnStream, nn.Identity),
-    "functional dropout": in_model(
-        "randomness", lambda: Apply(lambda x: F.dropout(x, 0.3)), lambda: Apply(lambda x: F.dropout(x, 0.3, False))
-    ),
     "codes that move in the forward": in_model("state", lambda: Codebook(True), lambda: Codebook(False)),
-    "annealing by forwards": in_model("state", lambda: StepCounter(True), lambda: StepCounter(False)),
     "a buffer that nothing reads": in_model("buffer", lambda: RunningMax(0.1), lambda: RunningMax(0.0)),
     "a gradient normalized per backward": in_model(
         "gradient",
@@ -144,9 +126,6 @@ FAULTS: dict[str, Planted] = {
     "padding in the model": Planted("model", "padding", lambda: Padding(None), lambda: Padding(12), batch=ragged),
     "padding in the loss": in_loss("padding", pads_in_loss, one_by_one, batch=ragged),
     "an averaged loss": in_loss("averaged_loss", lambda m, p: F.cross_entropy(m(p[0]), p[1]), summed),
-    "an averaged loss with its count": in_loss(
-        "averaged_loss", lambda m, p: (F.cross_entropy(m(p[0]), p[1]), len(p[1])), summed
-    ),
     "an averaged loss counted once": in_loss("averaged_loss", lambda m, p: (F.cross_entropy(m(p[0]), p[1]), 1), summed),
     "an average over pixels": in_loss("averaged_loss", pixel_loss("mean"), pixel_loss("sum")),
     "an average inside the model": Planted(
@@ -165,8 +144,7 @@ FAULTS: dict[str, Planted] = {
         lambda m, p: contrastive(m, p, between_samples=True),
         lambda m, p: contrastive(m, p, between_samples=False),
     ),
-    "a batch-hard loss": in_loss("cross_sample_loss", lambda m, p: batch_hard(m, p, mean=False), summed),
-    "a batch-hard loss, averaged": in_loss("cross_sample_loss", lambda m, p: batch_hard(m, p, mean=True), summed),
+    "a batch-hard loss, averaged": in_loss("cross_sample_loss", batch_hard, summed),
     "mixup between samples": in_loss("mixes_samples", mixup, summed),
     "noise in the loss": in_loss("randomness", noisy_input, summed),
     "a loss that moves its centre": in_loss("state", CenteredLoss(0.1), CenteredLoss(0.0)),

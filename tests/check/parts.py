@@ -31,12 +31,12 @@ def summed(model: nn.Module, part: Any) -> tuple[Tensor, int]:
 class Net(nn.Module):
     """A stem, a module under test in the middle, a head; `head` sees one vector per sample."""
 
-    def __init__(self, middle: nn.Module, channels: int = 8) -> None:
+    def __init__(self, middle: nn.Module) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 8, 3, padding=1)
         self.norm = nn.GroupNorm(2, 8)
         self.middle = middle
-        self.block = nn.Sequential(nn.Conv2d(channels, 8, 3, padding=1), nn.GroupNorm(4, 8), nn.ReLU())
+        self.block = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(4, 8), nn.ReLU())
         self.head = nn.Linear(8, 5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -53,27 +53,6 @@ class Apply(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(x)
-
-
-def minibatch_stddev(x: Tensor) -> Tensor:
-    spread = (x - x.mean(0)).square().mean(0).add(1e-8).sqrt().mean()
-    return torch.cat([x, spread.expand(len(x), 1, *x.shape[2:])], 1)
-
-
-def own_stddev(x: Tensor) -> Tensor:
-    spread = (x - x.mean((1, 2, 3), keepdim=True)).square().mean((1, 2, 3), keepdim=True).add(1e-8).sqrt()
-    return torch.cat([x, spread.expand(len(x), 1, *x.shape[2:])], 1)
-
-
-def attention_over(axis: int) -> Callable[[Tensor], Tensor]:
-    def attend(x: Tensor) -> Tensor:
-        tokens = x.flatten(2).transpose(1, 2)  # samples × places × channels
-        tokens = tokens.transpose(0, 1) if axis == 0 else tokens
-        y = F.scaled_dot_product_attention(tokens, tokens, tokens)
-        y = y.transpose(0, 1) if axis == 0 else y
-        return x + y.transpose(1, 2).reshape(x.shape)
-
-    return attend
 
 
 class FunctionalMixing(nn.Module):
@@ -123,18 +102,6 @@ class Codebook(nn.Module):
                     if (nearest == k).any():
                         self.codes[k].lerp_(tokens.reshape(-1, 8)[nearest == k].mean(0), 0.1)
         return y
-
-
-class StepCounter(nn.Module):
-    """Counts forwards in a plain attribute and, if it anneals, uses the count."""
-
-    def __init__(self, anneals: bool) -> None:
-        super().__init__()
-        self.anneals, self.forwards = anneals, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.forwards += 1
-        return x * 0.9**self.forwards if self.anneals else x * 0.9
 
 
 class RunningMax(nn.Module):
@@ -228,12 +195,12 @@ def contrastive(model: nn.Module, part: Any, *, between_samples: bool) -> tuple[
     return -logits.diagonal().sum(), len(z)
 
 
-def batch_hard(model: nn.Module, part: Any, *, mean: bool) -> tuple[Tensor, int]:
+def batch_hard(model: nn.Module, part: Any) -> tuple[Tensor, int]:
     z, labels = model(part[0]), part[1]
     distance = torch.cdist(z, z)
     same = labels[:, None] == labels[None]
     hardest = distance.masked_fill(~same, 0).amax(1) - distance.masked_fill(same, 9.0).amin(1) + 10
-    return (hardest.mean() if mean else hardest.sum()), len(z)
+    return hardest.mean(), len(z)
 
 
 def pixel_loss(reduction: str) -> Callable[..., Any]:

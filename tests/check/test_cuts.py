@@ -60,7 +60,7 @@ def test_a_resnet50_is_checked_in_half_a_minute_and_two_gigabytes():
 
 @pytest.mark.parametrize("fault", [False, True])
 @pytest.mark.parametrize("joined", [False, True], ids=["list", "joined"])
-@pytest.mark.parametrize("rows", [(5000, 5000), (3000, 5500), (80_000, 80_000)])
+@pytest.mark.parametrize("rows", [(3000, 5500), (80_000, 80_000)])
 def test_thousands_of_rows_per_image_are_compared_however_they_are_returned(rows, joined, fault):
     def loss(model, part):
         boxes = model[0](part[0])

@@ -96,12 +96,6 @@ def test_the_bound_as_printed_fails_for_norms_that_are_not_squared():
     assert bound.raw**0.5 > bound.centered**0.5 - bound.least + 1
 
 
-def test_projecting_twice_is_projecting_once():
-    h = torch.randn(6, 6, dtype=torch.float64)
-    assert_close_to_max(project(project(h)), project(h), tol=1e-14)
-    assert project(h).sum(0).abs().max() < 1e-14
-
-
 def test_computing_the_hessian_leaves_no_trace():
     model = network(mn.WS(), steps=1)
     loss_of(model)().backward()
