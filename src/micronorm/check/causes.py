@@ -104,7 +104,7 @@ class Comparison:
         allowed = self.tol
         if self.noise is not None and scale:
             allowed += 64 * abs(sum(self.noise.sums) - whole) / scale
-        return None if error <= allowed else Fault(root, Match("differ", error, "sum"), None)
+        return None if error <= allowed else Fault(root, Match("differ", error), None)
 
     def _counts(self, name: str) -> tuple[int, list[int]]:
         return len(self.whole.traces[0].by_name[name]), [len(t.by_name.get(name, ())) for t in self.other.traces]

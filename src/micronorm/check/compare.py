@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 PROJECTIONS = 6
-LAYOUTS = ("axis 0", "axis 1", "strided", "shared", "sum")
+LAYOUTS = ("axis 0", "axis 1", "strided", "shared", "sum")  # concatenated, in time-major order, all equal, added
 _CHUNK = 4096
 # Sequence-first activations have fewer elements and a shorter second axis, and images do not need the second axis.
 _MAX_SECOND_AXIS = 2**22
@@ -40,14 +40,12 @@ Tree = Leaf | list["Tree"] | dict[str, "Tree"] | None
 class Match:
     """The result of comparing a tensor of the whole run with the tensors of the parts.
 
-    `status` is "agree", "differ", or "shape" if the parts cannot be combined into the whole's shape. `layout` is the
-    best way to combine them: "axis 0" or "axis 1" (concatenated), "strided", "shared" (all equal) or "sum". `error` is
-    relative to the largest projection.
+    `status` is "agree", "differ", or "shape" if the parts cannot be combined into the whole's shape. `error` is
+    relative to the largest projection, for the best way to combine them (`LAYOUTS`).
     """
 
     status: Literal["agree", "differ", "shape"]
     error: float = 0.0
-    layout: str = ""
     path: TreePath = ()
     whole: tuple[int, ...] = ()
     parts: tuple[tuple[int, ...], ...] = ()
@@ -163,16 +161,11 @@ def _compare_leaf(whole: Leaf, parts: Sequence[Leaf], sizes: Sequence[int], tol:
     allowance = 0.0
     if noise is not None and noise.shape == whole.shape:
         allowance = min(64 * relative(whole.first, noise.first), max(_MOST_NOISE, tol))
-    errors = {}
-    for layout in LAYOUTS:
-        pair = aligned(whole, parts, sizes, layout)
-        if pair is not None:
-            errors[layout] = max(0.0, relative(*pair) - allowance)
+    pairs = [aligned(whole, parts, sizes, layout) for layout in LAYOUTS]
+    errors = [max(0.0, relative(*pair) - allowance) for pair in pairs if pair is not None]
     if not errors:
-        return Match("shape", float("inf"), "", (), whole.shape, shapes)
-    layout = min(errors, key=errors.__getitem__)
-    status = "agree" if errors[layout] <= tol else "differ"
-    return Match(status, errors[layout], layout, (), whole.shape, shapes)
+        return Match("shape", float("inf"), (), whole.shape, shapes)
+    return Match("agree" if min(errors) <= tol else "differ", min(errors), (), whole.shape, shapes)
 
 
 def aligned(whole: Leaf, parts: Sequence[Leaf], sizes: Sequence[int], layout: str) -> tuple[Tensor, Tensor] | None:

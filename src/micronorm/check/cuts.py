@@ -11,6 +11,7 @@ from micronorm.check.causes import CauseFinder, Comparison, Fault, uses_batch_st
 from micronorm.check.inputs import check_batch, check_model
 from micronorm.check.report import CutsReport, Difference, Finding, finding
 from micronorm.check.runs import Call, Experiment, Run
+from micronorm.nn.bcn import BatchChannelNorm
 
 # For one step, relative to each tensor's maximum, if the model computes in float64 or float32. Narrower types are
 # compared at a multiple of their rounding.
@@ -212,7 +213,8 @@ class _Check:
             c = quiet.gradients.get(name) if quiet else None
             yield "gradient", name, zero if a is None else a, zero if b is None else b, c
         for name, a in whole.buffers.items():
-            kind = "estimate" if name in whole.estimates else "buffer"
+            of_bcn = isinstance(self._module(self._owner(name)[0]), BatchChannelNorm)
+            kind = "estimate" if of_bcn else "buffer"
             yield kind, name, a, run.buffers.get(name, a.new_zeros(0)), quiet.buffers.get(name) if quiet else None
 
     def _explain(self, run: Run) -> bool:

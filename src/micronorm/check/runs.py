@@ -174,8 +174,7 @@ def _random_fingerprint(devices: Sequence[torch.device]) -> int:
 class Run:
     """The results of one step. `error` is the exception that ended the run, if a part raised one.
 
-    `estimates` names the buffers that a commit writes. `aliased` holds pairs of parameters whose gradients share
-    memory.
+    `aliased` holds pairs of parameters whose gradients share memory.
     """
 
     cut: Cut
@@ -184,7 +183,6 @@ class Run:
     counts: list[float | None] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    estimates: frozenset[str] = frozenset()
     aliased: dict[str, str] = field(default_factory=dict)
     coarsest: float = 0.0
     error: Exception | None = None
@@ -334,12 +332,6 @@ def _collect(run: Run, model: nn.Module, loss: Callable) -> None:
         for attribute, value in vars(module).items():
             if isinstance(value, Tensor) and value.device.type != "meta" and not value.requires_grad:
                 run.buffers[f"{name}.{attribute}" if name else attribute] = value.detach().clone()
-    run.estimates = frozenset(
-        f"{name}.{buffer}" if name else buffer
-        for name, module in model.named_modules()
-        if isinstance(module, BatchChannelNorm)
-        for buffer in ("running_mean", "running_var", "blend")
-    )
 
 
 def _attach(holder: nn.Module) -> Any:
