@@ -85,15 +85,13 @@ def _input_use(module: nn.Module) -> float | None:
     if not isinstance(module, (*_CONVOLUTIONS, *_TRANSPOSED, nn.Linear)):
         return None
     weight = module.effective_weight() if isinstance(module, Reparameterized) else module.weight
-    if not isinstance(weight, Tensor) or torch.nn.parameter.is_lazy(weight):
+    if not isinstance(weight, Tensor) or torch.nn.parameter.is_lazy(weight) or weight.numel() == 0:
         return None
     groups = 1 if isinstance(module, nn.Linear) else module.groups
     if isinstance(module, _TRANSPOSED):  # (groups·I)×(O/groups)×…: each row is one input channel
         weight, groups = weight.transpose(0, 1), 1
     # groups × outputs of a group × inputs of a group × taps
-    parts = (
-        weight.detach().to(wide_dtype(weight.device)).abs().reshape(groups, -1, weight.shape[1], weight[0, 0].numel())
-    )
-    use = parts.sum((1, 3)).flatten()
+    parts = weight.reshape(groups, weight.shape[0] // groups, weight.shape[1], -1)
+    use = parts.to(wide_dtype(weight.device)).abs().sum((1, 3)).flatten()
     mean = use.mean()
     return float(use.min() / mean) if mean > 0 else 0.0
