@@ -68,7 +68,10 @@ class Measure(NamedTuple):
 
 
 def measure_problems(stats: NormStatistics, *, trained: bool) -> dict[Problem, Measure]:
-    """Return the measure of each problem that can be judged for one norm. A severity above 1 is a problem."""
+    """Return the measure of each problem that can be judged for one norm, in the order of `Problem`.
+
+    A severity above 1 is a problem.
+    """
     if stats.not_finite:  # nothing else can be measured
         channels = () if "input" in stats.not_finite else _indices(stats.not_finite_channels)
         return {"non_finite": Measure(math.inf, 1.0, {"not finite": ", ".join(stats.not_finite)}, channels)}

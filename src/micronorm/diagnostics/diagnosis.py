@@ -1,12 +1,12 @@
 """`diagnose`: which layers of a network are near an elimination singularity, and what to do about them.
 
-A layer is reported for its first problem in the order of `PROBLEMS`, because the later ones usually follow from it.
+A layer is reported for its first problem in the order of `Problem`, because the later ones usually follow from it.
 """
 
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, get_args
+from typing import Any
 
 from torch import nn
 
@@ -15,8 +15,6 @@ from micronorm.diagnostics.criteria import LIMITS, Problem, advise, has_enough_d
 from micronorm.diagnostics.norm_stats import NormStatistics, StatisticsSource, measure_norms
 from micronorm.diagnostics.weights import PAPER_RESNET50, input_uses
 from micronorm.nn.weight import WSConv1d, WSConv2d, WSConv3d
-
-PROBLEMS: tuple[Problem, ...] = get_args(Problem)
 
 TITLES: dict[Problem, str] = {
     "non_finite": "has values that are not finite",
@@ -201,7 +199,7 @@ def judge(measured: Mapping[str, NormStatistics], *, standardized: bool = False,
     for name, stats in measured.items():
         measures = measure_problems(stats, trained=trained)
         severities[name] = max((one.severity for one in measures.values()), default=0.0)
-        problem = next((p for p in PROBLEMS if p in measures and measures[p].severity > 1), None)
+        problem: Problem | None = next((kind for kind, one in measures.items() if one.severity > 1), None)
         if problem is not None:
             one = measures[problem]
             remedy, effect = advise(problem, stats, standardized, name=name, channels=one.channels)
