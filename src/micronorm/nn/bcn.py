@@ -4,7 +4,6 @@ The layer owns the parameters, the estimates and a window. The mathematics is in
 `micronorm.nn.window`, and what a training forward does with its statistics in `micronorm.nn.gather`.
 """
 
-import math
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -16,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from micronorm.nn.backends import check_backend, resolve_backend
-from micronorm.nn.gather import gather, gather_by_kernel, run, sequential_estimates, track_batch
-from micronorm.nn.inputs import check_count, check_eps, check_input, check_residual
+from micronorm.nn.gather import gather, gather_numbers, run, sequential_estimates, track_batch
+from micronorm.nn.inputs import check_count, check_eps, check_groups, check_input, check_residual
 from micronorm.nn.per_step.recorder import active, remember
 from micronorm.nn.running import WideBuffers
 from micronorm.nn.spec import GroupedSpec
@@ -123,13 +122,7 @@ class BatchChannelNorm(WideBuffers):
         self.reset_parameters()
 
     def _check_arguments(self) -> None:
-        c, g = self.num_channels, self.num_groups
-        check_count("num_channels", c)
-        check_count("num_groups", g)
-        if c % g:
-            raise ValueError(
-                f"num_groups must divide num_channels, got {c} channels and {g} groups; try num_groups={math.gcd(c, g)}"
-            )
+        check_groups(self.num_channels, self.num_groups)
         if self.statistics not in STATISTICS:
             raise ValueError(f"statistics must be one of {STATISTICS}, got {self.statistics!r}")
         check_backend(self.backend)
@@ -324,7 +317,8 @@ class BatchChannelNorm(WideBuffers):
             remember(y, partial(elementwise_fused, activation=activation), sources, (numbers,))
         if training and self.statistics == "step":
             sizes = (x.shape[0], self.num_channels, elements)
-            gather_by_kernel(self._window, numbers.detach(), running_mean, sizes, self.num_groups)
+            window = (self._window.sums, self._window.lost, self._window.counter)
+            run(gather_numbers, numbers.detach(), running_mean, *sizes, self.num_groups, *window)
         return y
 
     def _tensors(self) -> tuple[Any, ...]:
@@ -366,7 +360,6 @@ class BatchChannelNorm(WideBuffers):
         return (y + (self.group_weight + self.group_bias).sum()).to(x.dtype)
 
     def extra_repr(self) -> str:
-        """Return the arguments that differ from their defaults, for print(module)."""
         shown = ["statistics", "rate", *(["micro_batch"] if self.statistics == "sequential" else []), "eps"]
         shown += ["backend"] if self.backend != "auto" else []
         shown += ["activation"] if self.activation else []

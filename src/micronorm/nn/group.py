@@ -40,6 +40,8 @@ class GroupNorm(nn.GroupNorm):
         torch.Size([2, 16, 8, 8])
     """
 
+    activation = None  # the layer has no activation of its own; a call may name one
+
     def __init__(
         self,
         num_groups: int,
@@ -54,11 +56,6 @@ class GroupNorm(nn.GroupNorm):
         check_eps(eps)
         super().__init__(num_groups, num_channels, eps, affine, device, dtype)
         self.backend = check_backend(backend)
-
-    @property
-    def activation(self) -> None:
-        """Return None: the layer has no activation of its own; a call may name one."""
-        return None
 
     def forward(
         self,
@@ -106,7 +103,6 @@ class GroupNorm(nn.GroupNorm):
         return y
 
     def extra_repr(self) -> str:
-        """Return the text of torch's layer, and the backend if it is not "auto"."""
         text = super().extra_repr()
         return text if self.backend == "auto" else f"{text}, backend={self.backend!r}"
 
