@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from micronorm.nn.backends import check_backend, resolve_backend
-from micronorm.nn.gather import gather, gather_numbers, run, sequential_estimates, track_batch
+from micronorm.nn.gather import gather, gather_by_kernel, run, sequential_estimates, track_batch
 from micronorm.nn.inputs import check_count, check_eps, check_groups, check_input, check_residual
 from micronorm.nn.per_step.recorder import active, remember
 from micronorm.nn.running import WideBuffers
@@ -317,8 +317,7 @@ class BatchChannelNorm(WideBuffers):
             remember(y, partial(elementwise_fused, activation=activation), sources, (numbers,))
         if training and self.statistics == "step":
             sizes = (x.shape[0], self.num_channels, elements)
-            window = (self._window.sums, self._window.lost, self._window.counter)
-            run(gather_numbers, numbers.detach(), running_mean, *sizes, self.num_groups, *window)
+            gather_by_kernel(self._window, numbers.detach(), running_mean, sizes, self.num_groups)
         return y
 
     def _tensors(self) -> tuple[Any, ...]:
