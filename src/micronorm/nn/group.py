@@ -40,8 +40,6 @@ class GroupNorm(nn.GroupNorm):
         torch.Size([2, 16, 8, 8])
     """
 
-    activation = None  # the layer has no activation of its own; a call may name one
-
     def __init__(
         self,
         num_groups: int,
@@ -56,6 +54,11 @@ class GroupNorm(nn.GroupNorm):
         check_eps(eps)
         super().__init__(num_groups, num_channels, eps, affine, device, dtype)
         self.backend = check_backend(backend)
+
+    @property
+    def activation(self) -> None:
+        """Return None: the layer has no activation of its own; a call may name one."""
+        return None
 
     def forward(
         self,
