@@ -37,5 +37,5 @@ def test_the_spec_hands_its_arguments_on():
 
 
 def test_groups_that_do_not_divide_the_channels_are_refused():
-    with pytest.raises(ValueError, match="10 channels do not divide into 4 groups; try num_groups=2"):
+    with pytest.raises(ValueError, match="10 channels and 4 groups; try num_groups=2"):
         EvoNorm(10, 4)

@@ -71,14 +71,6 @@ class Snapshot:
     Args:
         model: the model to save.
         parameters: also save the parameters.
-
-    Example:
-        >>> model = BatchChannelNorm(8)
-        >>> snapshot = Snapshot(model)
-        >>> _ = model(torch.randn(2, 8, 4, 4))
-        >>> snapshot.restore()
-        >>> model._window.forwards, float(model._window.sums.abs().sum())
-        (0, 0.0)
     """
 
     def __init__(self, model: nn.Module, *, parameters: bool = False) -> None:
@@ -125,13 +117,6 @@ def preserved(model: nn.Module, *, parameters: bool = True) -> Iterator[Snapshot
     Without `parameters`, the block must not change the parameters. A forward that ran before the block can still run
     its backward after it, because parameters and buffers keep their version counters. A graph made inside the block
     must not be used after it.
-
-    Example:
-        >>> norm = nn.BatchNorm1d(3)
-        >>> with preserved(norm):
-        ...     _ = norm(torch.randn(4, 3) + 1)
-        >>> norm.running_mean
-        tensor([0., 0., 0.])
     """
     snapshot = Snapshot(model, parameters=parameters)
     with contextlib.ExitStack() as stack:

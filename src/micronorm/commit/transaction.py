@@ -16,15 +16,6 @@ class Transaction:
 
     The optimizer commits the windows, as it always does. A model without BatchChannelNorm layers has an empty
     transaction. `micronorm.commit.snapshot.Snapshot` takes a step back.
-
-    Example:
-        >>> import torch
-        >>> model = nn.Sequential(BatchChannelNorm(8))
-        >>> transaction = Transaction(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        >>> with transaction.paused():
-        ...     _ = model(torch.randn(2, 8, 4, 4))
-        >>> transaction.state_dict()["forwards"]
-        [0]
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, *, max_forwards: int | None = None) -> None:
@@ -72,14 +63,7 @@ class Transaction:
 
 
 def merge_states(like: Sequence[dict[str, Any]], states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the sum of the states of several ranks; without `states`, an empty state of the layers of `like`.
-
-    Example:
-        >>> import torch
-        >>> mine = {"sums": [torch.ones(3)], "lost": [torch.zeros(2)], "forwards": [2]}
-        >>> merge_states([mine], [mine, mine])
-        {'sums': [tensor([2., 2., 2.])], 'lost': [tensor([0., 0.])], 'forwards': [4]}
-    """
+    """Return the sum of the states of several ranks; without `states`, an empty state of the layers of `like`."""
     if not states:
         return {name: [value - value for value in values] for name, values in like[0].items()}
     return {

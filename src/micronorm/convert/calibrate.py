@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from micronorm.convert.surgery import eval_mode
 from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.ops.moments import Moments, merge, moments, pool, wide_dtype
 from micronorm.ops.private_api import BatchNormBase
@@ -59,19 +60,13 @@ def calibrate(
     }
     if not norms:
         raise ValueError("no layer with running statistics in the model; there is nothing to calibrate")
-    training = {module: module.training for module in model.modules()}
     count = 0
-    with torch.no_grad(), ExitStack() as hooks:
+    with torch.no_grad(), eval_mode(model), ExitStack() as hooks:
         for module, inputs in norms.items():
             hooks.callback(module.register_forward_pre_hook(inputs.observe, with_kwargs=True).remove)
-        try:
-            model.eval()
-            for batch in batches:
-                (forward or _call)(model, batch)
-                count += 1
-        finally:
-            for module, flag in training.items():
-                module.training = flag
+        for batch in batches:
+            (forward or _call)(model, batch)
+            count += 1
     _merge_ranks(list(norms.values()), next(iter(norms)).running_mean.device)  # type: ignore[union-attr]
     unused = [inputs.name for inputs in norms.values() if inputs.data is None]
     if len(unused) == len(norms):
@@ -81,11 +76,14 @@ def calibrate(
             f"{len(unused)} norms had no input in eval mode and keep their statistics: {', '.join(unused[:4])}",
             stacklevel=2,
         )
-    found = [(module, inputs) for module, inputs in norms.items() if inputs.data is not None]
-    for module, inputs in found:  # check all of them before the first is written
-        inputs.check(module)
-    for module, inputs in found:
-        inputs.write(module)
+    # All statistics are checked before the first is written.
+    found = {module: inputs.result(module) for module, inputs in norms.items() if inputs.data is not None}
+    for module, (mean, var) in found.items():
+        layer: Any = module
+        layer.running_mean.copy_(mean)
+        layer.running_var.copy_(var)
+        if isinstance(module, BatchChannelNorm):
+            module._window.clear()  # it was gathered around the old statistics
     return count
 
 
@@ -116,24 +114,18 @@ class _InputMoments:
         self.count = total
 
     def result(self, module: Any) -> Moments:
-        """Return the statistics as the layer stores them: the unbiased variance for BatchNorm, the biased for BCN."""
+        """Return the statistics as the layer stores them: the unbiased variance for BatchNorm, the biased for BCN.
+
+        Raises:
+            ValueError: they are not finite in the layer's dtype.
+        """
         assert self.data is not None
         unbiased = not isinstance(module, BatchChannelNorm) and self.count > 1
         var = self.data.var * (self.count / (self.count - 1) if unbiased else 1)
-        return Moments(self.data.mean.to(module.running_mean.dtype), var.to(module.running_var.dtype))
-
-    def check(self, module: Any) -> None:
-        """Raise if the statistics are not finite in the layer's dtype."""
-        if not all(bool(torch.isfinite(m).all()) for m in self.result(module)):
+        found = Moments(self.data.mean.to(module.running_mean.dtype), var.to(module.running_var.dtype))
+        if not all(bool(torch.isfinite(m).all()) for m in found):
             raise ValueError(f"the input of {self.name!r} has no finite statistics in its dtype. Nothing was changed")
-
-    def write(self, module: Any) -> None:
-        """Write the layer's running statistics, and drop its window, which was gathered around the old ones."""
-        mean, var = self.result(module)
-        module.running_mean.copy_(mean)
-        module.running_var.copy_(var)
-        if isinstance(module, BatchChannelNorm):
-            module._window.clear()
+        return found
 
 
 def _merge_ranks(layers: list[_InputMoments], device: torch.device) -> None:

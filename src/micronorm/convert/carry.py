@@ -52,16 +52,12 @@ def zero_initialized(norm: SourceNorm, groups: int) -> Tensor | None:
 def build(spec: NormSpec, norm: SourceNorm, *, like: Tensor, trainable: bool, warm_steps: int) -> nn.Module:
     """Build the layer of `spec` with the parameters, statistics, hooks and modes of `norm`, which is not changed.
 
-    Args:
-        spec: the layer to build.
-        norm: the old layer.
-        like: a tensor with the device and dtype of the new layer, for an old layer without tensors.
-        trainable: `requires_grad` of parameters that the old layer did not have.
-        warm_steps: optimizer steps over which the layer becomes BCN.
+    `like` has the device and dtype of the new layer, for an old layer without tensors. Parameters that the old layer
+    did not have require gradients if `trainable`. The layer becomes BCN over `warm_steps` optimizer steps.
     """
     reference = next((t for t in (norm.tensor("weight"), norm.tensor("running_var")) if t is not None), like)
     with torch.device(reference.device):
-        bare = spec(norm.channels, dims=2 if norm.dims is None else norm.dims)
+        bare = spec(norm.channels, dims=norm.dims)
     bare.to(reference.dtype)
     whole = _with_tail(bare, norm.tail) if norm.tail else bare
     made = whole if isinstance(whole, BatchChannelNorm) else bare
@@ -89,26 +85,21 @@ def _with_tail(made: nn.Module, tail: dict[str, nn.Module]) -> nn.Module:
     return with_activation(made, drop=tail.get("drop"), act=act)
 
 
-def computed_inside(made: nn.Module, norm: SourceNorm) -> str | None:
-    """Return the name of the activation that `made`, built for a norm-act layer, computes in its passes; or None."""
-    if type(made) not in FUSIBLE or "aa" in norm.tail or "act" not in norm.tail:
-        return None
-    activation = activation_inside(norm.tail.get("drop", nn.Identity()), norm.tail["act"])
-    return None if activation is None else activation_name(activation)
-
-
-def why_not_inside(made: nn.Module, norm: SourceNorm) -> tuple[str, ...]:
-    """Return why `made` does not compute the activation of a norm-act layer; empty if it does, or there is none."""
+def computed_inside(made: nn.Module, norm: SourceNorm) -> tuple[str | None, tuple[str, ...]]:
+    """Return the name of the activation that `made`, built for a norm-act layer, computes in its passes; or why not."""
     act, drop = norm.tail.get("act"), norm.tail.get("drop", nn.Identity())
-    if type(made) not in FUSIBLE or act is None or type(act) is nn.Identity or computed_inside(made, norm) is not None:
-        return ()
+    if type(made) not in FUSIBLE or act is None or type(act) is nn.Identity:
+        return None, ()
+    activation = None if "aa" in norm.tail else activation_inside(drop, act)
+    if activation is not None:
+        return activation_name(activation), ()
     if "aa" in norm.tail:
-        return ("its layer blurs after the activation",)
+        return None, ("its layer blurs after the activation",)
     if type(drop) is not nn.Identity:
-        return (f"{type(drop).__name__} stands between it and its activation",)
+        return None, (f"{type(drop).__name__} stands between it and its activation",)
     if has_hooks(act):
-        return (f"the {type(act).__name__} inside its layer has hooks",)
-    return (f"norms do not compute the {type(act).__name__} inside its layer",)
+        return None, (f"the {type(act).__name__} inside its layer has hooks",)
+    return None, (f"norms do not compute the {type(act).__name__} inside its layer",)
 
 
 def _carry_into_bcn(made: BatchChannelNorm, norm: SourceNorm) -> None:

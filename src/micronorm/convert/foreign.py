@@ -8,7 +8,7 @@ Files are read with torch.load(weights_only=True) or safetensors, so that no cod
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,7 +115,8 @@ def load_foreign(
                 continue
             state[new] = file[old].flatten() if new.startswith(_key(name, "group_")) else file[old]
             renamed[old] = new
-        if names and _is_fresh(state, name):
+        mean, var = (state.get(_key(name, f"running_{half}")) for half in ("mean", "var"))
+        if names and mean is not None and var is not None and bool((mean == 0).all() and (var == 1).all()):
             unmoved.append(name)
     loaded = tuple(sorted(state.keys() & expected.keys()))
     for key in expected.keys() - state.keys():  # files of torch before 0.4.1 have none; torch too takes them so
@@ -132,11 +133,6 @@ def load_foreign(
 
 
 # --- the file --------------------------------------------------------------------------------------------------------
-
-
-def read_state(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the state dict in a file of torch.save or safetensors, without wrapping dictionaries."""
-    return _unwrap(_read(source))
 
 
 def _read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[str, Any]:
@@ -163,20 +159,16 @@ def _read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[str, An
 
 
 def loading_fault(error: Exception) -> str:
-    """Return the message of an error of torch.load, without its advice to load the file in a way that runs its code.
-
-    Example:
-        >>> loading_fault(EOFError())
-        'EOFError'
-    """
+    """Return the message of an error of torch.load, without its advice to load the file in a way that runs its code."""
     text = " ".join(str(error).split())
     text = text.rpartition("WeightsUnpickler error:")[2].partition("Check the documentation of torch.load")[0]
     text = text.partition("Please use `torch.serialization")[0].strip()
     return type(error).__name__ if not text or "weights_only" in text else text
 
 
-def _unwrap(found: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the state dict inside the dictionaries that training scripts save."""
+def read_state(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the state dict in a file of torch.save or safetensors, without wrapping dictionaries."""
+    found = _read(source)
     while inner := [found[key] for key in _WRAPPERS if isinstance(found.get(key), Mapping)]:
         found = inner[0]
     others = [key for key, value in found.items() if not (isinstance(key, str) and isinstance(value, Tensor))]
@@ -189,14 +181,14 @@ def _unwrap(found: Mapping[str, Any]) -> dict[str, Tensor]:
 def _strip(state: dict[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str]:
     """Return the state dict without the prefixes that wrappers add to every key, and these prefixes."""
     stripped = ""
-    while True:
-        for prefix in _PREFIXES:
-            if all(key.startswith(prefix) for key in state) and not all(key.startswith(prefix) for key in expected):
-                state = {key.removeprefix(prefix): value for key, value in state.items()}
-                stripped += prefix
-                break
-        else:
-            return state, stripped
+    while prefix := next((p for p in _PREFIXES if _all_start(state, p) and not _all_start(expected, p)), ""):
+        state = {key.removeprefix(prefix): value for key, value in state.items()}
+        stripped += prefix
+    return state, stripped
+
+
+def _all_start(keys: Iterable[str], prefix: str) -> bool:
+    return all(key.startswith(prefix) for key in keys)
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
@@ -252,11 +244,6 @@ def _norm_names(
         if half + leaf in file:
             names[half + leaf] = start + leaf
     return names | {half + leaf: None for leaf in _BOOKKEEPING if half + leaf in file}
-
-
-def _is_fresh(state: Mapping[str, Tensor], name: str) -> bool:
-    mean, var = state.get(_key(name, "running_mean")), state.get(_key(name, "running_var"))
-    return mean is not None and var is not None and bool((mean == 0).all() and (var == 1).all())
 
 
 def _mismatches(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:

@@ -121,12 +121,7 @@ class _Tail(NamedTuple):
 
 
 def find_fusions(model: nn.Module, norms: Collection[nn.Module]) -> Fusions:
-    """Return what fusing would change in the model; nothing is changed.
-
-    Args:
-        model: the model.
-        norms: the layers that can compute what follows them, now or once they are converted.
-    """
+    """Return what fusing would change in the model, where `norms` can compute what follows them once converted."""
     found = Fusions()
     for module in model.modules():
         members = [member for member in _members(module) if member in norms]
@@ -148,12 +143,7 @@ def find_fusions(model: nn.Module, norms: Collection[nn.Module]) -> Fusions:
 
 
 def activation_name(activation: Activation) -> str:
-    """Return the name of torch's layer for an activation.
-
-    Example:
-        >>> activation_name(Activation(ActivationKind.SILU))
-        'SiLU'
-    """
+    """Return the name of torch's layer for an activation."""
     return _LAYER_NAMES[activation.kind]
 
 

@@ -79,21 +79,27 @@ def _chain(*names: str) -> tuple[Forward, Fuses]:
 # --- residual blocks -------------------------------------------------------------------------------------------------
 
 
-def _basic_block(self: Any, x: Tensor) -> Tensor:
-    """torchvision's BasicBlock."""
-    out = norm_act(self.bn1, self.conv1(x), self.relu)
-    out = self.conv2(out)
-    identity = x if self.downsample is None else self.downsample(x)
-    return norm_act(self.bn2, out, self.relu, residual=identity, inplace=True)
+def _conv_norm_relu(self: Any, x: Tensor, layers: int) -> Tensor:
+    """Compute conv1, bn1 and relu, and so on up to `layers`."""
+    for i in range(1, layers + 1):
+        x = norm_act(getattr(self, f"bn{i}"), getattr(self, f"conv{i}")(x), self.relu)
+    return x
 
 
-def _bottleneck(self: Any, x: Tensor) -> Tensor:
-    """torchvision's Bottleneck."""
-    out = norm_act(self.bn1, self.conv1(x), self.relu)
-    out = norm_act(self.bn2, self.conv2(out), self.relu)
-    out = self.conv3(out)
-    identity = x if self.downsample is None else self.downsample(x)
-    return norm_act(self.bn3, out, self.relu, residual=identity, inplace=True)
+def _shortcut(self: Any, x: Tensor) -> Tensor:
+    downsample = getattr(self, "downsample", None)
+    return x if downsample is None else downsample(x)
+
+
+def _residual_block(layers: int) -> tuple[Forward, Fuses]:
+    """Return the forward of a block with `layers` convolutions, and what it fuses: the last norm adds the shortcut."""
+
+    def forward(self: Any, x: Tensor, shortcut: Tensor | None = None, children: Any = None) -> Tensor:
+        out = getattr(self, f"conv{layers}")(_conv_norm_relu(self, x, layers - 1))
+        residual = _shortcut(self, x) if shortcut is None else shortcut
+        return norm_act(getattr(self, f"bn{layers}"), out, self.relu, residual=residual, inplace=True)
+
+    return forward, {**{f"bn{i}": "relu" for i in range(1, layers)}, f"bn{layers}": "add relu"}
 
 
 def _timm_basic_block(self: Any, x: Tensor) -> Tensor:
@@ -142,35 +148,20 @@ def _timm_bottleneck_fuses(self: Any) -> Fuses:
     return {"bn1": "act1"} | second | ({"bn3": "add act3"} if self.se is None and self.drop_path is None else {})
 
 
-def _dla_basic(self: Any, x: Tensor, shortcut: Tensor | None = None, children: Any = None) -> Tensor:
-    out = norm_act(self.bn1, self.conv1(x), self.relu)
-    return norm_act(self.bn2, self.conv2(out), self.relu, residual=x if shortcut is None else shortcut, inplace=True)
-
-
-def _dla_bottleneck(self: Any, x: Tensor, shortcut: Tensor | None = None, children: Any = None) -> Tensor:
-    out = norm_act(self.bn1, self.conv1(x), self.relu)
-    out = norm_act(self.bn2, self.conv2(out), self.relu)
-    return norm_act(self.bn3, self.conv3(out), self.relu, residual=x if shortcut is None else shortcut, inplace=True)
-
-
 def _dla_root(self: Any, x_children: list[Tensor]) -> Tensor:
     residual = x_children[0] if self.shortcut else None
     return norm_act(self.bn, self.conv(torch.cat(x_children, 1)), self.relu, residual=residual, inplace=True)
 
 
-def _res2net(self: Any, x: Tensor) -> Tensor:
+def _res2net(self: Any, x: Tensor, shortcut: Tensor | None = None, children: Any = None) -> Tensor:
+    """timm's Bottle2neck of Res2Net, and that of DLA, which has no squeeze-and-excitation."""
     out = _res2net_scales(self, x)
-    shortcut = x if self.downsample is None else self.downsample(x)
-    if self.se is None:
-        return norm_act(self.bn3, out, self.relu, residual=shortcut, inplace=True)
+    residual = _shortcut(self, x) if shortcut is None else shortcut
+    if getattr(self, "se", None) is None:
+        return norm_act(self.bn3, out, self.relu, residual=residual, inplace=True)
     out = self.se(self.bn3(out))
-    out += shortcut
+    out += residual
     return self.relu(out)
-
-
-def _dla_res2net(self: Any, x: Tensor, shortcut: Tensor | None = None, children: Any = None) -> Tensor:
-    out = _res2net_scales(self, x)
-    return norm_act(self.bn3, out, self.relu, residual=x if shortcut is None else shortcut, inplace=True)
 
 
 def _res2net_scales(self: Any, x: Tensor) -> Tensor:
@@ -190,19 +181,12 @@ def _res2net_fuses(self: Any) -> Fuses:
     return {"bn1": "relu"} | parts | ({"bn3": "add relu"} if getattr(self, "se", None) is None else {})
 
 
-def _senet_bottleneck(self: Any, x: Tensor) -> Tensor:
-    out = norm_act(self.bn1, self.conv1(x), self.relu)
-    out = norm_act(self.bn2, self.conv2(out), self.relu)
-    out = self.bn3(self.conv3(out))
-    shortcut = x if self.downsample is None else self.downsample(x)
-    return self.relu(self.se_module(out) + shortcut)
-
-
-def _senet_basic(self: Any, x: Tensor) -> Tensor:
-    out = norm_act(self.bn1, self.conv1(x), self.relu)
-    out = norm_act(self.bn2, self.conv2(out), self.relu)
-    shortcut = x if self.downsample is None else self.downsample(x)
-    return self.relu(self.se_module(out) + shortcut)
+def _senet(self: Any, x: Tensor) -> Tensor:
+    """The blocks of timm's SENet, with two convolutions or three."""
+    out = _conv_norm_relu(self, x, 2)
+    if hasattr(self, "conv3"):
+        out = self.bn3(self.conv3(out))
+    return self.relu(self.se_module(out) + _shortcut(self, x))
 
 
 def _resnest_bottleneck(self: Any, x: Tensor) -> Tensor:
@@ -248,11 +232,9 @@ def _timm_resnet(self: Any, x: Tensor) -> Tensor:
 
 # --- the table -------------------------------------------------------------------------------------------------------
 
-_BASIC = {"bn1": "relu", "bn2": "add relu"}
-_BOTTLENECK = {"bn1": "relu", "bn2": "relu", "bn3": "add relu"}
+_BASIC, _BOTTLENECK = _residual_block(2), _residual_block(3)
 _BOTH_RELU = {"bn1": "relu", "bn2": "relu"}
 _CONV_BN_RELU = _chain("conv", "bn", "relu")
-_CONV_ATTENTION = _chain("group_conv3x3", "norm", "act", "projection")
 
 
 def _dla_root_fuses(self: Any) -> Fuses:
@@ -270,8 +252,8 @@ def _split_attention_fuses(self: Any) -> Fuses:
 
 BLOCKS: dict[type | str, Block] = {
     nn.Sequential: Block(_run_sequential, _sequential_fuses),
-    "torchvision.models.resnet.BasicBlock": Block(_basic_block, _BASIC, source="9533812a7e08"),
-    "torchvision.models.resnet.Bottleneck": Block(_bottleneck, _BOTTLENECK, source="1ae3cab8f6e0"),
+    "torchvision.models.resnet.BasicBlock": Block(*_BASIC, source="9533812a7e08"),
+    "torchvision.models.resnet.Bottleneck": Block(*_BOTTLENECK, source="1ae3cab8f6e0"),
     "torchvision.models.resnet.ResNet": Block(_resnet, {"bn1": "relu"}, "_forward_impl", source="c536d32a6e1e"),
     "torchvision.models.googlenet.BasicConv2d": Block(*_CONV_BN_RELU, source="00e4e72d3536"),
     "torchvision.models.inception.BasicConv2d": Block(*_CONV_BN_RELU, source="00e4e72d3536"),
@@ -279,14 +261,14 @@ BLOCKS: dict[type | str, Block] = {
     "timm.models.resnet.Bottleneck": Block(_timm_bottleneck, _timm_bottleneck_fuses, source="63981a893bde"),
     "timm.models.resnet.ResNet": Block(_timm_resnet, {"bn1": "act1"}, "forward_features", source="0b6d183bb745"),
     "timm.models.res2net.Bottle2neck": Block(_res2net, _res2net_fuses, source="df27133d4db2"),
-    "timm.models.dla.DlaBasic": Block(_dla_basic, _BASIC, source="0cb947bb8771"),
-    "timm.models.dla.DlaBottleneck": Block(_dla_bottleneck, _BOTTLENECK, source="3de1558339f9"),
-    "timm.models.dla.DlaBottle2neck": Block(_dla_res2net, _res2net_fuses, source="333c8b92de28"),
+    "timm.models.dla.DlaBasic": Block(*_BASIC, source="0cb947bb8771"),
+    "timm.models.dla.DlaBottleneck": Block(*_BOTTLENECK, source="3de1558339f9"),
+    "timm.models.dla.DlaBottle2neck": Block(_res2net, _res2net_fuses, source="333c8b92de28"),
     "timm.models.dla.DlaRoot": Block(_dla_root, _dla_root_fuses, source="27328a2d595d"),
     "timm.models.resnest.ResNestBottleneck": Block(_resnest_bottleneck, _resnest_fuses, source="9ac1e57434a7"),
     "timm.layers.split_attn.SplitAttn": Block(_split_attention, _split_attention_fuses, source="f9b0624e38be"),
-    "timm.models.senet.Bottleneck": Block(_senet_bottleneck, _BOTH_RELU, source="5ed40b5c4041"),
-    "timm.models.senet.SEResNetBlock": Block(_senet_basic, _BOTH_RELU, source="cf2b21e664c8"),
+    "timm.models.senet.Bottleneck": Block(_senet, _BOTH_RELU, source="5ed40b5c4041"),
+    "timm.models.senet.SEResNetBlock": Block(_senet, _BOTH_RELU, source="cf2b21e664c8"),
     "timm.models.hgnet.ConvBNAct": Block(*_chain("conv", "bn", "act", "lab"), source="d4c548fc3679"),
     "timm.models.nextvit.ConvNormAct": Block(*_chain("conv", "norm", "act"), source="17a099fd02cd"),
     "timm.models.nextvit.ConvAttention": Block(

@@ -8,21 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from micronorm.convert.carry import build, computed_inside, fit, why_not_inside, zero_initialized
+from micronorm.convert.carry import build, computed_inside, fit, zero_initialized
 from micronorm.convert.flow import Flow, Node, trace_flow
 from micronorm.convert.flow.kinds import one_element_per_channel, passes_scale
 from micronorm.convert.flow.trace import by_order
 from micronorm.convert.fusion import Fusions, activation_name, find_fusions
 from micronorm.convert.plan import Decision, Plan
 from micronorm.convert.pooling import can_pool
-from micronorm.convert.rules import CONVOLUTIONS, SourceNorm, describe_norm, looks_like_a_norm, refuse_reparameterized
+from micronorm.convert.rules import SourceNorm, describe_norm, looks_like_a_norm, refuse_reparameterized
 from micronorm.convert.surgery import is_rewritten, names_of
 from micronorm.nn.bcn import BCN, BatchChannelNorm
 from micronorm.nn.group import GroupNorm
 from micronorm.nn.norm_act import FUSIBLE, BatchChannelNormAct, activation_inside
 from micronorm.nn.reparameterized import Reparameterized
 from micronorm.nn.spec import GroupedSpec, NormSpec, WeightSpec
-from micronorm.nn.weight import CWN, WS, counterpart_kind, is_standardized_by_timm
+from micronorm.nn.weight import CONVOLUTIONS, CWN, WS, counterpart_kind, is_standardized_by_timm
 
 Filter = Callable[[nn.Module, str], bool]
 
@@ -76,19 +76,14 @@ class Planner:
     def _fusible(self, decisions: list[Decision]) -> list[nn.Module]:
         """Return the norms that will be able to compute what follows them."""
         converted = {d.module for d in decisions if d.make is not None and d.role == "norm"}
-        return [
-            module
-            for module in self.names
-            if (
-                self._becomes_fusible(self.norms[module])
-                if module in converted
-                else type(module) in FUSIBLE and self.allowed[module]
-            )
-        ]
 
-    def _becomes_fusible(self, norm: SourceNorm) -> bool:
-        assert self.norm is not None
-        return type(self.norm(norm.channels)) in FUSIBLE and not norm.tail and not norm.channels_last
+        def is_fusible(module: nn.Module) -> bool:
+            if module not in converted or self.norm is None:
+                return type(module) in FUSIBLE and self.allowed[module]
+            old = self.norms[module]
+            return type(self.norm(old.channels)) in FUSIBLE and not old.tail and not old.channels_last
+
+        return list(filter(is_fusible, self.names))
 
     # --- norms -------------------------------------------------------------------------------------------------------
 
@@ -116,7 +111,7 @@ class Planner:
         if self.norm is None or module not in self.norms or self.norms[module].tail:
             return False
         old = self.norms[module]
-        wanted = self.norm(old.channels, dims=2 if old.dims is None else old.dims)
+        wanted = self.norm(old.channels, dims=old.dims)
         groups = [getattr(m, "num_groups", None) for m in (wanted, module)]
         # Our GroupNorm computes the same as torch's.
         kinds = [nn.GroupNorm if type(m) is GroupNorm else type(m) for m in (wanted, module)]
@@ -152,7 +147,8 @@ class Planner:
             remarks.append("stays frozen: its estimates too")
         if old.family == "frozen":
             remarks.append("was frozen, trains from here on" if trainable else "stays frozen like the layer before it")
-        built = spec(old.channels, dims=2 if old.dims is None else old.dims)
+        built = spec(old.channels, dims=old.dims)
+        inside, unfused = computed_inside(built, old)
         name = type(built).__name__ + ("Act" if old.tail and isinstance(built, BatchChannelNorm) else "")
         shape = f"{old.channels}/{groups}" if groups is not None else f"{old.channels}"
         return Decision(
@@ -163,8 +159,8 @@ class Planner:
             "; ".join(remarks),
             old.module,
             partial(build, spec, old, like=self._neighbour(inputs), trainable=trainable, warm_steps=self.warm_steps),
-            inside=computed_inside(built, old),
-            unfused=why_not_inside(built, old) if self.fuse else (),
+            inside=inside,
+            unfused=unfused if self.fuse else (),
         )
 
     def _remarks(self, old: SourceNorm, groups: int | None) -> list[str]:
@@ -199,7 +195,7 @@ class Planner:
 
     # --- convolutions ------------------------------------------------------------------------------------------------
 
-    def _decide_convolution(self, module: nn.Module, flow: Flow, targets: set[nn.Module]) -> Decision:
+    def _decide_convolution(self, module: Any, flow: Flow, targets: set[nn.Module]) -> Decision:
         decide = partial(Decision, self.names[module], "convolution", type(module).__name__, module=module)
         if not self.allowed[module]:
             return decide(None, "left out by the filter")
@@ -210,7 +206,7 @@ class Planner:
         kind = counterpart_kind(module)
         if kind is None:
             return decide(None, f"the forward of {type(module).__name__} is not known")
-        if _fan_in(module) < 2:
+        if module.weight.numel() // module.out_channels < 2:
             return decide(None, "fan-in 1: one weight per output channel has nothing to standardize")
         calls = flow.calls.get(module, [])
         if not calls and flow.method != "order":
@@ -278,11 +274,6 @@ def _with_fusion(decision: Decision, fusions: Fusions) -> Decision:
         remarks.append(f"with the {decision.inside} inside the layer")
     reason = "; ".join([decision.reason, *remarks])
     return replace(decision, reason=reason, fused=fused, unfused=unfused or decision.unfused)
-
-
-def _fan_in(module: Any) -> int:
-    """Return the number of weights per output channel."""
-    return module.weight.numel() // module.out_channels
 
 
 def _reparameterize(spec: WeightSpec, module: nn.Module, *, absorb: bool) -> nn.Module:

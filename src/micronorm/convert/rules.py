@@ -9,24 +9,22 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from micronorm.nn.group import GroupNorm
+from micronorm.nn.weight import CONVOLUTIONS
 
 Family = Literal["batch", "frozen", "group", "instance", "layer"]
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-
-# (base class; family; number of spatial dimensions if the class fixes it)
-_OF_TORCH: tuple[tuple[type[nn.Module], Family, int | None], ...] = (
-    (nn.BatchNorm1d, "batch", None),
-    (nn.BatchNorm2d, "batch", 2),
-    (nn.BatchNorm3d, "batch", 3),
-    (nn.SyncBatchNorm, "batch", None),
-    (nn.GroupNorm, "group", None),
-    (GroupNorm, "group", None),
-    (nn.InstanceNorm1d, "instance", 1),
-    (nn.InstanceNorm2d, "instance", 2),
-    (nn.InstanceNorm3d, "instance", 3),
-    (nn.LayerNorm, "layer", None),
-)
+_OF_TORCH: dict[type[nn.Module], Family] = {
+    nn.BatchNorm1d: "batch",
+    nn.BatchNorm2d: "batch",
+    nn.BatchNorm3d: "batch",
+    nn.SyncBatchNorm: "batch",
+    nn.GroupNorm: "group",
+    GroupNorm: "group",
+    nn.InstanceNorm1d: "instance",
+    nn.InstanceNorm2d: "instance",
+    nn.InstanceNorm3d: "instance",
+    nn.LayerNorm: "layer",
+}
 # Layers of timm and torchvision with their own forward, by name because the libraries may not be installed.
 _NAMED: dict[str, Family] = {
     "timm.layers.norm_act.BatchNormAct2d": "batch",
@@ -63,7 +61,7 @@ class SourceNorm:
         module: the layer.
         family: the kind of normalization.
         channels: C.
-        dims: the number of spatial dimensions, if its class fixes it.
+        dims: the number of spatial dimensions; 2 if its class does not fix it.
         eps: ε.
         tail: the layers that it applies after normalizing, by their attribute (timm's `drop`, `act` and `aa`).
         channels_last: whether the channels are the last axis.
@@ -72,7 +70,7 @@ class SourceNorm:
     module: nn.Module
     family: Family
     channels: int
-    dims: int | None
+    dims: int
     eps: float
     tail: dict[str, nn.Module]
     channels_last: bool = False
@@ -99,7 +97,7 @@ def _forward(kind: type) -> Any:
 
 def describe_norm(module: nn.Module) -> SourceNorm | None:
     """Return the description of a normalization layer; None for other layers and for unknown computations."""
-    family, dims = _family(module)
+    family = _family(module)
     if family is None or "forward" in vars(module):
         return None
     layer: Any = module
@@ -117,25 +115,32 @@ def describe_norm(module: nn.Module) -> SourceNorm | None:
         for name in ("drop", "act", "aa")
         if isinstance(getattr(layer, name, None), nn.Module)
     }
+    dims = 2
+    if isinstance(module, nn.InstanceNorm1d):
+        dims = 1
+    elif isinstance(module, nn.BatchNorm3d | nn.InstanceNorm3d):
+        dims = 3
     last = family == "layer" and not any(name.endswith(_CHANNELS_FIRST) for name in _computed_as(module))
     return SourceNorm(module, family, channels, dims, float(layer.eps), tail, channels_last=last)
 
 
-def _family(module: nn.Module) -> tuple[Family | None, int | None]:
-    named: Family | None = next((_NAMED[name] for name in _computed_as(module) if name in _NAMED), None)
+def _family(module: nn.Module) -> Family | None:
+    named = next((_NAMED[name] for name in _computed_as(module) if name in _NAMED), None)
     if named is not None:
-        return named, 2 if isinstance(module, nn.BatchNorm2d) or named == "frozen" else None
+        return named
     if type(module).__name__ == "FrozenBatchNorm2d" and isinstance(getattr(module, "running_var", None), Tensor):
-        return "frozen", 2  # torchvision's and detectron2's
-    for base, family, dims in _OF_TORCH:
-        if isinstance(module, base) and type(module).forward is base.forward:  # type: ignore[comparison-overlap]
-            return family, dims
-    return None, None
+        return "frozen"  # torchvision's and detectron2's
+    same_forward = (
+        family
+        for base, family in _OF_TORCH.items()
+        if isinstance(module, base) and _forward(type(module)) is _forward(base)
+    )
+    return next(same_forward, None)
 
 
 def looks_like_a_norm(module: nn.Module) -> bool:
     """Return whether the layer's class descends from a norm of torch."""
-    return isinstance(module, tuple(base for base, *_ in _OF_TORCH))
+    return isinstance(module, tuple(_OF_TORCH))
 
 
 def refuse_reparameterized(layers: Iterable[tuple[str, nn.Module]]) -> None:

@@ -14,17 +14,7 @@ import torch
 from torch import Tensor
 
 from micronorm.nn.inputs import check_eps
-from micronorm.nn.weight import (
-    WSConv1d,
-    WSConv2d,
-    WSConv3d,
-    WSConvTranspose1d,
-    WSConvTranspose2d,
-    WSConvTranspose3d,
-    WSLinear,
-)
-
-Standardized = WSConv1d | WSConv2d | WSConv3d | WSConvTranspose1d | WSConvTranspose2d | WSConvTranspose3d | WSLinear
+from micronorm.nn.reparameterized import _WS as Standardized
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +25,6 @@ class Standardization:
         eps: the constant added for stability.
         unbiased: whether the variance divides by I − 1 (torch's default) or by I.
         eps_in_root: D = sqrt(var + eps) or, outside the root, D = sqrt(var) + eps.
-
-    Example:
-        >>> Standardization(eps=1e-6, unbiased=False, eps_in_root=True).excess(torch.tensor([0.25]), fan_in=9)
-        tensor([1.0000e-06])
     """
 
     eps: float
@@ -68,18 +54,16 @@ TIMM_BIT = Standardization(eps=1e-8, unbiased=False, eps_in_root=True)
 
 @dataclass(frozen=True)
 class RowScales:
-    """The factors on the rows of one weight.
+    """The factors on the rows of one weight. Constant rows, which every formula standardizes to zero, are not scaled.
 
     Attributes:
         low: the smallest factor.
         high: the largest factor.
-        constant_rows: how many rows have no variance. Every formula standardizes them to zero; they are not scaled.
         eps: the `eps` of the layer with which the factors would have the geometric mean 1.
     """
 
     low: float
     high: float
-    constant_rows: int
     eps: float
 
 
@@ -90,13 +74,6 @@ def rescale_rows(weight: Tensor, layer: Standardized, theirs: Standardization) -
 
     Raises:
         ValueError: if no such factors exist.
-
-    Example:
-        >>> layer, w = WSConv2d(3, 8, 3), torch.randn(8, 3, 3, 3)
-        >>> _ = layer.weight.data.copy_(rescale_rows(w, layer, AUTHORS_WS)[0])
-        >>> std, mean = torch.std_mean(w, dim=(1, 2, 3), keepdim=True)
-        >>> torch.allclose(layer.effective_weight(), (w - mean) / (std + 1e-5), atol=1e-5)
-        True
     """
     if not (layer.center and layer.scale):
         raise ValueError(f"built with center={layer.center}, scale={layer.scale}; {theirs} does both")
@@ -114,4 +91,4 @@ def rescale_rows(weight: Tensor, layer: Standardized, theirs: Standardization) -
         raise ValueError(f"not finite in {layer.weight.dtype} once its rows are scaled")
     moved = excess[~constant]
     eps = moved.log().mean().exp().item() if len(moved) else layer.eps
-    return scaled, RowScales(scale.min().item(), scale.max().item(), int(constant.sum()), eps)
+    return scaled, RowScales(scale.min().item(), scale.max().item(), eps)

@@ -4,7 +4,8 @@ A module that is registered under several names stays one module.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -30,13 +31,7 @@ _HOOKS = (
 def refuse_wrappers(model: Any, advice: Mapping[str, str]) -> None:
     """Raise if `model` is not a module, or is wrapped in DDP, FSDP and the like, which keep their own references.
 
-    Args:
-        model: the object that the user passed.
-        advice: what to do instead, by the class name of each wrapper.
-
-    Raises:
-        TypeError: if `model` is not a torch.nn.Module.
-        ValueError: if the model or one of its modules is wrapped.
+    `advice` says what to do instead, by the class name of each wrapper.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"a torch.nn.Module is needed, got {type(model).__name__}")
@@ -55,21 +50,24 @@ def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
 
 
 def replace(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """Put each new module in every place of the old one; return the model, or the new module if it replaces the root.
-
-    Example:
-        >>> act = nn.ReLU()
-        >>> replace(nn.Sequential(act, act), {act: nn.SiLU()})
-        Sequential(
-          (0): SiLU()
-          (1): SiLU()
-        )
-    """
+    """Put each new module in every place of the old one. Return the model, or the new module that replaces it."""
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if child is not None and child in replacements:
                 parent._modules[name] = replacements[child]
     return replacements.get(model, model)
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Run the block in eval mode, then give each module its own mode back."""
+    training = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, flag in training.items():
+            module.training = flag
 
 
 def adopt_hooks(new: nn.Module, old: nn.Module) -> None:
@@ -102,27 +100,15 @@ def set_forward(module: nn.Module, forward: Callable[..., Any], method: str = "f
 
 
 def restore_forwards(model: nn.Module) -> int:
-    """Remove every method that `set_forward` put on a module of the model; return how many modules had one.
-
-    Example:
-        >>> model = nn.Sequential(nn.ReLU())
-        >>> set_forward(model, lambda self, x: self[0](x))
-        >>> restore_forwards(model), "forward" in vars(model)
-        (1, False)
-    """
-    rewritten = [module for module in model.modules() if is_rewritten(module)]
+    """Remove every method that `set_forward` put on a module of the model; return how many modules had one."""
+    count = sum(map(is_rewritten, model.modules()))
     for module in model.modules():
         _restore_methods(module)
-    return len(rewritten)
+    return count
 
 
 def is_rewritten(module: nn.Module) -> bool:
-    """Return whether the module runs a method that `set_forward` gave it.
-
-    Example:
-        >>> is_rewritten(nn.ReLU())
-        False
-    """
+    """Return whether the module runs a method that `set_forward` gave it."""
     return any(hasattr(value, _MARK) for value in vars(module).values())
 
 

@@ -5,11 +5,10 @@ from collections import OrderedDict
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from micronorm.convert.flow import Flow, trace_flow
 from micronorm.convert.flow.ranks import ranks
-from micronorm.convert.flow.trace import as_call
 from micronorm.convert.surgery import adopt_hooks, names_of, refuse_wrappers, replace, restore_forwards
 from micronorm.export.layers import (
     REPARAMETERIZED,
@@ -83,8 +82,6 @@ def fold(model: nn.Module, *, example_inputs: Any = None) -> nn.Module:
     # torch.fx does not record the outermost module as a call, so a single layer gets a container.
     whole = nn.Sequential(copied) if is_ours(copied) else copied
     flow = trace_flow(whole, _is_one_call, example_inputs=example_inputs, pairs=lambda *_: False)
-    if flow.method == "fx":
-        _set_input_shapes(flow, example_inputs)
     folded = _Folder(whole, flow).fold()
     if whole is not copied:
         folded = folded[0]  # type: ignore[index]
@@ -156,16 +153,6 @@ def _is_own(hook: Any, owned: set[int]) -> bool:
     return id(owner) in owned or type(owner).__module__.startswith("torch.nn.utils.")
 
 
-def _set_input_shapes(flow: Flow, example_inputs: Any) -> None:
-    """Set the shapes of the flow's inputs from the example; torch.fx records only their names."""
-    args, kwargs = as_call(example_inputs)
-    given = list(zip(flow.nodes, args, strict=False))  # a graph begins with its arguments
-    given += [(node, kwargs[node.name]) for node in flow.nodes if node.module is None and node.name in kwargs]
-    for node, value in given:
-        if isinstance(value, Tensor) and not node.inputs:
-            node.shape = tuple(value.shape)
-
-
 # --- the folding -----------------------------------------------------------------------------------------------------
 
 
@@ -189,7 +176,11 @@ class _Folder:
                 self._put(module, _as_group_norm(module))
         for module in self.names:
             if type(module) in REPARAMETERIZED and module not in self.replacements:
-                self._refuse_read(module)
+                if self._is_read(module):
+                    raise ValueError(
+                        f"cannot be folded: {self.names[module][0]!r} ({type(module).__name__}) is more than called, "
+                        "the model computes with its raw weight, which folding replaces by the effective one"
+                    )
                 plain = plain_layer(module, None, name=self.names[module][0])
                 assert plain is not None  # only a merged affine can be too large
                 self.replacements[module] = plain
@@ -205,26 +196,18 @@ class _Folder:
         self.replacements[old] = new
 
     def _fold_bcn(self, norm: BatchChannelNorm) -> nn.Module:
-        merged = self._merge(norm)
+        source = self._source(norm)
+        merged = None if source is None else plain_layer(source, channel_affine(norm), name=self.names[source][0])
+        if source is not None and merged is not None:
+            self.replacements[source] = merged
         tail: dict[str, Any] = {"act": _activation(norm)}
         if isinstance(norm, BatchChannelNormAct):
             tail = {"drop": norm.drop, "act": norm.act}
         return in_a_row(
-            batch_norm=None if merged else batch_norm(norm, self._rank(norm)),
+            batch_norm=None if merged is not None else batch_norm(norm, self._rank(norm)),
             group_norm=None if is_batch_norm(norm) else group_norm(norm),
             **tail,
         )
-
-    def _merge(self, norm: BatchChannelNorm) -> bool:
-        """Fold the channel half of the norm into the layer before it; return False if there is no such layer."""
-        source = self._source(norm)
-        if source is None:
-            return False
-        made = plain_layer(source, channel_affine(norm), name=self.names[source][0])
-        if made is None:
-            return False
-        self.replacements[source] = made
-        return True
 
     def _source(self, norm: BatchChannelNorm) -> nn.Module | None:
         """Return the layer whose only use is as the norm's input, or None."""
@@ -244,13 +227,6 @@ class _Folder:
     def _is_read(self, layer: nn.Module) -> bool:
         """Return whether the model uses the layer's parameters other than by calling the layer."""
         return any(f"{name}.{p}" in self.parameters_read for name in self.names[layer] for p in ("weight", "bias"))
-
-    def _refuse_read(self, layer: nn.Module) -> None:
-        if self._is_read(layer):
-            raise ValueError(
-                f"cannot be folded: {self.names[layer][0]!r} ({type(layer).__name__}) is more than called, the model "
-                "computes with its raw weight, which folding replaces by the effective one"
-            )
 
     def _rank(self, norm: nn.Module) -> int | None:
         """Return the rank of the layer's input, or None if it is unknown or differs between calls."""

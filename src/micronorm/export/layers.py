@@ -16,11 +16,11 @@ from micronorm.nn import weight as ours
 from micronorm.nn.batch import GhostBatchNorm
 from micronorm.nn.batch_renorm import BatchRenorm
 from micronorm.nn.bcn import BatchChannelNorm
+from micronorm.nn.reparameterized import _SameConv
 from micronorm.nn.weight import PLAIN, counterpart_kind, is_standardized_by_timm
 from micronorm.ops.moments import compute_dtype
 
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_SAME_PADDED = (ours.WSConv2dSame, ours.WNConv2dSame, ours.CWNConv2dSame)
 
 REPARAMETERIZED: frozenset[type[nn.Module]] = frozenset(
     getattr(ours, method + kind)
@@ -131,7 +131,7 @@ def _bare(layer: nn.Module, name: str) -> Any:
 
 
 def _plain_class(layer: Any, name: str) -> type[nn.Module]:
-    if not isinstance(layer, _SAME_PADDED):
+    if not isinstance(layer, _SameConv):
         return next(plain for plain in PLAIN if isinstance(layer, plain))
     if any(layer.padding) or layer.padding_mode != "zeros":
         raise ValueError(

@@ -10,10 +10,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from micronorm.convert.flow.execution import tensors_in
 from micronorm.convert.flow.trace import as_call
 from micronorm.export.fold import bare_copy, fold, is_ours
 from micronorm.export.verify import verify
-from micronorm.ops.private_api import tree_leaves, tree_map
+from micronorm.ops.private_api import tree_map
 
 LOWEST_OPSET = 21  # the first for which torch writes GroupNormalization, with an affine per channel
 _LARGEST_MESSAGE = 2**31 - 2**20  # protobuf's limit, less some space for the graph itself
@@ -103,7 +104,7 @@ def onnx(
         worst = verify(reference, _Session(written), inputs, tol=tol)
         for part in sorted(Path(folder).iterdir(), reverse=True):  # the ".data" file first
             os.replace(part, path.parent / part.name)
-    shapes = tuple(tuple(t.shape) for example in inputs for t in _tensors(example))
+    shapes = tuple(tuple(t.shape) for example in inputs for t in tensors_in(example))
     return OnnxReport(path, opset, found, shapes, worst)
 
 
@@ -135,7 +136,7 @@ def _check_runs(model: nn.Module, inputs: list[Any]) -> None:
             with torch.no_grad():
                 model(*args, **kwargs)
         except Exception as fault:
-            sizes = ", ".join("×".join(map(str, t.shape)) for t in _tensors(example))
+            sizes = ", ".join("×".join(map(str, t.shape)) for t in tensors_in(example))
             raise ValueError(f"the model does not run on inputs of sizes {sizes}{hint}: {_reason(fault)}") from fault
 
 
@@ -179,10 +180,6 @@ def _at_least_two(inputs: Any) -> Any:
 
 def _cpu(inputs: Any) -> Any:
     return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, inputs)
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 # --- the file --------------------------------------------------------------------------------------------------------
@@ -237,7 +234,7 @@ class _Session:
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Tensor]:
         names = [entry.name for entry in self._session.get_inputs()]
-        values = [tensor.detach().cpu().numpy() for tensor in _tensors((args, kwargs))]
+        values = [tensor.detach().cpu().numpy() for tensor in tensors_in((args, kwargs))]
         if len(names) != len(values):
             raise RuntimeError(f"the file takes {len(names)} inputs ({', '.join(names)}), the model {len(values)}")
         return [torch.from_numpy(array) for array in self._session.run(None, dict(zip(names, values, strict=True)))]

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from micronorm.convert.flow.execution import tensors_in
 from micronorm.convert.flow.trace import as_call
-from micronorm.ops.private_api import tree_leaves
 
 
 def verify(
@@ -36,7 +36,7 @@ def verify(
     for example in inputs:
         args, kwargs = as_call(example)
         with torch.no_grad():
-            pair = [_tensors(model(*args, **kwargs)) for model in (expected, actual)]
+            pair = [tensors_in(model(*args, **kwargs)) for model in (expected, actual)]
         where = f"on inputs {' and '.join(_shapes(example))}"
         if len(pair[0]) != len(pair[1]):
             raise RuntimeError(f"{len(pair[1])} outputs where {len(pair[0])} were expected, {where}")
@@ -66,9 +66,5 @@ def _difference(expected: Tensor, actual: Tensor, label: str) -> float:
     return error / size if size else (0.0 if error == 0 else float("inf"))
 
 
-def _tensors(output: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-
-
 def _shapes(example: Any) -> list[str]:
-    return ["×".join(map(str, tensor.shape)) or "scalar" for tensor in _tensors(example)] or ["without tensors"]
+    return ["×".join(map(str, tensor.shape)) or "scalar" for tensor in tensors_in(example)] or ["without tensors"]

@@ -7,27 +7,11 @@ from torch import Tensor
 
 from micronorm.ops.runtime import is_transformed, kernel_problem, tensor_problem
 
-__all__ = [
-    "BACKENDS",
-    "KERNELS",
-    "Choice",
-    "check_backend",
-    "explain_backend",
-    "kernel_problem",
-    "resolve_backend",
-]
-
 BACKENDS = ("auto", "reference", "one-pass", "triton")
 """The values that `backend=` of a normalization accepts."""
 
 KERNELS: tuple[str, ...] = ("triton",)
 """The backends that are our own kernels, which not every device runs."""
-
-_FORMS = {
-    "triton": "fused Triton kernels",
-    "one-pass": "plain PyTorch operations, one reduction and one elementwise pass each way",
-    "reference": "the plain equations in PyTorch operations, differentiated by autograd",
-}
 
 _LARGEST = 2**31  # kernels index the elements of a sample, and the statistics of all samples, with 32 bits
 _NUMBERS = 8  # statistics for every (n, c), at most
@@ -41,30 +25,17 @@ class Choice(NamedTuple):
 
 
 def check_backend(backend: str) -> str:
-    """Return the backend, or raise a ValueError if it is unknown.
-
-    Example:
-        >>> check_backend("one-pass")
-        'one-pass'
-    """
+    """Return the backend, or raise a ValueError if it is unknown."""
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
     return backend
 
 
 def resolve_backend(backend: str, x: Tensor) -> str:
-    """Return the backend that computes a layer on x: "triton", "one-pass" or "reference".
-
-    Args:
-        backend: the layer's own setting, one of `BACKENDS`.
-        x: the layer's input.
+    """Return the backend that computes a layer with this setting on x: "triton", "one-pass" or "reference".
 
     Raises:
         ValueError: the backend is unknown, or is "triton" and kernels cannot compute this input.
-
-    Example:
-        >>> resolve_backend("auto", torch.randn(1, 8, 4, 4))
-        'one-pass'
     """
     if backend not in ("auto", "triton"):
         return check_backend(backend)  # an attribute may have been set since the layer was made
@@ -94,14 +65,10 @@ def _size_problem(x: Tensor) -> str | None:
 
 
 def explain_backend(device: torch.device | str) -> Choice:
-    """Return the backend that `backend="auto"` uses on a device, and why.
-
-    Example:
-        >>> explain_backend("cpu").backend
-        'one-pass'
-    """
+    """Return the backend that `backend="auto"` uses on a device, and why."""
     device = torch.device(device)
     problem = kernel_problem(device.type, device.index)
     if device.type == "cuda" and problem is None:
-        return Choice("triton", _FORMS["triton"])
-    return Choice("one-pass", f"{_FORMS['one-pass']}; {problem or 'the interpreter of kernels is for tests'}")
+        return Choice("triton", "fused Triton kernels")
+    form = "plain PyTorch operations, one reduction and one elementwise pass each way"
+    return Choice("one-pass", f"{form}; {problem or 'the interpreter of kernels is for tests'}")

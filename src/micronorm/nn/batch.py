@@ -43,7 +43,6 @@ class GhostBatchNorm(RunningNorm):
         self.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x (N×C×…) normalized, with its shape and dtype."""
         check_input(x, self.num_channels, "GhostBatchNorm")
         if not self.training:
             return normalize(x, self.running_moments(), self.weight, self.bias, eps=self.eps)
@@ -60,7 +59,6 @@ class GhostBatchNorm(RunningNorm):
         return y
 
     def extra_repr(self) -> str:
-        """Return the arguments, for print(module)."""
         return f"{super().extra_repr()}, micro_batch={self.micro_batch}"
 
 

@@ -96,7 +96,6 @@ class BatchRenorm(RunningNorm):
             self.register_buffer(f"before_{name}", buffer.clone(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x (N×C×…) normalized, with its shape and dtype."""
         check_input(x, self.num_channels, "BatchRenorm")
         if not self.training:
             return normalize(x, self.running_moments(), self.weight, self.bias, eps=self.eps)
@@ -120,7 +119,6 @@ class BatchRenorm(RunningNorm):
         return y
 
     def extra_repr(self) -> str:
-        """Return the arguments, for print(module)."""
         size = "" if self.micro_batch is None else f", micro_batch={self.micro_batch}"
         return f"{super().extra_repr()}, schedule={self.schedule}{size}"
 

@@ -4,7 +4,6 @@ The layer owns the parameters, the estimates and a window. The mathematics is in
 `micronorm.nn.window`, and what a training forward does with its statistics in `micronorm.nn.gather`.
 """
 
-import math
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from micronorm.nn.backends import check_backend, resolve_backend
 from micronorm.nn.gather import gather, gather_by_kernel, run, sequential_estimates, track_batch
-from micronorm.nn.inputs import check_count, check_eps, check_input, check_residual
+from micronorm.nn.inputs import check_count, check_eps, check_groups, check_input, check_residual
 from micronorm.nn.per_step.recorder import active, remember
 from micronorm.nn.running import WideBuffers
 from micronorm.nn.spec import GroupedSpec
@@ -123,13 +122,7 @@ class BatchChannelNorm(WideBuffers):
         self.reset_parameters()
 
     def _check_arguments(self) -> None:
-        c, g = self.num_channels, self.num_groups
-        check_count("num_channels", c)
-        check_count("num_groups", g)
-        if c % g:
-            raise ValueError(
-                f"num_groups must divide num_channels, got {c} channels and {g} groups; try num_groups={math.gcd(c, g)}"
-            )
+        check_groups(self.num_channels, self.num_groups)
         if self.statistics not in STATISTICS:
             raise ValueError(f"statistics must be one of {STATISTICS}, got {self.statistics!r}")
         check_backend(self.backend)
@@ -366,7 +359,6 @@ class BatchChannelNorm(WideBuffers):
         return (y + (self.group_weight + self.group_bias).sum()).to(x.dtype)
 
     def extra_repr(self) -> str:
-        """Return the arguments that differ from their defaults, for print(module)."""
         shown = ["statistics", "rate", *(["micro_batch"] if self.statistics == "sequential" else []), "eps"]
         shown += ["backend"] if self.backend != "auto" else []
         shown += ["activation"] if self.activation else []

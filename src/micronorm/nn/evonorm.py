@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from micronorm.nn.inputs import check_count, check_eps, check_input
+from micronorm.nn.inputs import check_eps, check_groups, check_input
 from micronorm.nn.spec import GroupedSpec
 from micronorm.ops.evonorm import evonorm_s0
 from micronorm.ops.group import choose_groups
@@ -30,17 +30,11 @@ class EvoNorm(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_count("num_channels", num_channels)
-        check_eps(eps)
-        if num_groups is None:
-            num_groups = choose_groups(num_channels)
-        check_count("num_groups", num_groups)
-        if num_channels % num_groups:
-            fit = choose_groups(num_channels, groups=num_groups, min_channels_per_group=1)
-            raise ValueError(f"{num_channels} channels do not divide into {num_groups} groups; try num_groups={fit}")
         super().__init__()
         self.num_channels = num_channels
-        self.num_groups = num_groups
+        self.num_groups = choose_groups(num_channels) if num_groups is None else num_groups
+        check_groups(num_channels, self.num_groups)
+        check_eps(eps)
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(num_channels, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(num_channels, device=device, dtype=dtype))
@@ -48,18 +42,15 @@ class EvoNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set weight and v to 1, and bias to 0."""
         nn.init.ones_(self.weight)
         nn.init.zeros_(self.bias)
         nn.init.ones_(self.v)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x (N×C×…) normalized, with its shape and dtype."""
         check_input(x, self.num_channels, "EvoNorm")
         return evonorm_s0(x, self.weight, self.bias, self.v, groups=self.num_groups, eps=self.eps)
 
     def extra_repr(self) -> str:
-        """Return the arguments, for print(module)."""
         return f"{self.num_channels}, num_groups={self.num_groups}, eps={self.eps}"
 
 

@@ -54,7 +54,6 @@ class FilterResponseNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the weight to 1, bias and threshold to 0, and the learned eps to 1e-4."""
         nn.init.ones_(self.weight)
         nn.init.zeros_(self.bias)
         if self.tau is not None:
@@ -63,7 +62,6 @@ class FilterResponseNorm(nn.Module):
             nn.init.constant_(self.learned_eps, 1e-4)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x (N×C×…) normalized, with its shape and dtype."""
         check_input(x, self.num_channels, "FilterResponseNorm")
         eps = self.eps
         if self.learned_eps is not None:
@@ -71,7 +69,6 @@ class FilterResponseNorm(nn.Module):
         return filter_response_norm(x, self.weight, self.bias, self.tau, eps=eps)
 
     def extra_repr(self) -> str:
-        """Return the arguments, for print(module)."""
         learnable = self.learned_eps is not None
         return f"{self.num_channels}, eps={self.eps}, tlu={self.tau is not None}, learnable_eps={learnable}"
 

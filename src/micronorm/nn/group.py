@@ -106,7 +106,6 @@ class GroupNorm(nn.GroupNorm):
         return y
 
     def extra_repr(self) -> str:
-        """Return the text of torch's layer, and the backend if it is not "auto"."""
         text = super().extra_repr()
         return text if self.backend == "auto" else f"{text}, backend={self.backend!r}"
 

@@ -48,6 +48,16 @@ def check_count(name: str, value: int) -> None:
         raise ValueError(f"{name} must be at least 1, got {value}")
 
 
+def check_groups(c: int, g: int) -> None:
+    """Raise if g groups do not divide c channels."""
+    check_count("num_channels", c)
+    check_count("num_groups", g)
+    if c % g:
+        raise ValueError(
+            f"num_groups must divide num_channels, got {c} channels and {g} groups; try num_groups={math.gcd(c, g)}"
+        )
+
+
 def check_flag(name: str, value: bool) -> None:
     """Raise if the value is not True or False."""
     if not isinstance(value, bool):

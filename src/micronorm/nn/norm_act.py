@@ -92,24 +92,14 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def can_fuse(norm: nn.Module) -> bool:
-    """Return whether a norm can compute an addition and an activation: it has none of its own, and no hooks.
-
-    Example:
-        >>> can_fuse(GroupNorm(4, 16)), can_fuse(nn.GroupNorm(4, 16))
-        (True, False)
-    """
+    """Return whether a norm can compute an addition and an activation: it has none of its own, and no hooks."""
     if type(norm) not in FUSIBLE or norm.activation is not None or "forward" in norm.__dict__:
         return False
     return not has_hooks(norm) and not has_global_hooks()
 
 
 def fusible_activation(act: Callable[[Tensor], Tensor] | None) -> Activation | None:
-    """Return the activation that a norm can compute in place of `act`, or None if it cannot.
-
-    Example:
-        >>> fusible_activation(nn.SiLU()), fusible_activation(torch.tanh)
-        (Activation(kind='silu', slope=0.01), None)
-    """
+    """Return the activation that a norm can compute in place of `act`, or None if it cannot."""
     if act is None:
         return IDENTITY
     if not isinstance(act, nn.Module):
@@ -124,12 +114,7 @@ def fusible_activation(act: Callable[[Tensor], Tensor] | None) -> Activation | N
 
 
 def activation_inside(drop: nn.Module, act: nn.Module) -> Activation | None:
-    """Return the activation that a norm-act layer computes in its norm's passes, or None if it calls `act`.
-
-    Example:
-        >>> activation_inside(nn.Identity(), nn.ReLU()), activation_inside(nn.Dropout(), nn.ReLU())
-        (Activation(kind='relu', slope=0.01), None)
-    """
+    """Return the activation that a norm-act layer computes in its norm's passes, or None if it calls `act`."""
     return fusible_activation(act) if type(drop) is nn.Identity and not has_hooks(drop) else None
 
 
@@ -172,7 +157,6 @@ class BatchChannelNormAct(BatchChannelNorm):
         self.act = _activation(act_layer, act_kwargs, inplace=inplace) if apply_act else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override] # it has its own activation
-        """Return act(drop(BCN(x)))."""
         fused = activation_inside(self.drop, self.act)
         if fused is not None:
             return self._normalize(x, fused)
@@ -205,7 +189,6 @@ class NormAct(nn.Module):
         return getattr(self.norm, "bias", None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return act(drop(norm(x)))."""
         if activation_inside(self.drop, self.act) is not None:
             return norm_act(self.norm, x, self.act)
         return self.act(self.drop(self.norm(x)))
@@ -224,7 +207,6 @@ class ChannelsLast(nn.Module):
         self.norm = norm
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return norm(x) with the channels moved to axis 1 and back."""
         return self.norm(x.movedim(-1, 1)).movedim(1, -1)
 
 

@@ -17,12 +17,6 @@ class PassiveHook:
     Args:
         observe: receives what torch gives the hook (module, inputs, output), or the effective weight where the hook is
             in `weight_observers` of a reparameterized layer.
-
-    Example:
-        >>> from torch import nn
-        >>> calls = []
-        >>> layer = nn.ReLU()
-        >>> handle = layer.register_forward_hook(PassiveHook(lambda module, inputs, output: calls.append(output)))
     """
 
     def __init__(self, observe: Callable[..., object]) -> None:

@@ -185,15 +185,7 @@ class _WS(Reparameterized):
         return self.from_rows(torch.addcmul(mean, weight_standardize(wide, **options), scale).to(rows.dtype))
 
     def absorb(self) -> None:
-        """Store the mean and scale that standardization removes, so that the layer's output does not change.
-
-        Example:
-            >>> from micronorm.nn import WSConv2d
-            >>> conv = WSConv2d(3, 8, 3)
-            >>> conv.absorb()
-            >>> torch.allclose(conv.effective_weight(), conv.weight, atol=1e-6)
-            True
-        """
+        """Store the mean and scale that standardization removes, so that the layer's output does not change."""
         options = {"center": self.center, "scale": self.scale, "eps": self.eps}
         with torch.no_grad():
             mean, scale = row_statistics(self.rows(self.weight), **options)  # type: ignore[arg-type]
@@ -226,15 +218,11 @@ class _WithLength(Reparameterized):
         check_fan_in(self.rows(self.weight)[0].numel())
         self.length = nn.Parameter(self._natural_length(self.weight), requires_grad=self.weight.requires_grad)
 
-    def reset_length(self) -> None:
-        """Set g to the length of the raw weight, for CWN of the centred weight."""
-        with torch.no_grad():
-            self.length.copy_(self._natural_length(self.weight))
-
     def reset_parameters(self) -> None:
         super().reset_parameters()  # type: ignore[misc]
         if hasattr(self, "length"):  # the base class calls this before `length` exists
-            self.reset_length()
+            with torch.no_grad():
+                self.length.copy_(self._natural_length(self.weight))
 
     def _natural_length(self, weight: Tensor) -> Tensor:
         return self.rows(weight.detach()).flatten(1).norm(dim=1)

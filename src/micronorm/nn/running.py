@@ -69,13 +69,8 @@ class RunningNorm(WideBuffers):
         self.register_buffer("num_batches_tracked", torch.empty((), device=device, dtype=torch.long))
 
     def reset_parameters(self) -> None:
-        """Set weight to 1 and bias to 0, and reset the running statistics."""
         nn.init.ones_(self.weight)
         nn.init.zeros_(self.bias)
-        self.reset_running_stats()
-
-    def reset_running_stats(self) -> None:
-        """Set the running mean to 0, the variance to 1 and the number of batches to 0."""
         self.running_mean.zero_()
         self.running_var.fill_(1)
         self.num_batches_tracked.zero_()
@@ -95,7 +90,6 @@ class RunningNorm(WideBuffers):
                 write_once(buffer, value)
 
     def extra_repr(self) -> str:
-        """Return the arguments, for print(module)."""
         return f"{self.num_channels}, eps={self.eps}, momentum={self.momentum}"
 
     def _load_from_state_dict(

@@ -45,13 +45,11 @@ class SwitchableNorm(RunningNorm):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set equal shares, weight 1 and bias 0, and reset the running statistics."""
         super().reset_parameters()
         nn.init.ones_(self.mean_weight)
         nn.init.ones_(self.var_weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x (N×C×…) normalized, with its shape and dtype."""
         check_input(x, self.num_channels, "SwitchableNorm")
         parameters = (self.weight, self.bias, self.mean_weight, self.var_weight)
         if not self.training:
@@ -63,7 +61,6 @@ class SwitchableNorm(RunningNorm):
         return y
 
     def extra_repr(self) -> str:
-        """Return the arguments, for print(module)."""
         return f"{super().extra_repr()}, micro_batch={self.micro_batch}"
 
 

@@ -123,15 +123,8 @@ class CWNLinear(_CWN, _Linear, nn.Linear):
 
 # --- the specs -------------------------------------------------------------------------------------------------------
 
-PLAIN = (
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-    nn.Linear,
-)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+PLAIN = (*CONVOLUTIONS, nn.Linear)
 
 # Convolutions of timm with their own forward, for which we have a counterpart.
 _SAME_PADDED = ("timm.layers.conv2d_same.Conv2dSame", "timm.layers.std_conv.StdConv2dSame")

@@ -1,7 +1,7 @@
 """Find the flow by running the model on example inputs and recording which tensors go from call to call."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from micronorm.convert.flow.graph import Flow, Node
 from micronorm.convert.flow.kinds import FRESH
+from micronorm.convert.surgery import eval_mode
 from micronorm.ops.private_api import tree_leaves, tree_map
 
 
@@ -19,7 +20,7 @@ def record(
 ) -> Flow:
     """Run the model in eval mode without gradients and return its calls; restore modes and random state afterwards."""
     recorder = _Recorder(model, (args, kwargs))
-    with _undisturbed(model), ExitStack() as hooks:
+    with torch.no_grad(), torch.random.fork_rng(), eval_mode(model), ExitStack() as hooks:
         for name, module in model.named_modules():
             if is_leaf(module) or (
                 type(module).__module__.startswith("torch.nn") and next(module.children(), None) is None
@@ -32,18 +33,6 @@ def record(
     return Flow(recorder.nodes, "execution", complete=recorder.complete)
 
 
-@contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    training = {module: module.training for module in model.modules()}
-    with torch.no_grad(), torch.random.fork_rng():
-        try:
-            model.eval()
-            yield
-        finally:
-            for module, flag in training.items():
-                module.training = flag
-
-
 class _Recorder(TorchFunctionMode):
     """Record calls, and map each living tensor to the call that made it."""
 
@@ -54,7 +43,7 @@ class _Recorder(TorchFunctionMode):
         self._made_by = WeakTensorKeyDictionary()
         self._depth = 0  # of leaf modules that are running: calls inside them are not recorded
         self._held = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
-        self._expected = self._held.keys() | {id(t) for t in _tensors(arguments)}
+        self._expected = self._held.keys() | {id(t) for t in tensors_in(arguments)}
 
     def around(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
         """Return the hooks that record the calls of one leaf module."""
@@ -80,7 +69,7 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
-        if self._depth == 0 and (name == "__setitem__" or _tensors(output)):
+        if self._depth == 0 and (name == "__setitem__" or tensors_in(output)):
             as_node = tree_map(lambda leaf: self._source(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
             node = Node(name, None, () if name in FRESH else self._sources((args, kwargs)), *as_node)
             node.reads = () if name == "__get__" else self._reads((args, kwargs))
@@ -88,7 +77,7 @@ class _Recorder(TorchFunctionMode):
         return output
 
     def _add(self, node: Node, output: Any) -> None:
-        tensors = _tensors(output)
+        tensors = tensors_in(output)
         if tensors:
             node.shape = tuple(tensors[0].shape)
         self.nodes.append(node)
@@ -96,11 +85,11 @@ class _Recorder(TorchFunctionMode):
             self._made_by[tensor] = node
 
     def _sources(self, values: Any) -> tuple[Node, ...]:
-        data = (tensor for tensor in _tensors(values) if not isinstance(tensor, nn.Parameter))
+        data = (tensor for tensor in tensors_in(values) if not isinstance(tensor, nn.Parameter))
         return tuple(dict.fromkeys(map(self._source, data)))
 
     def _reads(self, values: Any) -> tuple[str, ...]:
-        return tuple(self._held[id(t)] for t in _tensors(values) if id(t) in self._held)
+        return tuple(self._held[id(t)] for t in tensors_in(values) if id(t) in self._held)
 
     def _source(self, tensor: Tensor) -> Node:
         node = self._made_by.get(tensor)
@@ -113,5 +102,6 @@ class _Recorder(TorchFunctionMode):
         return node
 
 
-def _tensors(values: Any) -> list[Tensor]:
+def tensors_in(values: Any) -> list[Tensor]:
+    """Return the tensors in nested lists, tuples and dictionaries."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]

@@ -1,53 +1,27 @@
 """Properties of calls: do they pass a scale on, and do they leave one element per channel?"""
 
+import re
 from typing import Any
 
 from torch import nn
 
 from micronorm.convert.flow.graph import Node
 
-# Functions with f(a·x) = a·f(x): a norm after them still removes the scale. Names are looked up without the underscores
-# of in-place functions and operators.
+# Functions and layers with f(a·x) = a·f(x): a norm after them still removes the scale. The names are without the number
+# of dimensions (1d, 2d, 3d), and without the underscores of in-place functions and operators.
 _PASSING_WORDS = """
     add iadd radd sub isub rsub mul imul rmul div truediv itruediv neg sum mean max amax maximum stack cat concat
     concatenate chunk split tensor_split unbind getitem setitem narrow select view view_as reshape reshape_as flatten
     unflatten permute transpose movedim moveaxis swapaxes contiguous squeeze unsqueeze expand expand_as repeat
     repeat_interleave to float half bfloat16 double type type_as clone detach roll flip pad relu leaky_relu dropout
-    dropout2d dropout3d drop_path stochastic_depth max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d
-    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool2d interpolate pixel_shuffle
+    drop_path stochastic_depth max_pool avg_pool adaptive_avg_pool adaptive_max_pool interpolate pixel_shuffle
     pixel_unshuffle channel_shuffle boolean_dispatch
+
+    Identity ReLU LeakyReLU Dropout DropPath StochasticDepth MaxPool AvgPool AdaptiveAvgPool AdaptiveMaxPool
+    ReflectionPad ReplicationPad Upsample PixelShuffle PixelUnshuffle ChannelShuffle Flatten Unflatten Permute
 """
-_PASSING_FUNCTIONS = frozenset(_PASSING_WORDS.split())
-_PASSING_MODULES = (
-    nn.Identity,
-    nn.ReLU,
-    nn.LeakyReLU,
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.MaxPool1d,
-    nn.MaxPool2d,
-    nn.MaxPool3d,
-    nn.AvgPool1d,
-    nn.AvgPool2d,
-    nn.AvgPool3d,
-    nn.AdaptiveAvgPool1d,
-    nn.AdaptiveAvgPool2d,
-    nn.AdaptiveAvgPool3d,
-    nn.AdaptiveMaxPool2d,
-    nn.ReflectionPad1d,
-    nn.ReflectionPad2d,
-    nn.ReplicationPad2d,
-    nn.Upsample,
-    nn.PixelShuffle,
-    nn.PixelUnshuffle,
-    nn.ChannelShuffle,
-    nn.Flatten,
-    nn.Unflatten,
-)
+_PASSING = frozenset(_PASSING_WORDS.split())
 _CONSTANT_PADS = (nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d)  # pass a scale on if the constant is zero
-_PASSING_TYPES = frozenset({"DropPath", "StochasticDepth", "Permute"})  # of timm and torchvision, which may be absent
 
 # Calls that use a tensor's shape, dtype and device, but not its values.
 _FRESH_WORDS = """
@@ -70,9 +44,8 @@ def passes_scale(node: Node) -> bool:
     """Return whether a factor on the input is a factor on the output, so that a norm after the call removes it."""
     if isinstance(node.module, _CONSTANT_PADS):
         return node.module.value == 0
-    if node.module is not None:
-        return isinstance(node.module, _PASSING_MODULES) or type(node.module).__name__ in _PASSING_TYPES
-    return function_name(node.name) in _PASSING_FUNCTIONS
+    names = [function_name(node.name)] if node.module is None else [c.__name__ for c in type(node.module).__mro__]
+    return any(re.sub("[123]d$", "", name) in _PASSING for name in names)
 
 
 def one_element_per_channel(node: Node, *, flat: bool) -> bool:

@@ -1,56 +1,14 @@
 """Infer the number of axes of each call's output."""
 
+import re
+
 from torch import nn
 
 from micronorm.convert.flow.graph import Flow, Node
 from micronorm.convert.flow.kinds import function_name
-from micronorm.nn import (
-    BatchChannelNorm,
-    BatchRenorm,
-    ChannelsLast,
-    EvoNorm,
-    FilterResponseNorm,
-    GhostBatchNorm,
-    GroupNorm,
-    NormAct,
-    SwitchableNorm,
-)
 
-_OF_ONE_RANK = {
-    3: (nn.Conv1d, nn.ConvTranspose1d, nn.MaxPool1d, nn.AvgPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d),
-    4: (
-        nn.Conv2d,
-        nn.ConvTranspose2d,
-        nn.BatchNorm2d,
-        nn.MaxPool2d,
-        nn.AvgPool2d,
-        nn.AdaptiveAvgPool2d,
-        nn.AdaptiveMaxPool2d,
-    ),
-    5: (
-        nn.Conv3d,
-        nn.ConvTranspose3d,
-        nn.BatchNorm3d,
-        nn.MaxPool3d,
-        nn.AvgPool3d,
-        nn.AdaptiveAvgPool3d,
-        nn.AdaptiveMaxPool3d,
-    ),
-}
-_KEEPING_MODULES = (
-    nn.Linear,
-    nn.Identity,
-    nn.Upsample,
-    BatchChannelNorm,
-    BatchRenorm,
-    ChannelsLast,
-    EvoNorm,
-    FilterResponseNorm,
-    GhostBatchNorm,
-    GroupNorm,
-    NormAct,
-    SwitchableNorm,
-)
+# Layers that take inputs of one rank. BatchNorm1d is not among them: it takes N×C and N×C×L.
+_OF_ONE_RANK = re.compile("(?:Conv|ConvTranspose|(?:Adaptive)?(?:Max|Avg)Pool)([123])d|BatchNorm([23])d")
 _KEEPING_FILES = ("activation", "batchnorm", "dropout", "normalization", "padding")  # of torch.nn.modules
 _KEEPING_TYPES = frozenset({"DropPath", "StochasticDepth"})  # of timm and torchvision, which may be absent
 _KEEPING_WORDS = """
@@ -76,9 +34,9 @@ def _rank(node: Node, known: dict[Node, int]) -> int | None:
         return len(node.shape)
     if node.module is None:
         return _of_function(node, known)
-    for rank, types in _OF_ONE_RANK.items():
-        if isinstance(node.module, types):
-            return rank
+    for base in type(node.module).__mro__:
+        if base.__module__.startswith("torch.nn.") and (match := _OF_ONE_RANK.fullmatch(base.__name__)):
+            return int(match[1] or match[2]) + 2
     if isinstance(node.module, nn.Flatten):
         return _flattened(node.module.start_dim, node.module.end_dim, _of_inputs(node, known))
     return _of_inputs(node, known) if _keeps_rank(node.module) else None
@@ -86,10 +44,11 @@ def _rank(node: Node, known: dict[Node, int]) -> int | None:
 
 def _keeps_rank(module: nn.Module) -> bool:
     path = type(module).__module__.split(".")
+    if isinstance(module, nn.MultiheadAttention):  # defined in torch.nn.modules.activation
+        return False
     of_torch = path[:3] == ["torch", "nn", "modules"] and path[-1] in _KEEPING_FILES
-    attention = isinstance(module, nn.MultiheadAttention)  # defined in torch.nn.modules.activation
-    keeping = isinstance(module, _KEEPING_MODULES) or type(module).__name__ in _KEEPING_TYPES
-    return (of_torch and not attention) or keeping
+    others = path[:2] == ["micronorm", "nn"] or type(module).__name__ in _KEEPING_TYPES
+    return of_torch or others or isinstance(module, nn.Linear | nn.Identity | nn.Upsample)
 
 
 def _of_function(node: Node, known: dict[Node, int]) -> int | None:

@@ -10,14 +10,13 @@ from torch import nn
 from micronorm.convert.flow.graph import Flow, Node
 from micronorm.convert.flow.kinds import FRESH
 
+_METADATA_CALLS = FRESH | {"size", "dim", "numel", "stride", "is_contiguous"}
+
 
 def trace_symbolically(model: nn.Module, is_leaf: Callable[[nn.Module], bool], *, opaque: bool = False) -> Flow:
     """Trace with torch.fx. Errors that the model's forward raises on symbolic values are passed on.
 
-    Args:
-        model: the model.
-        is_leaf: which modules are one call each, beside the layers of torch.nn.
-        opaque: take the modules that timm excludes from tracing as one call each, even if they contain leaves.
+    With `opaque`, the modules that timm excludes from tracing are one call each, even if they contain leaves.
     """
     # Arguments with a default keep it: a symbolic value would count as given where the forward asks `is not None`.
     defaults = {
@@ -50,14 +49,13 @@ def trace_symbolically(model: nn.Module, is_leaf: Callable[[nn.Module], bool], *
 
 def _is_metadata(entry: torch.fx.Node, known: set[torch.fx.Node]) -> bool:
     """Return whether a value is a size or attribute of a tensor, or computed from such values alone."""
-    if entry.op == "call_function" and getattr(entry.target, "__name__", "") == "getattr":
+    if entry.op not in ("call_function", "call_method"):
+        return False
+    name = entry.target if isinstance(entry.target, str) else getattr(entry.target, "__name__", "")
+    if name == "getattr":
         return entry.args[1] in ("shape", "device", "dtype", "ndim", "requires_grad", "is_cuda")
-    if entry.op == "call_method" and entry.target in ("size", "dim", "numel", "stride", "is_contiguous", *FRESH):
-        return True
-    if entry.op == "call_function" and getattr(entry.target, "__name__", "") in FRESH:
-        return True
     sources = entry.all_input_nodes
-    return entry.op in ("call_function", "call_method") and bool(sources) and all(s in known for s in sources)
+    return name in _METADATA_CALLS or (bool(sources) and all(s in known for s in sources))
 
 
 class _LeafTracer(torch.fx.Tracer):

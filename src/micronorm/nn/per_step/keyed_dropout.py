@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,20 +30,13 @@ _PIECE = 1 << 22
 _PROBES = 4  # elements per axis by which the input of a repeated call is recognised
 
 
-class _Call(NamedTuple):
-    """One call of a layer, by which a repetition of this call is recognised."""
-
-    shape: torch.Size
-    probes: Tensor
-
-
 @dataclass(eq=False)
 class _Declaration:
     """The keys of a micro-batch, and the calls that used them."""
 
     keys: Tensor
-    calls: dict[int, list[_Call]] = field(default_factory=dict)
-    """The calls by stream, in their order."""
+    calls: dict[int, list[tuple[torch.Size, Tensor]]] = field(default_factory=dict)
+    """The calls by stream, in their order: the shape of the input and some of its elements, to recognise it again."""
 
     def on(self, device: torch.device) -> Tensor:
         """Return the keys on a device. They are moved once."""
@@ -147,13 +139,6 @@ class KeyedDropPath(nn.Module):
         drop_prob: probability to drop a row.
         scale_by_keep: divide what is kept by its probability.
         stream: as in `KeyedDropout`.
-
-    Example:
-        >>> drop = KeyedDropPath(0.5)
-        >>> with dropout_keys(torch.arange(6)):
-        ...     y = drop(torch.ones(6, 3, 4, 4))
-        >>> torch.equal(y, y[:, :1, :1, :1].expand_as(y)), sorted(set(y.flatten().tolist()))
-        (True, [0.0, 2.0])
     """
 
     def __init__(self, drop_prob: float = 0.0, scale_by_keep: bool = True, *, stream: int = 0) -> None:
@@ -231,7 +216,7 @@ def dropped(x: Tensor, axes: int, p: float, stream: int, had_keys: Tensor) -> Te
     else:
         had_keys[0] = 1
         call = len(calls)
-        calls.append(_Call(x.shape, _probes_of(x)))
+        calls.append((x.shape, _probes_of(x)))
     keys = declaration.on(x.device)
     draws = _draws_per_sample(x, axes, samples=len(keys))
     layer_stream = _FIRST_STREAM + (stream << _CALL_BITS) + call
@@ -256,12 +241,12 @@ def _probes_of(x: Tensor) -> Tensor:
     return x.detach()[tuple(slice(None, None, -(-size // _PROBES) or 1) for size in x.shape)].clone()
 
 
-def _repeated(x: Tensor, calls: list[_Call]) -> int:
+def _repeated(x: Tensor, calls: list[tuple[torch.Size, Tensor]]) -> int:
     """Return the number of the call that activation checkpointing repeats."""
-    alike = [i for i, call in enumerate(calls) if call.shape == x.shape]
+    alike = [i for i, (shape, _) in enumerate(calls) if shape == x.shape]
     if len(alike) > 1:  # only then, because a comparison waits for the device
         probes = _probes_of(x)
-        alike = [i for i in alike if torch.allclose(calls[i].probes, probes, rtol=0, atol=0, equal_nan=True)]
+        alike = [i for i in alike if torch.allclose(calls[i][1], probes, rtol=0, atol=0, equal_nan=True)]
     if len(alike) != 1:
         raise RuntimeError(
             f"a checkpointed forward with keyed dropout is being recomputed, and {len(alike) or 'none'} of that "

@@ -1,18 +1,16 @@
 """`mn.recompute`: compute normalized activations again in the backward pass instead of keeping them."""
 
-import sys
 from collections.abc import Callable
 from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from micronorm.nn.backends import explain_backend, kernel_problem
 from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.nn.group import GroupNorm
 from micronorm.nn.per_step import recorder
-from micronorm.nn.per_step.recorder import Recorder, Saved, Spared
+from micronorm.nn.per_step.recorder import Recorder, Spared
 from micronorm.ops.private_api import top_saved_tensors_hooks
 
 
@@ -124,35 +122,18 @@ class Recomputation:
             if _others_have_hooks():
                 self._last = Spared()
             else:
-                recorder.activate(_Recording(self, self._excluded))
+                recorder.activate(Recorder(self, self._excluded))
 
     def _leave(self, model: nn.Module, args: Any, output: Any) -> None:
         current = recorder.active()
         # This hook also runs if another hook raised before `_enter`.
-        if not isinstance(current, _Recording) or current.owner is not self:
+        if current is None or current.owner is not self:
             return
         current.calls -= 1
         if current.calls == 0:
             recorder.activate(None)
             self._last = current.spared
             current.close()
-
-
-class _Recording(Recorder):
-    """A recorder whose saved-tensor hooks are in force until `close`."""
-
-    def __init__(self, owner: Recomputation, excluded: frozenset[nn.Module]) -> None:
-        super().__init__(owner, excluded)
-        pack: Callable[..., Any] = self.pack
-        if top_saved_tensors_hooks is None and "torch._dynamo" in sys.modules:
-            # In torch 2.6 and 2.7 a compiled part of the model would compile the hook.
-            pack = torch.compiler.disable(pack)  # type: ignore[assignment]
-        self._hooks = saved_tensors_hooks(pack, Saved.unpack)
-        self._hooks.__enter__()
-
-    def close(self) -> None:
-        self._hooks.__exit__()
-        super().close()
 
 
 def _others_have_hooks() -> bool:

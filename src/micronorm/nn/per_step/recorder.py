@@ -9,6 +9,7 @@ A tensor is recognised by its storage and its version counter. Each in-place wri
 `Recorder._relu_of`. Writes through `.data` do not raise the version and are not noticed.
 """
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -17,7 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from micronorm.ops.private_api import top_saved_tensors_hooks
 
 MAX_NORMS = 2
 """How many normalizations may be computed again for one tensor.
@@ -29,12 +33,7 @@ all earlier blocks again. With two, every third block output of a chain is kept.
 
 @dataclass
 class Spared:
-    """The activations that a forward pass did not keep.
-
-    Example:
-        >>> print(Spared(tensors=33, bytes=1_100_000_000))
-        33 activations not kept: 1049.0 MiB
-    """
+    """The activations that a forward pass did not keep."""
 
     tensors: int = 0
     bytes: int = 0
@@ -128,7 +127,7 @@ class Saved:
 
 
 class Recorder:
-    """Collect the formulas of one forward pass, and use them in `pack`.
+    """Collect the formulas of one forward pass, and use them in `pack`. Its saved-tensor hooks last until `close`.
 
     Args:
         owner: the handle whose model is being called.
@@ -147,6 +146,12 @@ class Recorder:
         self._saved: dict[int, list[weakref.ref[Saved]]] = {}
         # What `spared` contains, by address. The objects are kept so that no address is used again.
         self._counted: dict[int, Any] = {}
+        pack: Callable[..., Any] = self.pack
+        if top_saved_tensors_hooks is None and "torch._dynamo" in sys.modules:
+            # In torch 2.6 and 2.7 a compiled part of the model would compile the hook.
+            pack = torch.compiler.disable(pack)  # type: ignore[assignment]
+        self._hooks = saved_tensors_hooks(pack, Saved.unpack)
+        self._hooks.__enter__()
 
     def pack(self, tensor: Tensor) -> Saved:
         """Return what autograd stores for a tensor it saves: the first of the saved-tensor hooks."""
@@ -181,7 +186,8 @@ class Recorder:
                 saved.content = found.formula
 
     def close(self) -> None:
-        """Release the graph: its nodes hold the hooks, which hold this object."""
+        """Remove the hooks, and release the graph: its nodes hold the hooks, which hold this object."""
+        self._hooks.__exit__()
         for table in (self._by_storage, self._by_node, self._saved, self._counted):
             table.clear()
 
@@ -305,10 +311,6 @@ def remember(
             without grad mode and must not hold large tensors itself.
         sources: the tensors of y's size that it reads: the input, a residual.
         numbers: the small tensors. Give copies: parameters and estimates change before the backward.
-
-    Example:
-        >>> x = torch.ones(2, 3, requires_grad=True)
-        >>> remember(x * 2, lambda x: x * 2, (x,))  # does nothing outside of a forward under mn.recompute
     """
     recorder = active()
     if recorder is not None:
