@@ -10,6 +10,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from micronorm.cli import app, reproduce
+from micronorm.engine import Diverged
 from micronorm.recipes.digits import EPOCHS
 from tests.recipes.runs import write_run
 
@@ -228,6 +229,21 @@ def test_a_queue_ends_when_its_minutes_are_over_and_says_how_to_continue(trained
     assert [name for name, _ in trained] == ["digits/gn"]
     assert result.exit_code == reproduce.INCOMPLETE
     assert "The minutes are over before digits/bcn-ws; the same command continues with it." in result.output
+
+
+def test_a_row_that_diverges_is_reported_in_one_line_and_the_others_run(trained, monkeypatch):
+    run_recipe = reproduce.run_recipe
+
+    def diverge_at_bn(recipe, **options):
+        if recipe.row == "bn":
+            raise Diverged("the loss is nan at step 5;\nlower the learning rate")
+        return run_recipe(recipe, **options)
+
+    monkeypatch.setattr(reproduce, "run_recipe", diverge_at_bn)
+    result = run("digits", "--rows", "bn,gn")
+    assert result.exit_code == reproduce.INCOMPLETE
+    assert "digits/bn could not be run: the loss is nan at step 5; lower the learning rate\n" in result.stderr
+    assert [name for name, _ in trained] == ["digits/gn"]
 
 
 def test_a_finished_run_is_never_written_over(trained):

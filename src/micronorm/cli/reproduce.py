@@ -19,6 +19,7 @@ from micronorm.cli.figures import list_figures, reproduce_figure
 from micronorm.cli.progress import TrainingProgress
 from micronorm.cli.targets import MISUSE, TargetError, unknown
 from micronorm.cli.train import execution_options
+from micronorm.engine.loop import Diverged
 from micronorm.engine.settings import DTYPES, Execution
 from micronorm.recipes import Recipe, Table, find_table, tables
 from micronorm.recipes.figures import Request
@@ -364,7 +365,7 @@ def _run_row(recipe: Recipe, *, out: Path, data: Path | None, variation: Variati
             listener=TrainingProgress(Console(highlight=False)),
             command=shlex.join(command),
         )
-    except (OSError, ImportError, MemoryError, ValueError) as fault:  # no data, no torchvision, another writer
+    except (OSError, ImportError, MemoryError, ValueError, Diverged) as fault:  # such as missing data or a loss of NaN
         return " ".join(str(fault).split())
     if not outcome.finished:
         typer.echo(f"{recipe.name} was stopped after step {outcome.steps}; the same command goes on from there.")
