@@ -32,12 +32,14 @@ from torch import nn
 import micronorm as mn
 from micronorm.bench.results import markdown_table
 from micronorm.convert import Plan
+from micronorm.engine.environment import environment
 
 OUT = Path(__file__).parents[1] / "results" / "sweep.csv"
 KINDS = ((*NORMS, nn.LayerNorm), CONVOLUTIONS)
 LAYER_NAMES = re.compile(r" '[^']*'")
+REVISION = environment()["revision"]
 VERSIONS = {
-    "micronorm": mn.__version__,
+    "micronorm": f"{mn.__version__}+{REVISION[:8]}" if REVISION else mn.__version__,
     "torch": torch.__version__,
     "timm": timm.__version__,
     "torchvision": torchvision.__version__,

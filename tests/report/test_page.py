@@ -387,6 +387,18 @@ def test_the_verdict_on_several_runs_names_the_ends_and_what_is_not_finished(tmp
     assert '<p class="verdict">No evaluation yet.</p>' in text
 
 
+def test_the_verdict_says_where_runs_were_not_trained_for_equally_long(tmp_path):
+    definition = {"epochs": 15}
+    runs = {name: full_run(tmp_path / name, epochs=epochs, steps_per_epoch=2, recipe=name, definition=definition)
+            for name, epochs in (("a", 4), ("b", 2))}  # fmt: skip
+    assert verdict_on(runs).endswith("The runs trained for different lengths: 4 of 15 epochs (a); 2 of 15 epochs (b).")
+    runs["b"] = full_run(tmp_path / "c", epochs=4, steps_per_epoch=2, level=2.0, recipe="b", definition=definition)
+    assert verdict_on(runs).endswith("No run completed its recipe: 4 of 15 epochs.")
+    runs = {name: full_run(tmp_path / name, epochs=2, steps_per_epoch=steps, level=steps) for name, steps in
+            (("d", 2), ("e", 3))}  # fmt: skip
+    assert verdict_on(runs).endswith("The runs trained for different lengths: 4 steps (d); 6 steps (e).")
+
+
 def test_figures_that_read_alike_are_not_called_lowest_and_highest(tmp_path):
     runs = {name: full_run(tmp_path / name, epochs=3) for name in ("a", "b")}
     assert verdict_on(runs) == "All 2 runs: 6.60 % test error."

@@ -204,7 +204,7 @@ def test_pictures_are_shown_as_they_were_and_wrong_answers_are_marked(tmp_path):
     shown = section(text, "predictions")
     assert "Wrong answers of 16" in shown
     assert shown.count('<li class="wrong">') == 4
-    assert '0<span><br><i class="dot c0"></i>✗ 1</span>' in shown
+    assert '0<span><br><i class="dot c0"></i>✗ 1 <small>50\N{NO-BREAK SPACE}%</small></span>' in shown
     files = re.findall('src="data:image/png;base64,(.*?)"', shown)
     for k, file in enumerate(files):
         image = Image.open(BytesIO(base64.b64decode(file)))

@@ -68,8 +68,11 @@ def bench(
         raise typer.Exit(MISUSE) from None
     repeated = {"case": case, "layout": layout, "method": method, "route": route}
     single = {"dtype": dtype, "rounds": rounds, "device": device, "threads": threads, "no-compile": no_compile}
-    facts = _facts(settings, _command({**repeated, **single}))
-    console = _console()
+    bandwidth = "" if settings.bandwidth is None else f"{settings.bandwidth / 1e12:.3f}"
+    facts = {"copy_tb_per_s": bandwidth, **results.provenance(where, _command({**repeated, **single}))}
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=WIDTH)
     _print_heading(console, settings, facts, skipped=case is None and device is None and not on_gpu)
     found: list[BenchResult] = []
     for one in chosen_cases:
@@ -157,17 +160,7 @@ def _command(options: Mapping[str, Any]) -> str:
     return " ".join(words)
 
 
-def _facts(settings: BenchSettings, command: str) -> dict[str, object]:
-    bandwidth = "" if settings.bandwidth is None else f"{settings.bandwidth / 1e12:.3f}"
-    return {"copy_tb_per_s": bandwidth, **results.provenance(settings.device, command)}
-
-
 # --- output -----------------------------------------------------------------------------------------------------------
-
-
-def _console() -> Console:
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=WIDTH)
 
 
 def _say(console: Console, text: str) -> None:
@@ -195,17 +188,13 @@ def _print_heading(console: Console, settings: BenchSettings, facts: Mapping[str
         "for the backward.",
     )
     if skipped:
-        _say(console, describe_skipped())
-
-
-def describe_skipped() -> str:
-    """Return what a machine without a GPU leaves out."""
-    shapes = "; ".join(f"{group}: {', '.join(case.name for case in CASES[group])}" for group in GPU_GROUPS)
-    left = [method.key for method in methods.ON_GPU if method not in methods.ON_CPU]
-    return (
-        f"No CUDA device: skipped the shapes for a GPU ({shapes}), CUDA graphs, the multiples of the traffic floor, "
-        f"and the methods {', '.join(left)}."
-    )
+        shapes = "; ".join(f"{group}: {', '.join(case.name for case in CASES[group])}" for group in GPU_GROUPS)
+        left = [method.key for method in methods.ON_GPU if method not in methods.ON_CPU]
+        _say(
+            console,
+            f"No CUDA device: skipped the shapes for a GPU ({shapes}), CUDA graphs, the multiples of the traffic "
+            f"floor, and the methods {', '.join(left)}.",
+        )
 
 
 def _print_table(console: Console, case: Case, found: Sequence[BenchResult]) -> None:

@@ -149,6 +149,21 @@ def format_value(value: Any) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}… ({len(text) - LONGEST:,} more characters)"
 
 
+def format_duration(seconds: float) -> str:
+    """Return seconds in two units at most.
+
+    Example:
+        >>> [format_duration(seconds) for seconds in (0.42, 52.3, 754, 9000, 200_000)]
+        ['0.4 s', '52 s', '12 min 34 s', '2 h 30 min', '2 d 7 h']
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    whole = round(seconds)
+    units = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
+    large, unit, small, less = next(row for row in units if whole >= row[0])
+    return f"{whole // large} {unit} {whole % large // small} {less}"
+
+
 def table_html(table: Table, *, colours: Sequence[str] = ()) -> str:
     """Return the table as HTML, with a dot of the row's colour in each first cell if `colours` are given."""
     numeric = [all(is_number(row[k]) or row[k] is None for row in table.rows) for k in range(len(table.header))]

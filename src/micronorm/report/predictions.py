@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from micronorm.report.html import Section, dot_html
+from micronorm.report.html import Section, dot_html, is_number
 from micronorm.report.runs import NamedRun
 
 _HEADING = "Sample predictions"
@@ -14,7 +14,10 @@ _ABSENT = (
     "No run directory holds predictions.json. micronorm train writes it at the end of a run, unless the model is "
     "compiled or sharded."
 )
-_ABOUT = "Test samples, chosen evenly. Below each picture is its class; a cross marks a wrong answer."
+_ABOUT = (
+    "Test samples, chosen evenly. Below each picture is its class. A cross marks a wrong answer; the percentage is the "
+    "network's own confidence."
+)
 _LETTERS = 40
 MOST = 32
 """Samples of a run that are shown."""
@@ -45,13 +48,18 @@ def _group_html(group: Sequence[NamedRun]) -> str:
     )
     items = ""
     for k, sample in enumerate(group[0].record.predictions[:MOST]):
-        wrong = [run for run in group if _is_wrong(run.record.predictions[k])]
+        wrong = [(run.colour, own) for run in group if _is_wrong(own := run.record.predictions[k])]
         answers = "".join(
-            f"<br>{dot_html(run.colour)}✗ {_short(run.record.predictions[k]['prediction'])}" for run in wrong
+            f"<br>{dot_html(colour)}✗ {_short(own['prediction'])}{_confidence(own)}" for colour, own in wrong
         )
         kind = ' class="wrong"' if wrong else ""
         items += f"<li{kind}>{_image(sample)}{_short(sample['label'])}<span>{answers}</span></li>"
     return f'<h3>Wrong answers of {number}</h3><ul class="legend">{counts}</ul><ul class="samples">{items}</ul>'
+
+
+def _confidence(sample: dict[str, Any]) -> str:
+    value = sample.get("probability")
+    return f" <small>{100 * value:.0f}\N{NO-BREAK SPACE}%</small>" if is_number(value) and value == value else ""
 
 
 def _short(text: str) -> str:

@@ -3,11 +3,13 @@
 import math
 from collections.abc import Sequence
 
-from micronorm.report.html import Section, Table, count, table_html
+from micronorm.records import Record
+from micronorm.report.html import Section, Table, count, format_duration, table_html
 from micronorm.report.paper import departures
 from micronorm.report.runs import (
     LOWER_IS_BETTER,
     NamedRun,
+    epochs_done,
     last_figures,
     last_step,
     main_figure,
@@ -51,7 +53,7 @@ def _describe_one(run: NamedRun, key: str) -> str:
     value = last_figures(run.record)[key]
     text = f"{_format(value, key)} {_figure_name(key)} after {count(last_step(run.record), 'step')}"
     seconds = training_seconds(run.record)
-    text += "" if seconds is None else f" in {seconds:,.1f} s"
+    text += "" if seconds is None else f" in {format_duration(seconds)}"
     paper = numbers(run.record.facts.get("paper")).get(key)
     if paper is None:
         return text + "."
@@ -69,6 +71,7 @@ def _describe_several(runs: Sequence[NamedRun], finite: dict[str, float], key: s
     named = _figure_name(key)
     recipes = [run.record.facts["recipe"] for run in runs]
     tail = " One seed each." if len(set(recipes)) == len(recipes) else ""
+    tail += _compare_lengths([run for run in runs if run.name in finite])
     if len(finite) == 1:
         return f"{lowest[0]}: {low} {named}."
     if len(by_value) == 1:
@@ -80,6 +83,27 @@ def _describe_several(runs: Sequence[NamedRun], finite: dict[str, float], key: s
 
 def _join(names: Sequence[str]) -> str:
     return " and ".join(names) if len(names) < 3 else f"{len(names)} runs"
+
+
+def _compare_lengths(runs: Sequence[NamedRun]) -> str:
+    """Return a sentence if runs trained for different lengths, or for less than their recipes say."""
+    planned = [_planned_epochs(run.record) for run in runs]
+    done = [epochs_done(run.record) for run in runs]
+    short = any(wanted is not None and 0 < epochs < wanted for epochs, wanted in zip(done, planned, strict=True))
+    lengths: dict[str, list[str]] = {}
+    for run, epochs, wanted in zip(runs, done, planned, strict=True):
+        by_epochs = count(epochs, "epoch") if wanted is None else f"{epochs} of {wanted:g} epochs"
+        lengths.setdefault(by_epochs if short else count(last_step(run.record), "step"), []).append(run.name)
+    if len(lengths) > 1:
+        texts = (f"{length} ({', '.join(names)})" for length, names in lengths.items())
+        return f" The runs trained for different lengths: {'; '.join(texts)}."
+    return f" No run completed its recipe: {next(iter(lengths))}." if short else ""
+
+
+def _planned_epochs(record: Record) -> float | None:
+    """Return the epochs of the recipe, or those of the run's settings."""
+    definition = numbers(record.facts.get("definition"))
+    return definition.get("epochs", numbers(record.facts["settings"]).get("epochs"))
 
 
 def results(runs: Sequence[NamedRun], limit: int) -> Section:
