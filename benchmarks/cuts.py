@@ -48,7 +48,7 @@ def main() -> int:
     write_csv(options.out, runs.rows)
     options.out.with_suffix(".md").write_text(page(runs.rows))
     print(f"{options.out} and {options.out.with_suffix('.md').name} written")
-    beyond = [row for row in runs.rows if row["limit"] and float(row["distance"]) > float(row["limit"])]
+    beyond = [row for row in runs.rows if row["limit"] and not float(row["distance"]) <= float(row["limit"])]
     return 1 if beyond else 0
 
 

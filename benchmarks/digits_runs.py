@@ -10,6 +10,7 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
+from micronorm.cli.cuts import largest_difference
 from micronorm.engine.environment import environment
 
 ROOT = Path(__file__).parents[1]
@@ -44,11 +45,8 @@ def distance(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Te
     """Return the largest difference in any tensor, relative to that tensor's maximum."""
     if actual.keys() != expected.keys():
         raise ValueError("the runs have different tensors")
-    worst = 0.0
-    for name, value in expected.items():
-        difference = (actual[name].double() - value.double()).abs().max().item()
-        worst = max(worst, difference / max(value.double().abs().max().item(), 1e-300) if difference else 0.0)
-    return worst
+    wide = ({name: value.double() for name, value in tensors.items()} for tensors in (actual, expected))
+    return largest_difference(*wide)
 
 
 def provenance() -> str:

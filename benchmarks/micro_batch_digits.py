@@ -11,7 +11,6 @@ Writes results/micro_batch_digits.csv and results/micro_batch_digits.png.
 """
 
 import argparse
-import csv
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from micronorm.bench.results import read_csv, write_csv
 from micronorm.engine.environment import environment
 from micronorm.engine.settings import Execution
 from micronorm.nn import BN
@@ -121,13 +121,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="the CSV file; the picture lies beside it")
     options = parser.parse_args()
     if not options.draw:
-        rows = train(options.seeds)
-        with options.out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
-    with options.out.open(newline="") as file:
-        draw(list(csv.DictReader(file)), options.out.with_suffix(".png"))
+        write_csv(options.out, train(options.seeds))
+    draw(read_csv(options.out), options.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

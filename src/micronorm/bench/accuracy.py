@@ -83,13 +83,12 @@ def randomize_state(norm: BatchChannelNorm, *, seed: int = 0) -> None:
             tensor.copy_(torch.empty(tensor.shape).uniform_(low, high, generator=generator))
 
 
-def deviations(layer: nn.Module, x: Tensor, *, relu: bool = True) -> list[Deviation]:
+def deviations(layer: nn.Module, x: Tensor) -> list[Deviation]:
     """Compare output, input gradient and affine gradients of one forward and backward pass with float64.
 
     Args:
-        layer: computes one BatchChannelNorm, followed by a ReLU if `relu`.
+        layer: computes one BatchChannelNorm, followed by a ReLU.
         x: the input, in the dtype and layout to be timed.
-        relu: whether the layer applies a ReLU.
     """
     norm = find_norm(layer)
     x64 = x.detach().double().requires_grad_()
@@ -99,10 +98,9 @@ def deviations(layer: nn.Module, x: Tensor, *, relu: bool = True) -> list[Deviat
     # Noise alone sums to nothing over a large map: the part of the gradient that flows through the statistics would
     # be smaller than what half types may err. Adding the output gives these sums the size of the gradient itself.
     grad_y = (torch.randn(x.shape, device=x.device, generator=generator) + before.detach()).to(x.dtype)
-    if relu:
-        grad_y = torch.where(before.detach().abs() < KINK, 0, grad_y)
+    grad_y = torch.where(before.detach().abs() < KINK, 0, grad_y)
     grad_y = lay_out(grad_y, "nchw" if x.is_contiguous() else "nhwc")
-    y64 = before.relu() if relu else before
+    y64 = before.relu()
     expected = (y64.detach(), *torch.autograd.grad(y64, (x64, *affine64), grad_y.double()))
     del before, y64, x64
     x = x.detach().requires_grad_()

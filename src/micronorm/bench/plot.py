@@ -86,28 +86,9 @@ def _draw_bars(
     for index, (method, style) in enumerate(styles.items()):
         offset = (index - (len(styles) - 1) / 2) * width
         known = [(k + offset, values[method, name]) for k, name in enumerate(shapes) if (method, name) in values]
-        axes.bar(
-            [place for place, _ in known],
-            [value - 1 for _, value in known],
-            0.92 * width,
-            bottom=1,
-            label=method.label,
-            zorder=2,
-            edgecolor="white",
-            linewidth=0,
-            **style,
-        )
-        for place, value in known:
-            axes.annotate(
-                f"{value:.2f}" if value < 9.95 else f"{value:.0f}",
-                (place, value),
-                xytext=(0, 2 if value >= 1 else -2),
-                textcoords="offset points",
-                ha="center",
-                va="bottom" if value >= 1 else "top",
-                fontsize=5.5,
-                rotation=90,
-                color=TEXT,
-                zorder=4,
-            )
+        places, heights = [place for place, _ in known], [value - 1 for _, value in known]
+        options = {"bottom": 1, "label": method.label, "zorder": 2, "edgecolor": "white", "linewidth": 0}
+        bars = axes.bar(places, heights, 0.92 * width, **options, **style)
+        texts = [f"{value:.2f}" if value < 9.95 else f"{value:.0f}" for _, value in known]
+        axes.bar_label(bars, texts, padding=2, fontsize=5.5, rotation=90, color=TEXT, zorder=4)
     axes.set_xlim(-0.6, len(shapes) - 0.4)

@@ -16,6 +16,7 @@ from micronorm.bench.cases import CASES, GPU_GROUPS, LAYOUTS, Case
 from micronorm.bench.measure import BenchSettings, measure
 from micronorm.bench.results import ROUTES, BenchResult
 from micronorm.bench.timing import FOOTPRINT, LARGE, PASSES_AT_LEAST, copy_bandwidth
+from micronorm.cli.progress import say
 from micronorm.cli.targets import MISUSE
 
 FAULTY = 1
@@ -68,8 +69,11 @@ def bench(
         raise typer.Exit(MISUSE) from None
     repeated = {"case": case, "layout": layout, "method": method, "route": route}
     single = {"dtype": dtype, "rounds": rounds, "device": device, "threads": threads, "no-compile": no_compile}
-    facts = _facts(settings, _command({**repeated, **single}))
-    console = _console()
+    bandwidth = "" if settings.bandwidth is None else f"{settings.bandwidth / 1e12:.3f}"
+    facts = {"copy_tb_per_s": bandwidth, **results.provenance(where, _command({**repeated, **single}))}
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=WIDTH)
     _print_heading(console, settings, facts, skipped=case is None and device is None and not on_gpu)
     found: list[BenchResult] = []
     for one in chosen_cases:
@@ -157,55 +161,37 @@ def _command(options: Mapping[str, Any]) -> str:
     return " ".join(words)
 
 
-def _facts(settings: BenchSettings, command: str) -> dict[str, object]:
-    bandwidth = "" if settings.bandwidth is None else f"{settings.bandwidth / 1e12:.3f}"
-    return {"copy_tb_per_s": bandwidth, **results.provenance(settings.device, command)}
-
-
 # --- output -----------------------------------------------------------------------------------------------------------
 
 
-def _console() -> Console:
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=WIDTH)
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, soft_wrap=not console.is_terminal)
-
-
 def _print_heading(console: Console, settings: BenchSettings, facts: Mapping[str, object], *, skipped: bool) -> None:
-    _say(console, f"{facts['gpu'] or facts['cpu']}, {facts['threads']} CPU threads, torch {facts['torch']}")
-    _say(
+    say(console, f"{facts['gpu'] or facts['cpu']}, {facts['threads']} CPU threads, torch {facts['torch']}")
+    say(
         console,
         f"norm + ReLU, forward + backward, {settings.dtype_name}; median and quartiles of {settings.rounds} rounds. "
         "Every method takes part once in each round.",
     )
     if settings.bandwidth is not None:
-        _say(
+        say(
             console,
             f"Floor: {PASSES_AT_LEAST} passes over memory at {settings.bandwidth / 1e12:.2f} TB/s, the bandwidth of a "
             f"copy in this run. Inputs of {LARGE / 1e6:.0f} MB or more rotate over {FOOTPRINT / 1e6:.0f} MB, beyond "
             "the cache; smaller ones stay in the cache, as in training.",
         )
-    _say(
+    say(
         console,
         "÷: divided by the time of BN>ReLU. best: the fastest of eager, compiled and graph in either layout; nhwc: "
         "in that layout by the same route; otherwise in the same layout by the same route. saved: activations stored "
         "for the backward.",
     )
     if skipped:
-        _say(console, describe_skipped())
-
-
-def describe_skipped() -> str:
-    """Return what a machine without a GPU leaves out."""
-    shapes = "; ".join(f"{group}: {', '.join(case.name for case in CASES[group])}" for group in GPU_GROUPS)
-    left = [method.key for method in methods.ON_GPU if method not in methods.ON_CPU]
-    return (
-        f"No CUDA device: skipped the shapes for a GPU ({shapes}), CUDA graphs, the multiples of the traffic floor, "
-        f"and the methods {', '.join(left)}."
-    )
+        shapes = "; ".join(f"{group}: {', '.join(case.name for case in CASES[group])}" for group in GPU_GROUPS)
+        left = [method.key for method in methods.ON_GPU if method not in methods.ON_CPU]
+        say(
+            console,
+            f"No CUDA device: skipped the shapes for a GPU ({shapes}), CUDA graphs, the multiples of the traffic "
+            f"floor, and the methods {', '.join(left)}.",
+        )
 
 
 def _print_table(console: Console, case: Case, found: Sequence[BenchResult]) -> None:
@@ -217,7 +203,7 @@ def _print_table(console: Console, case: Case, found: Sequence[BenchResult]) -> 
         table.add_row(*line, style="red" if result.fault else "bold" if result.method.is_ours else None)
     console.print(table)
     for remark in results.remarks(found):
-        _say(console, remark)
+        say(console, remark)
 
 
 def _list() -> None:

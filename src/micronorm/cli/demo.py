@@ -22,6 +22,7 @@ from micronorm.cli.findings import (
     describe_split,
     name_of,
 )
+from micronorm.cli.progress import say
 from micronorm.cli.targets import MISUSE
 from micronorm.engine.settings import Execution
 from micronorm.recipes import find_table
@@ -68,10 +69,8 @@ def demo(
         number = stopped.number
     except KeyboardInterrupt:
         pass
-    shown.say(
-        f"Interrupted: {len(shown.results)} of {len(RECIPES)} methods had finished. Records are in {out}; the next "
-        "demo replaces them."
-    )
+    done = f"{len(shown.results)} of {len(RECIPES)} methods had finished"
+    say(console, f"Interrupted: {done}. Records are in {out}; the next demo replaces them.")
     raise typer.Exit(128 + number)
 
 
@@ -118,15 +117,12 @@ class _Demo:
     results: dict[str, Errors] = field(default_factory=dict)
     """The methods that have finished, by recipe."""
 
-    def say(self, text: str) -> None:
-        # A terminal breaks lines between words; a file gets whole lines, which are easier to search.
-        self.console.print(text, markup=False, soft_wrap=not self.console.is_terminal)
-
     def run(self) -> None:
-        self.say(
+        say(
+            self.console,
             f"Training a small ResNet on digits of 8×8 pixels: epochs: {self.variation.epochs}, images per optimizer "
             f"step: {STEP_BATCH}, seed: {self.variation.seed}, one CPU thread. WS is Weight Standardization, BCN is "
-            "Batch-Channel Normalization."
+            "Batch-Channel Normalization.",
         )
         self._train_methods()
         differences = self._compare_splits()
@@ -137,9 +133,9 @@ class _Demo:
             describe_baseline(differences[batch]),
         ]
         for sentence in (*findings, "", *HOW_MEASURED):
-            self.say(sentence)
+            say(self.console, sentence)
         page = write_demo_page(self.out / PAGE, self.results, differences, steps=SPLIT_STEPS, size=SPLIT_SIZE)
-        self.say(f"Results with curves: {page}")
+        say(self.console, f"Results with curves: {page}")
 
     def _train_methods(self) -> None:
         command = f"{COMMAND} --epochs {self.variation.epochs} --seed {self.variation.seed}"

@@ -113,8 +113,10 @@ def _describe_extra(packages: Sequence[str], extra: str, purpose: str) -> dict[s
 
 
 def _print(found: dict[str, Any], results: Sequence[Result]) -> None:
-    _print_section("Versions", _versions(found))
-    _print_section("Machine", _machine(found["environment"]))
+    own, data = found["environment"], found["data"]
+    revision = f", revision {own['revision']}" if own["revision"] else ""
+    versions = {"micronorm": f"{own['micronorm']}{revision}", "python": own["python"], "torch": own["torch"]}
+    versions |= {name: version or "not installed" for name, version in found["packages"].items() if name != "torch"}
     extras = [
         (
             ", ".join(f"{name} {version or '–'}" for name, version in extra["packages"].items()),
@@ -123,10 +125,14 @@ def _print(found: dict[str, Any], results: Sequence[Result]) -> None:
         )
         for extra in found["extras"]
     ]
+    known = {**dict.fromkeys(("cifar10", "cifar100", "imagenet"), "not found"), **data["found"]}
+    places = {"digits": "comes with scikit-learn", **known, "looked in": ", ".join(data["looked_in"])}
+    tests = [(result.name, result.status, f"{result.seconds:.1f} s", result.detail) for result in results]
+    _print_section("Versions", list(versions.items()))
+    _print_section("Machine", _machine(own))
     _print_section("Optional", extras)
     _print_section("Layers", [tuple(row.values()) for row in found["layers"]])
-    _print_section("Data", _data(found["data"]))
-    tests = [(result.name, result.status, f"{result.seconds:.1f} s", result.detail) for result in results]
+    _print_section("Data", list(places.items()))
     _print_section("Self-tests", tests)
 
 
@@ -138,14 +144,6 @@ def _print_section(title: str, rows: Sequence[tuple[str, ...]]) -> None:
         typer.secho(f"  {line.rstrip()}", fg="red" if "failed" in row else None)
 
 
-def _versions(found: dict[str, Any]) -> list[tuple[str, str]]:
-    own = found["environment"]
-    revision = f", revision {own['revision']}" if own["revision"] else ""
-    versions = [("micronorm", f"{own['micronorm']}{revision}"), ("python", own["python"]), ("torch", own["torch"])]
-    others = {name: version for name, version in found["packages"].items() if name != "torch"}
-    return [*versions, *((name, version or "not installed") for name, version in others.items())]
-
-
 def _machine(own: dict[str, Any]) -> list[tuple[str, str]]:
     cpu, gpu = own["cpu"], own["gpu"]
     threads = f"{cpu['threads']} threads, torch uses {cpu['torch_threads']}"
@@ -155,10 +153,3 @@ def _machine(own: dict[str, Any]) -> list[tuple[str, str]]:
     memory = f"{gpu['memory'] / 2**30:.0f} GiB"
     software = f"driver {gpu['driver'] or 'unknown'}, CUDA {gpu['cuda']}, cuDNN {gpu['cudnn']}"
     return [*rows, ("gpu", f"{gpu['count']} × {gpu['name']}, {memory}"), ("gpu software", software)]
-
-
-def _data(data: dict[str, Any]) -> list[tuple[str, str]]:
-    known = {"digits": "comes with scikit-learn", **data["found"]}
-    missing = [name for name in ("cifar10", "cifar100", "imagenet") if name not in known]
-    rows = [*known.items(), *((name, "not found") for name in missing)]
-    return [*rows, ("looked in", ", ".join(data["looked_in"]))]

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from micronorm import records
-from micronorm.cli.progress import TrainingProgress
+from micronorm.cli.progress import TrainingProgress, say
 from micronorm.engine.parallel import own_device
 from micronorm.recipes import figures
 from micronorm.recipes.figures.data import read, same_settings
@@ -39,21 +39,21 @@ def reproduce_figure(name: str, request: figures.Request, *, out: Path | None, a
         typer.echo(json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False))
         return
     console = Console(highlight=False)
-    _say(console, f"{figure.name}: {figure.title}.")
-    _say(console, f"The paper: {figure.paper}")
+    say(console, f"{figure.name}: {figure.title}.")
+    say(console, f"The paper: {figure.paper}")
     for note in figure.ours:
-        _say(console, f"Ours: {note}.")
+        say(console, f"Ours: {note}.")
     if figure.measure is not None and found is None:
         path = request.runs / FOLDER / f"{stem}.json"
-        _say(console, f"Measuring into {path}. If it is interrupted, the same command continues.")
+        say(console, f"Measuring into {path}. If it is interrupted, the same command continues.")
         request = replace(request, device=own_device(None))
         found = figure.run(request, path, command=_command(name, request), listener=TrainingProgress(console))
     if found is not None:
-        _say(console, f"Numbers: {path} ({found['date'][:10]}, {found['seconds']:g} s).")
+        say(console, f"Numbers: {path} ({found['date'][:10]}, {found['seconds']:g} s).")
     for row, why in ((found or {}).get("numbers") or {}).get("missing", {}).items():
-        _say(console, f"Missing: {row} ({why}); drawn without it.")
+        say(console, f"Missing: {row} ({why}); drawn without it.")
     for picture in figure.save(found or {}, out or request.runs / FOLDER, stem):
-        _say(console, f"Drawn: {picture}")
+        say(console, f"Drawn: {picture}")
 
 
 def list_figures(*, as_json: bool) -> list[dict[str, Any]]:
@@ -84,7 +84,3 @@ def _command(name: str, request: figures.Request) -> str:
     given = {option: getattr(request, option) for option in OPTIONS}
     words = [word for option, value in given.items() if value is not None for word in (f"--{option}", str(value))]
     return shlex.join(["micronorm", "reproduce", name, *words])
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, soft_wrap=not console.is_terminal)

@@ -19,6 +19,11 @@ _BAR_WIDTH, _WIDTH_FOR_BAR = 16, 110  # a narrower terminal has no room for the 
 _LABELS = {"top1": "error %"}  # labels of a task's figures
 
 
+def say(console: Console, text: str) -> None:
+    """Print a text without markup. A terminal breaks lines between words; a file gets whole lines, easy to search."""
+    console.print(text, markup=False, highlight=False, soft_wrap=not console.is_terminal)
+
+
 class TrainingProgress(Listener):
     """Show epoch, step, loss, test error, time left, images per second, memory and learning rate of a run.
 
@@ -78,8 +83,7 @@ class TrainingProgress(Listener):
 
     def on_message(self, text: str) -> None:
         """Print a message that stays on the screen."""
-        # A terminal breaks lines between words; a file gets whole lines, which are easier to search.
-        self._console.print(text, markup=False, highlight=False, soft_wrap=not self._console.is_terminal)
+        say(self._console, text)
 
     def on_end(self) -> None:
         """End the run and leave the live line as it is. Do nothing if there is no run."""

@@ -16,7 +16,7 @@ from rich.table import Table as Grid
 
 from micronorm import records
 from micronorm.cli.figures import list_figures, reproduce_figure
-from micronorm.cli.progress import TrainingProgress
+from micronorm.cli.progress import TrainingProgress, say
 from micronorm.cli.targets import MISUSE, TargetError, unknown
 from micronorm.cli.train import execution_options
 from micronorm.engine.loop import Diverged
@@ -108,14 +108,16 @@ def reproduce(
     """
     try:
         if table is not None and table.startswith("fig:"):
-            _reproduce_figure(
-                table, rows, as_json=as_json, out=out, options=(dataset, network, epochs, seed, data, runs)
-            )
+            if rows is not None:
+                raise TargetError(f"--rows is for tables; {table} is a figure")
+            request = Request(dataset=dataset, network=network, epochs=epochs, seed=seed, data=data, runs=runs)
+            _reproduce_figure(table, request, as_json=as_json, out=out)
             return
         if as_json and (epochs, seed, data) != (None, None, None):
             raise TargetError("--json runs nothing: --epochs, --seed and --data say nothing to it")
         if table is None:
-            _refuse_without_table(rows, epochs, seed, data, dataset, network, out)
+            if any(option is not None for option in (rows, epochs, seed, data, dataset, network, out)):
+                raise TargetError(f"say which table: {', '.join(tables())}")
             _list_tables(as_json=as_json)
             return
         if (dataset, network, out) != (None, None, None):
@@ -145,14 +147,8 @@ def reproduce(
         raise typer.Exit(INCOMPLETE)
 
 
-def _reproduce_figure(
-    name: str, rows: str | None, *, as_json: bool, out: Path | None, options: tuple[Any, ...]
-) -> None:
-    """A figure in place of a table. An interrupted measurement ends the command and can be gone on with."""
-    dataset, network, epochs, seed, data, runs = options
-    if rows is not None:
-        raise TargetError(f"--rows is for tables; {name} is a figure")
-    request = Request(dataset=dataset, network=network, epochs=epochs, seed=seed, data=data, runs=runs)
+def _reproduce_figure(name: str, request: Request, *, as_json: bool, out: Path | None) -> None:
+    """Reproduce a figure. An interrupted measurement ends the command, and the same command continues it."""
     try:
         reproduce_figure(name, request, out=out, as_json=as_json)
     except (OSError, ImportError) as fault:  # no data, no matplotlib
@@ -161,11 +157,6 @@ def _reproduce_figure(
     except KeyboardInterrupt:
         typer.echo(f"{name} was stopped; the same command goes on from what is kept.")
         raise typer.Exit(130) from None
-
-
-def _refuse_without_table(*options: Any) -> None:
-    if any(option is not None for option in options):
-        raise TargetError(f"say which table: {', '.join(tables())}")
 
 
 def _list_tables(*, as_json: bool) -> None:
@@ -181,8 +172,8 @@ def _list_tables(*, as_json: bool) -> None:
     console = Console(highlight=False)
     console.print(grid)
     list_figures(as_json=False)
-    _say(console, "micronorm reproduce TABLE shows the paper's figures beside ours and runs what is missing.")
-    _say(console, "micronorm reproduce FIGURE measures what is missing and draws it.")
+    say(console, "micronorm reproduce TABLE shows the paper's figures beside ours and runs what is missing.")
+    say(console, "micronorm reproduce FIGURE measures what is missing and draws it.")
 
 
 def _choose(name: str, rows: str | None) -> tuple[tuple[Recipe, ...], set[str]]:
@@ -222,17 +213,12 @@ def _is_missing(row: Row, *, epochs: int | None, seed: int | None) -> bool:
 # --- what is printed --------------------------------------------------------------------------------------------------
 
 
-def _say(console: Console, text: str) -> None:
-    # A terminal breaks lines between words; a file gets the whole line, for whoever searches in it.
-    console.print(text, markup=False, soft_wrap=not console.is_terminal)
-
-
 def _print_rows(console: Console, table: Table, rows: Sequence[Row]) -> None:
     in_paper = {name for row in rows for name in row.recipe.paper or ()}
     shown = [name for name in _SHOWN if name in in_paper] or ["top1"]
     grid = Grid(box=box.SIMPLE_HEAD)
     figures = " / ".join(_SHOWN[name] for name in shown)
-    _say(console, f"{table.name}: {table.title}. Error in %, {figures}; of several seeds mean ± standard deviation.")
+    say(console, f"{table.name}: {table.title}. Error in %, {figures}; of several seeds mean ± standard deviation.")
     for column in ("row", "paper", "ours", "seeds", "provenance"):
         grid.add_column(column, justify="right" if column in ("paper", "ours") else "left", overflow="fold")
     for row in rows:
@@ -267,11 +253,11 @@ def _print_remarks(console: Console, rows: Sequence[Row]) -> None:
         for note in row.recipe.notes:
             about.setdefault(note, []).append(row.recipe.row)
     for note, names in about.items():
-        _say(console, f"{'All rows' if len(names) == len(rows) else ', '.join(names)}: {note}.")
+        say(console, f"{'All rows' if len(names) == len(rows) else ', '.join(names)}: {note}.")
     for row in rows:
         if row.found.counted:  # else the table says so
             for result, why in row.found.rejected:
-                _say(console, f"{row.recipe.row}: {result.where} does not count: {why}.")
+                say(console, f"{row.recipe.row}: {result.where} does not count: {why}.")
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -296,9 +282,9 @@ def _run_all(
     places = {r.name: _place(runs, r, variation) for r in missing if r.unavailable is None}
     for recipe in missing:
         if recipe.name in places:
-            _say(console, _announcement(recipe, places[recipe.name], variation))
+            say(console, _announcement(recipe, places[recipe.name], variation))
         elif recipe.name in asked:
-            _say(console, f"{recipe.name} cannot be run: {recipe.unavailable}.")
+            say(console, f"{recipe.name} cannot be run: {recipe.unavailable}.")
     failed = {recipe.name for recipe in missing} - set(places)
     for recipe in missing:
         if recipe.name not in places:
@@ -306,7 +292,7 @@ def _run_all(
         if deadline is not None:
             left = (deadline - time.monotonic()) / 60
             if left <= 0:
-                _say(console, f"The minutes are over before {recipe.name}; the same command continues with it.")
+                say(console, f"The minutes are over before {recipe.name}; the same command continues with it.")
                 raise typer.Exit(INCOMPLETE)
             execution = replace(execution, minutes=left)
         why = _run_row(recipe, out=places[recipe.name], data=data, variation=variation, execution=execution)

@@ -24,21 +24,12 @@ def _row(
     *,
     batch: int,
     note: str = _SCHEDULE,
-    unavailable: str | None = None,
-    title: str | None = None,
+    **fields: str,
 ) -> Recipe:
-    return cifar(
-        f"cifar2/{row}",
-        "cifar-resnet18",
-        "cifar10",
-        norm,
-        weight,
-        None if error is None else {"top1": error},
-        batch=batch,
-        notes=tuple(dict.fromkeys((note, _SCHEDULE))),
-        unavailable=unavailable,
-        title=title,
-    )
+    paper = None if error is None else {"top1": error}
+    notes = tuple(dict.fromkeys((note, _SCHEDULE)))
+    name = f"cifar2/{row}"
+    return cifar(name, "cifar-resnet18", "cifar10", norm, weight, paper, batch=batch, notes=notes, **fields)
 
 
 def _dn(row: str, error: float, *, batch: int) -> Recipe:

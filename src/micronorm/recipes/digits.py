@@ -4,7 +4,7 @@ from micronorm.engine.optimization import SGD, Cosine
 from micronorm.engine.settings import Settings
 from micronorm.nn import BCN, BN, GN, WS
 from micronorm.nn.spec import NormSpec, WeightSpec
-from micronorm.recipes.protocols import make, shared_samples
+from micronorm.recipes.protocols import make
 from micronorm.recipes.recipe import Recipe, Table
 
 # One setting for every method. Momentum, decay, the cosine without warm-up, the shift by a pixel and the samples per
@@ -26,14 +26,11 @@ _OURS = 'ours throughout: the paper has no such table. BCN is statistics="step"'
 
 
 def _row(row: str, norm: NormSpec, weight: WeightSpec | None, *, batch: int = 1) -> Recipe:
-    unit, largest = shared_samples(norm, batch)
     settings = Settings(
         epochs=EPOCHS,
         step_batch=STEP_BATCH,
         optimizer=SGD(lr=LEARNING_RATE, momentum=0.9, weight_decay=1e-4),
         schedule=Cosine(),
-        unit=unit,
-        largest=largest,
     )
     return make(f"digits/{row}", "digits", "digits", norm, weight, batch=batch, settings=settings, notes=(_OURS,))
 

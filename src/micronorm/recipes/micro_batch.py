@@ -1,11 +1,11 @@
 """Table `micro_batch`, ours: test error against the number of images per micro-batch, ResNet-20 on CIFAR-10."""
 
-from micronorm.engine.optimization import SGD, Milestones
+from micronorm.engine.optimization import Milestones
 from micronorm.engine.settings import Settings
 from micronorm.nn import BCN, BN, BRN, GN, WS
 from micronorm.nn.batch_renorm import RenormSchedule
 from micronorm.nn.spec import NormSpec, WeightSpec
-from micronorm.recipes.protocols import make, shared_samples
+from micronorm.recipes.protocols import OPTIMIZER, make
 from micronorm.recipes.recipe import Recipe, Table
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -28,24 +28,10 @@ def _renorm(size: int) -> BRN:
 
 
 def _row(name: str, norm: NormSpec, weight: WeightSpec | None, *, batch: int, notes: tuple[str, ...] = ()) -> Recipe:
-    unit, largest = shared_samples(norm, batch)
-    settings = Settings(
-        epochs=30,
-        step_batch=STEP_BATCH,
-        optimizer=SGD(lr=0.1, momentum=0.9, weight_decay=1e-4),
-        schedule=Milestones((15, 22)),
-        unit=unit,
-        largest=largest,
-    )
+    settings = Settings(epochs=30, step_batch=STEP_BATCH, optimizer=OPTIMIZER, schedule=Milestones((15, 22)))
+    data, notes = "cifar10", (_OURS, *notes)
     return make(
-        f"micro_batch/{name}",
-        "cifar-resnet20",
-        "cifar10",
-        norm,
-        weight,
-        batch=batch,
-        settings=settings,
-        notes=(_OURS, *notes),
+        f"micro_batch/{name}", "cifar-resnet20", data, norm, weight, batch=batch, settings=settings, notes=notes
     )
 
 

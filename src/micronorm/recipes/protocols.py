@@ -1,6 +1,8 @@
 """The paper's training protocols: one for ImageNet, one for CIFAR, each a function that makes a recipe."""
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 from micronorm.engine.optimization import SGD, Milestones
 from micronorm.engine.settings import Settings
@@ -110,18 +112,15 @@ def make(
     *,
     batch: int,
     settings: Settings,
-    task: str = "classification",
-    paper: Figures | None = None,
-    notes: tuple[str, ...] = (),
-    unavailable: str | None = None,
     title: str | None = None,
-    zero_start: bool = False,
+    **fields: Any,
 ) -> Recipe:
-    """Make the recipe "table/row" of a norm over `batch` images; title and classes follow from the rest.
+    """Make the recipe "table/row" of a norm over `batch` images, with further `fields` of `Recipe`.
 
-    `settings` must have the `unit` and `largest` that `shared_samples` gives.
+    The title, the classes, and the settings' `unit` and `largest` follow from the other arguments.
     """
     table, _, row = name.partition("/")
+    unit, largest = (1, None) if fields.get("unavailable") else shared_samples(norm, batch)
     return Recipe(
         table=table,
         row=row,
@@ -131,13 +130,9 @@ def make(
         norm=norm,
         weight=weight,
         data=data,
-        settings=settings,
-        task=task,
+        settings=replace(settings, unit=unit, largest=largest),
         micro_batch=batch,
-        paper=paper,
-        notes=notes,
-        unavailable=unavailable,
-        zero_start=zero_start,
+        **fields,
     )
 
 
@@ -153,29 +148,12 @@ def imagenet(
 ) -> Recipe:
     """Make a recipe with SGD at 0.1, ×0.1 after every 30 epochs; samples per step and epochs depend on the network."""
     epochs, step_batch = _IMAGENET_LENGTH[network]
-    unit, largest = shared_samples(norm, batch)
-    settings = Settings(
-        epochs=epochs,
-        step_batch=step_batch,
-        optimizer=OPTIMIZER,
-        schedule=Milestones(tuple(range(30, epochs, 30))),
-        unit=unit,
-        largest=largest,
-    )
-    general = [_IMAGENET_NETWORK]
+    schedule = Milestones(tuple(range(30, epochs, 30)))
+    settings = Settings(epochs=epochs, step_batch=step_batch, optimizer=OPTIMIZER, schedule=schedule)
+    notes = (*notes, _IMAGENET_NETWORK)
     if batch == 1:
-        general.append(_MICRO_IMAGENET.format(step=step_batch, iterations=step_batch // GPUS))
-    return make(
-        name,
-        network,
-        "imagenet",
-        norm,
-        weight,
-        batch=batch,
-        settings=settings,
-        paper=paper,
-        notes=(*notes, *general),
-    )
+        notes = (*notes, _MICRO_IMAGENET.format(step=step_batch, iterations=step_batch // GPUS))
+    return make(name, network, "imagenet", norm, weight, batch=batch, settings=settings, paper=paper, notes=notes)
 
 
 def cifar(
@@ -188,34 +166,11 @@ def cifar(
     *,
     batch: int,
     notes: tuple[str, ...] = (),
-    unavailable: str | None = None,
-    title: str | None = None,
     zero_start: bool = False,
+    **fields: Any,
 ) -> Recipe:
     """Make a recipe with 128 samples per step for 164 epochs, and SGD at 0.1, ×0.1 after 81 and 122 epochs."""
-    unit, largest = (1, None) if unavailable else shared_samples(norm, batch)
-    settings = Settings(
-        epochs=164,
-        step_batch=128,
-        optimizer=OPTIMIZER,
-        schedule=Milestones((81, 122)),
-        unit=unit,
-        largest=largest,
-    )
-    general = (_CIFAR,) if batch == settings.step_batch else (_CIFAR, _MICRO_CIFAR)
-    if zero_start:
-        general = (*general, _ZERO_START)
-    return make(
-        name,
-        network,
-        data,
-        norm,
-        weight,
-        batch=batch,
-        settings=settings,
-        paper=paper,
-        notes=(*notes, *general),
-        unavailable=unavailable,
-        title=title,
-        zero_start=zero_start,
-    )
+    settings = Settings(epochs=164, step_batch=128, optimizer=OPTIMIZER, schedule=Milestones((81, 122)))
+    notes = (*notes, _CIFAR) if batch == settings.step_batch else (*notes, _CIFAR, _MICRO_CIFAR)
+    fields |= {"paper": paper, "notes": (*notes, _ZERO_START) if zero_start else notes, "zero_start": zero_start}
+    return make(name, network, data, norm, weight, batch=batch, settings=settings, **fields)

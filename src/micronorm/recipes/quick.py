@@ -1,10 +1,10 @@
 """Table `quick`, ours: small networks on CIFAR-10 for 30 epochs, to see the methods apart within minutes."""
 
-from micronorm.engine.optimization import SGD, Milestones
+from micronorm.engine.optimization import Milestones
 from micronorm.engine.settings import Settings
 from micronorm.nn import BCN, BN, GN, WS
 from micronorm.nn.spec import NormSpec, WeightSpec
-from micronorm.recipes.protocols import make, shared_samples
+from micronorm.recipes.protocols import OPTIMIZER, make
 from micronorm.recipes.recipe import Recipe, Table
 
 _GN = GN(groups=32, min_channels_per_group=4)
@@ -13,15 +13,7 @@ _OURS = 'ours throughout: the paper has no such table. BCN is statistics="step"'
 
 
 def _row(network: str, method: str, norm: NormSpec, weight: WeightSpec | None, *, batch: int = 1) -> Recipe:
-    unit, largest = shared_samples(norm, batch)
-    settings = Settings(
-        epochs=30,
-        step_batch=128,
-        optimizer=SGD(lr=0.1, momentum=0.9, weight_decay=1e-4),
-        schedule=Milestones((15, 22)),
-        unit=unit,
-        largest=largest,
-    )
+    settings = Settings(epochs=30, step_batch=128, optimizer=OPTIMIZER, schedule=Milestones((15, 22)))
     short = network.replace("cifar-resnet", "rn")
     return make(
         f"quick/{short}-{method}", network, "cifar10", norm, weight, batch=batch, settings=settings, notes=(_OURS,)

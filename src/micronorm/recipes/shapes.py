@@ -1,11 +1,10 @@
 """Table `shapes`, ours: segmentation of generated shapes by a small network, less than a minute on a CPU."""
 
-from micronorm.engine.optimization import SGD
 from micronorm.engine.schedules import Poly, Warmup
 from micronorm.engine.settings import Settings
 from micronorm.nn import BCN, BN, GN, WS
 from micronorm.nn.spec import NormSpec, WeightSpec
-from micronorm.recipes.protocols import make, shared_samples
+from micronorm.recipes.protocols import OPTIMIZER, make
 from micronorm.recipes.recipe import Recipe, Table
 
 STEPS = 300
@@ -14,17 +13,14 @@ _OURS = 'ours throughout: the paper has no such table. BCN is statistics="step"'
 
 
 def _row(row: str, norm: NormSpec, weight: WeightSpec | None, *, batch: int = 1) -> Recipe:
-    unit, largest = shared_samples(norm, batch)
     settings = Settings(
         steps=STEPS,
         step_batch=STEP_BATCH,
-        optimizer=SGD(lr=0.1, momentum=0.9, weight_decay=1e-4),
+        optimizer=OPTIMIZER,
         schedule=Warmup(Poly(), steps=20),
-        unit=unit,
-        largest=largest,
     )
-    options = {"batch": batch, "settings": settings, "task": "segmentation", "notes": (_OURS,)}
-    return make(f"shapes/{row}", "shapes", "shapes", norm, weight, **options)  # type: ignore[arg-type]
+    name, options = f"shapes/{row}", {"task": "segmentation", "notes": (_OURS,)}
+    return make(name, "shapes", "shapes", norm, weight, batch=batch, settings=settings, **options)
 
 
 TABLE = Table(

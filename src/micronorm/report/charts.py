@@ -1,4 +1,4 @@
-"""The charts of a page: lines, bars and pairs of points. `layer_charts` has those about layers.
+"""The charts of a page: lines and bars. `layer_charts` has those about layers.
 
 Each function returns a `Chart`. Colours are names of `plots.LIGHT`. Coordinates that are not finite are left out.
 """
@@ -195,37 +195,6 @@ def bar_chart(name: str, bars: Sequence[tuple[str, str, float]], *, caption: str
     return Chart(name, caption, figure, has_legend=False)
 
 
-@dataclass(frozen=True)
-class Pair:
-    """The paper's figure and ours for one row of a table."""
-
-    name: str
-    paper: float
-    ours: float
-    colour: str
-
-
-def pair_chart(name: str, pairs: Sequence[Pair], *, caption: str, x_label: str) -> Chart:
-    """Draw a row for each pair: a ring for the paper's figure, a dot for ours."""
-    hover: dict[str, list[str]] = {}
-    with plot_style(**CHART_STYLE):
-        figure, axes = new_axes(24 * len(pairs) + 46, left=150, top=4)
-        axes.set_ylim(len(pairs) - 0.5, -0.5)
-        axes.set_yticks(range(len(pairs)), labels=[shorten(pair.name, keep="start") for pair in pairs])
-        axes.grid(axis="y", visible=False)
-        axes.set_xlabel(plain(x_label))
-        axes.margins(x=0.08)
-        for k, pair in enumerate(pairs):
-            colour, card = LIGHT[pair.colour], LIGHT["card"]
-            axes.plot([pair.paper, pair.ours], [k, k], color=colour, linewidth=2)
-            ring = {"markerfacecolor": card, "markeredgecolor": colour, "size": 8}
-            for kind, value, style in (("the paper", pair.paper, ring), ("ours", pair.ours, {"size": 8})):
-                gid = f"{name}-{k}-{kind.split()[-1]}"
-                draw_points(axes, [(value, k)], colour, gid, **style)
-                hover[gid] = [f"{plain(pair.name)}, {kind}: {value:.4g}"]
-    return Chart(name, caption, figure, hover, has_legend=False)
-
-
 def tick_text(value: float, _: object = None) -> str:
     """Return the figure at a tick: 0.25, 1500, 20k, 1.5M.
 
@@ -282,9 +251,7 @@ def draw_points(axes: Any, points: Sequence[tuple[float, float]], colour: str, g
         axes.plot(*zip(*points, strict=True), linestyle="", marker="o", clip_on=False, gid=gid, zorder=3, **given)
 
 
-def shorten(name: str, length: int = 17, *, keep: str = "end") -> str:
-    """Return a long name cut to `length` letters: the end of a layer's name tells it apart, the start of a row's."""
+def shorten(name: str, length: int = 17) -> str:
+    """Return a long name cut to its last `length` letters, which tell layers apart."""
     name = plain(name)
-    if len(name) <= length:
-        return name
-    return "…" + name[1 - length :] if keep == "end" else name[: length - 1] + "…"
+    return name if len(name) <= length else "…" + name[1 - length :]

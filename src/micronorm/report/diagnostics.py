@@ -220,7 +220,6 @@ _LEGEND = (
     LegendEntry("residual, due to ε", "s3", "area"),
 )
 _NAMES = ("reaches W", "along Ŵ", "mean", "residual")
-_VISIBLE = 0.005  # the smallest residual that is drawn
 
 
 def shares(runs: Sequence[NamedRun], limit: int) -> Section:
@@ -229,7 +228,7 @@ def shares(runs: Sequence[NamedRun], limit: int) -> Section:
     found = _read_all(runs, "weight", "rest", "along", "mean")
     if not found:
         return Section("shares", heading, absent=ABSENT)
-    charts, some_plain, residual = [], False, False
+    charts, some_plain = [], False
     for run, history in found:
         plain = _plain_layers(run.record) & {*history.layers}
         some_plain |= bool(plain)
@@ -242,7 +241,6 @@ def shares(runs: Sequence[NamedRun], limit: int) -> Section:
         caption = f"{what}, mean over layers" + (f": {run.name}" if len(runs) > 1 else "")
         name, times = f"shares-{run.slug}", list(history.times[::every])
         charts.append(_shares_chart(name, times, rows, caption, history.unit, notes))
-        residual |= _has_residual(rows)
         if len(runs) == 1:
             last = history.values[-1]
             caption = f"{what}, by layer, at {history.unit} {history.times[-1]}"
@@ -250,10 +248,8 @@ def shares(runs: Sequence[NamedRun], limit: int) -> Section:
             places = list(range(1, len(by_layer) + 1))
             label = "layer, in the order of the network"
             charts.append(_shares_chart(f"shares-by-layer-{run.slug}", places, by_layer, caption, label, notes[:1]))
-            residual |= _has_residual(by_layer)
-    legend = _LEGEND if residual else _LEGEND[:3]
     about = f"{_SHARES} {_PLAIN}" if some_plain else _SHARES
-    return Section("shares", heading, about, charts, legend, _name_missing([run for run, _ in found], runs))
+    return Section("shares", heading, about, charts, _LEGEND, _name_missing([run for run, _ in found], runs))
 
 
 def _plain_layers(record: Record) -> set[str]:
@@ -262,19 +258,15 @@ def _plain_layers(record: Record) -> set[str]:
     return {name for name, layer in found if layer.get("kind") == "weight" and layer.get("weight") == "none"}
 
 
-def _has_residual(rows: Sequence[Sequence[float]]) -> bool:
-    return max(1 - sum(row) for row in rows) > _VISIBLE
-
-
 def _shares_chart(
     name: str, times: Sequence[float], rows: Sequence[Sequence[float]], caption: str, x_label: str, notes: list[str]
 ) -> Chart:
     """Stack the shares of each row. They are never scaled to sum to 1: the rest is the residual."""
     largest = max((1 - sum(row) for row in rows), key=abs)
     notes = notes + [f"they sum to 1 except for a residual of at most {largest:.1g}"] * (abs(largest) >= 1e-4)
-    columns = [*zip(*([*row, 1 - sum(row)] for row in rows), strict=True)][: 4 if _has_residual(rows) else 3]
+    columns = [*zip(*([*row, 1 - sum(row)] for row in rows), strict=True)]
     areas = [
         Area(label, entry.colour, [max(0.0, value) for value in column])
-        for label, entry, column in zip(_NAMES, _LEGEND, columns, strict=False)
+        for label, entry, column in zip(_NAMES, _LEGEND, columns, strict=True)
     ]
     return area_chart(name, times, areas, caption=caption, x_label=x_label, note="; ".join(notes))

@@ -22,10 +22,6 @@ class Table:
         header: the names of its columns.
         rows: its cells, row by row.
         about: a sentence or two above it.
-
-    Example:
-        >>> Table("Errors", ["method", "error %"], [["GN", 2.5]]).header
-        ['method', 'error %']
     """
 
     caption: str

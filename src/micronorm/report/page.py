@@ -45,10 +45,6 @@ class Lead:
         number: one figure, as text: "7e-15".
         meaning: one sentence that says what the number is.
         measured: how finding and number were measured, in a few sentences.
-
-    Example:
-        >>> Lead("A beats B.", "Test error", "7e-15", "A step changes by this much.", "Twenty steps, twice.").number
-        '7e-15'
     """
 
     finding: str

@@ -14,7 +14,10 @@ _ABSENT = (
     "No run directory holds predictions.json. micronorm train writes it at the end of a run, unless the model is "
     "compiled or sharded."
 )
-_ABOUT = "Test samples, chosen evenly. A cross marks a wrong answer; the percentage is the network's own confidence."
+_ABOUT = (
+    "Test samples, chosen evenly. Below each picture is its class. A cross marks a wrong answer; the percentage is the "
+    "network's own confidence."
+)
 _LETTERS = 40
 MOST = 32
 """Samples of a run that are shown."""
@@ -29,30 +32,15 @@ def predictions(runs: Sequence[NamedRun], limit: int) -> Section:
     for run in found:
         pictures = tuple((sample["pixels"], sample["label"]) for sample in run.record.predictions)
         groups.setdefault(pictures, []).append(run)
-    body = "".join(_one_run(group[0], runs) if len(group) == 1 else _several_runs(group) for group in groups.values())
-    return Section("predictions", _HEADING, _ABOUT, body=body)
+    return Section("predictions", _HEADING, _ABOUT, body="".join(map(_group_html, groups.values())))
 
 
 def _is_wrong(sample: dict[str, Any]) -> bool:
     return sample["prediction"] != sample["label"]
 
 
-def _one_run(run: NamedRun, runs: Sequence[NamedRun]) -> str:
-    samples = run.record.predictions
-    name = f"{dot_html(run.colour)}{escape(run.name)}: " if len(runs) > 1 else ""
-    items = ""
-    for sample in samples[:MOST]:
-        answer = _short(sample["prediction"]) + _confidence(sample)
-        if _is_wrong(sample):
-            truth = f"<br><small>is {_short(sample['label'])}</small>"
-            items += f'<li class="wrong">{_image(sample)}<span>✗ {answer}{truth}</span></li>'
-        else:
-            items += f"<li>{_image(sample)}<span>{answer}</span></li>"
-    return f'<h3>{name}{sum(map(_is_wrong, samples))} of {len(samples)} wrong</h3><ul class="samples">{items}</ul>'
-
-
-def _several_runs(group: Sequence[NamedRun]) -> str:
-    """Return each picture once, with the wrong answers of all runs."""
+def _group_html(group: Sequence[NamedRun]) -> str:
+    """Return each picture once, with its class and the wrong answers of all runs."""
     number = len(group[0].record.predictions)
     counts = "".join(
         f"<li>{dot_html(run.colour)}{escape(run.name)}: {sum(map(_is_wrong, run.record.predictions))}</li>"
@@ -60,9 +48,9 @@ def _several_runs(group: Sequence[NamedRun]) -> str:
     )
     items = ""
     for k, sample in enumerate(group[0].record.predictions[:MOST]):
-        wrong = [run for run in group if _is_wrong(run.record.predictions[k])]
+        wrong = [(run.colour, own) for run in group if _is_wrong(own := run.record.predictions[k])]
         answers = "".join(
-            f"<br>{dot_html(run.colour)}✗ {_short(run.record.predictions[k]['prediction'])}" for run in wrong
+            f"<br>{dot_html(colour)}✗ {_short(own['prediction'])}{_confidence(own)}" for colour, own in wrong
         )
         kind = ' class="wrong"' if wrong else ""
         items += f"<li{kind}>{_image(sample)}{_short(sample['label'])}<span>{answers}</span></li>"
