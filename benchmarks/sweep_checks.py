@@ -1,4 +1,4 @@
-"""Checks of the sweep that do not use the planner: layers by class, tensors by identity, shapes."""
+"""What the sweep looks at by itself, without asking the planner: layers by class, tensors by identity, shapes."""
 
 import math
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import micronorm as mn
-from micronorm.convert import Plan
+from micronorm.convert import Decision, Plan
 from micronorm.convert.flow.trace import as_call, guesses
 from micronorm.nn.inputs import check_input
 
@@ -44,14 +44,20 @@ def is_batchnorm(module: nn.Module) -> bool:
     )
 
 
-def norms_of(model: nn.Module) -> list[nn.Module]:
-    """Return the norms that a conversion should replace, if they follow a convolution."""
-    return [m for m in model.modules() if is_batchnorm(m) or isinstance(m, NORMS)]
+def has_batchnorm(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if is_batchnorm(module)]
+
+
+def holds_norm_after_convolution(model: nn.Module) -> bool:
+    """Whether a model that was not converted should have been."""
+    norms = [m for m in model.modules() if is_batchnorm(m) or isinstance(m, NORMS)]
+    return bool(norms) and any(isinstance(m, CONVOLUTIONS) for m in model.modules())
 
 
 def look(model: nn.Module) -> Forward:
     """State and one forward in eval mode of a model about to be converted."""
-    affine = {m: sum(p.numel() for p in m.parameters(recurse=False)) for m in norms_of(model)}
+    norms = [m for m in model.modules() if is_batchnorm(m) or isinstance(m, NORMS)]
+    affine = {m: sum(p.numel() for p in m.parameters(recurse=False)) for m in norms}
     seen = Forward(set(model.state_dict()), _parameters(model), affine)
     for _, inputs in guesses(model):
         try:
@@ -72,10 +78,8 @@ def check_converted(model: nn.Module, before: Forward, made: Plan) -> list[str]:
     if lost:
         found.append(f"{len(lost)} state-dict keys lost, {sorted(lost)[0]} first")
     # 2 G of the group affine, and 2 C where the old layer had no affine, or no bias
-    layers = [m for m in model.modules() if isinstance(m, mn.nn.BatchChannelNorm)]
-    added = sum(p.numel() for m in layers for p in m.parameters(recurse=False))
-    new_norms = [d for d in made.decisions if d.role == "norm" and d.becomes is not None]
-    expected = before.parameters + added - sum(before.affine[d.module] for d in new_norms)
+    made_of = sum(p.numel() for m in _bcn(model) for p in m.parameters(recurse=False))
+    expected = before.parameters + made_of - sum(before.affine[d.module] for d in made.decisions if _is_new_norm(d))
     if _parameters(model) != expected:
         found.append(f"{_parameters(model) - expected} parameters more than the group affines explain")
     remaining = set(model.modules())
@@ -84,8 +88,8 @@ def check_converted(model: nn.Module, before: Forward, made: Plan) -> list[str]:
         found.append(f"{len(stuck)} layers of the plan are still there, {stuck[0]} first")
     if before.shapes is None:
         return [*found, "not run: no guessed input fits"]
-    for decision in new_norms:
-        if decision.module in before.given:
+    for decision in made.decisions:
+        if decision.role == "norm" and decision.becomes is not None and decision.module in before.given:
             taken, true = "one element per channel" in decision.reason, before.one_element(decision.module)
             if taken != true:
                 found.append(f"{decision.name} is {'' if taken else 'not '}taken for one element per channel")
@@ -104,8 +108,16 @@ def shapes(output: Any) -> list[tuple[int, ...]]:
     return [tuple(leaf.shape[1:]) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
+def _is_new_norm(decision: Decision) -> bool:
+    return decision.role == "norm" and decision.becomes is not None
+
+
 def _parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _bcn(model: nn.Module) -> Iterator[Any]:
+    return (m for m in model.modules() if isinstance(m, mn.nn.BatchChannelNorm))
 
 
 def _run_eval(model: nn.Module, inputs: Any) -> Any:
@@ -159,7 +171,9 @@ def _run_watched(model: nn.Module, inputs: Any) -> tuple[Any, set[nn.Module], di
             into_norm.add(made[id(args[0])][1])
 
     handles = [m.register_forward_hook(after_convolution) for m in model.modules() if isinstance(m, CONVOLUTIONS)]
-    handles += [m.register_forward_pre_hook(before_norm) for m in norms_of(model)]
+    handles += [
+        m.register_forward_pre_hook(before_norm) for m in model.modules() if is_batchnorm(m) or isinstance(m, NORMS)
+    ]
     try:
         return _run_eval(model, inputs), into_norm, given
     finally:

@@ -55,8 +55,21 @@ def test_the_summary_lies_beside_the_rows_and_is_printed(finished):
     out, printed = finished
     summary = out.with_suffix(".md").read_text(encoding="utf-8")
     assert summary in printed
-    assert "| timm mobilevit | 1 of 1 |" in summary
+    assert "| timm mobilevit | 1 of 1 (100%) |" in summary
     assert "## Tracebacks\n\nNone." in summary
+
+
+@pytest.mark.slow
+def test_rows_of_the_same_versions_are_kept_unless_asked_for_again(finished):
+    out, _ = finished
+    before = out.read_text(encoding="utf-8")
+    kept = run(out, "--only", "mobilevit_xxs", "--only", "mixer_s32_224")
+    assert kept.stdout.startswith("0 architectures to do, 2 of 2 already")
+    assert out.read_text(encoding="utf-8") == before
+    stale = out.with_name("stale.csv")
+    stale.write_text(before.replace(rows(out)["mixer_s32_224"]["micronorm"], "0.0.0"), encoding="utf-8")
+    assert run(stale, "--only", "mixer_s32_224").stdout.startswith("1 architectures to do, 0 of 1 already")
+    assert {row["micronorm"] == "0.0.0" for row in rows(stale).values()} == {True, False}
 
 
 @pytest.mark.slow
@@ -84,9 +97,9 @@ class Raising(nn.Module):
 models = {"own": lambda: nn.Sequential(nn.Conv2d(3, 8, 3), Own(8)), "raising": Raising}
 sweep.build = lambda source, name: models[name]()
 for name in models:
-    row = sweep.sweep_one(("timm", name, "family"))
+    row = sweep.sweep_one("timm", name, "family")
     print(row.outcome, "|", row.detail)
-print(sweep.summary([sweep.sweep_one(("timm", name, "family")) for name in models], command="here"))
+print(sweep.summary([sweep.sweep_one("timm", name, "family") for name in models], command="here"))
 """
 
 
@@ -99,4 +112,4 @@ def test_a_model_with_a_batchnorm_that_is_refused_and_one_that_raises_are_failur
     refused, raised, *summary = done.stdout.splitlines()
     assert refused.startswith("refused | nothing to convert. Looked at")
     assert raised.startswith("traceback | KeyError: 'broken'")
-    assert "| timm family | 0 of 2 | 0% |" in summary
+    assert "| timm family | 0 of 2 (0%) | 0 | 0% | none 2 |" in summary
