@@ -79,7 +79,7 @@ def test_a_measurement_that_is_stopped_says_how_to_go_on(monkeypatch):
     monkeypatch.setattr(figures.Figure, "run", stop)
     result = run("fig:dist", "--epochs", "1")
     assert result.exit_code == 130
-    assert "fig:dist was stopped; the same command goes on from what is kept." in result.output
+    assert "fig:dist was stopped; run the same command to continue." in result.output
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -272,7 +272,7 @@ def test_a_row_without_data_says_so_and_the_others_run(trained):
 def test_a_stopped_run_ends_the_command(trained):
     result = run("digits", "--rows", "gn-ws,bcn-ws")
     assert result.exit_code == 143
-    assert "digits/gn-ws was stopped after step 12; the same command goes on from there." in result.output
+    assert "digits/gn-ws was stopped after step 12; run the same command to continue." in result.output
     assert [name for name, _ in trained] == ["digits/gn-ws"]
 
 

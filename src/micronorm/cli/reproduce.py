@@ -40,7 +40,7 @@ class Row:
 
     @property
     def reason(self) -> str | None:
-        """Why there is no figure of ours; None where there is one."""
+        """Return why we have no result for this row, or None if we have one."""
         if self.found.counted:
             return None
         if self.recipe.unavailable is not None:
@@ -50,7 +50,7 @@ class Row:
         return "not run"
 
     def to_dict(self) -> dict[str, Any]:
-        """The row as `--json` prints it; figures that are not finite become null."""
+        """Return the row as `--json` prints it. Values that are not finite become null."""
         mean = self.found.mean()
         record = {
             "row": self.recipe.row,
@@ -66,17 +66,16 @@ def reproduce(
     table: Annotated[
         str | None, typer.Argument(help="A table or figure (fig:…) of the paper, or ours; without one all are listed.")
     ] = None,
-    rows: Annotated[str | None, typer.Option(help="These rows only, by name, with commas between.")] = None,
+    rows: Annotated[str | None, typer.Option(help="Comma-separated row names.")] = None,
     epochs: Annotated[
-        int | None, typer.Option(min=1, help="Run for so many epochs instead; such runs never count as ours.")
+        int | None,
+        typer.Option(min=1, help="Train for this many epochs instead; such runs are not counted."),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(min=0, max=2**31, help="Run this seed, also where others are there.")
+        int | None, typer.Option(min=0, max=2**31, help="Run this seed even if other seeds have results.")
     ] = None,
-    runs: Annotated[Path, typer.Option(help="The folder of run directories: looked through, and written to.")] = Path(
-        "runs"
-    ),
-    data: Annotated[Path | None, typer.Option(help="Where the data set lies.")] = None,
+    runs: Annotated[Path, typer.Option(help="Folder to read runs from and write runs to.")] = Path("runs"),
+    data: Annotated[Path | None, typer.Option(help="Folder of the data set.")] = None,
     minutes: Annotated[
         float | None,
         typer.Option(min=0.1, help="Stop after so many minutes and save; the same command resumes the queue."),
@@ -92,7 +91,7 @@ def reproduce(
     out: Annotated[Path | None, typer.Option(help="Where a figure's pictures go; by default RUNS/figures.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Run nothing; print what is recorded as JSON.")] = False,
 ) -> None:
-    """Show the rows of a table with the paper's figure and ours, and run those that have none of ours.
+    """Show a table of the paper with its results and ours, then train the rows that have no result of ours.
 
     A run counts when it finished with the recipe's settings and data. Of several seeds the mean is shown. A run that
     was stopped resumes from its checkpoint.
@@ -100,7 +99,7 @@ def reproduce(
     Rows run one after the other, in the order of --rows. So `--rows a,b,c --minutes 25` is a queue: it runs until the
     minutes are over, and the same command continues it later, also on another machine with the same RUNS folder.
 
-    A figure (fig:…) is measured where its numbers are not there yet, into RUNS/figures, and drawn as SVG and PNG.
+    A figure (fig:…) is drawn as SVG and PNG. Missing numbers are measured first, into RUNS/figures.
 
     Exit code 0: every row asked for has a figure or was run. 1: one could not be run, or the minutes were over (rows
     that cannot be run at all count only if --rows names them). 2: a name or an option is wrong. 130, 143: stopped by a
@@ -114,7 +113,7 @@ def reproduce(
             _reproduce_figure(table, request, as_json=as_json, out=out)
             return
         if as_json and (epochs, seed, data) != (None, None, None):
-            raise TargetError("--json runs nothing: --epochs, --seed and --data say nothing to it")
+            raise TargetError("--json runs nothing; remove --epochs, --seed and --data")
         if table is None:
             if any(option is not None for option in (rows, epochs, seed, data, dataset, network, out)):
                 raise TargetError(f"say which table: {', '.join(tables())}")
@@ -155,7 +154,7 @@ def _reproduce_figure(name: str, request: Request, *, as_json: bool, out: Path |
         typer.echo(f"micronorm reproduce: {name} could not be made: {' '.join(str(fault).split())}", err=True)
         raise typer.Exit(INCOMPLETE) from None
     except KeyboardInterrupt:
-        typer.echo(f"{name} was stopped; the same command goes on from what is kept.")
+        typer.echo(f"{name} was stopped; run the same command to continue.")
         raise typer.Exit(130) from None
 
 
@@ -179,7 +178,7 @@ def _list_tables(*, as_json: bool) -> None:
 def _choose(name: str, rows: str | None) -> tuple[tuple[Recipe, ...], set[str]]:
     """The recipes to show, and the names of those without which the command has failed.
 
-    A row that nobody can run is among the latter only when it was named.
+    Rows that cannot be run are among the latter only if --rows names them.
     """
     table = find_table(name)
     if rows is None:
@@ -206,7 +205,7 @@ def _look(recipes: Sequence[Recipe], runs: Path, *, tell: bool = True) -> list[R
 
 def _is_missing(row: Row, *, epochs: int | None, seed: int | None) -> bool:
     if epochs is not None and epochs != row.recipe.settings.epochs:
-        return True  # asked for outright: no record can stand for it
+        return True  # the user requested another length, so no recorded run matches
     return not row.found.counted if seed is None else seed not in row.found.seeds
 
 
@@ -247,7 +246,7 @@ def _provenance(result: Result) -> str:
 
 
 def _print_remarks(console: Console, rows: Sequence[Row]) -> None:
-    """The notes of the recipes, each once with the rows it is about, and the runs that did not count."""
+    """Print each recipe note once with its rows, then the runs that were not counted and why."""
     about: dict[str, list[str]] = {}
     for row in rows:
         for note in row.recipe.notes:
@@ -354,6 +353,6 @@ def _run_row(recipe: Recipe, *, out: Path, data: Path | None, variation: Variati
     except (OSError, ImportError, MemoryError, ValueError, Diverged) as fault:  # such as missing data or a loss of NaN
         return " ".join(str(fault).split())
     if not outcome.finished:
-        typer.echo(f"{recipe.name} was stopped after step {outcome.steps}; the same command goes on from there.")
+        typer.echo(f"{recipe.name} was stopped after step {outcome.steps}; run the same command to continue.")
         raise typer.Exit(INCOMPLETE if outcome.signal is None else 128 + outcome.signal)
     return None
