@@ -125,17 +125,15 @@ def describe_norm(module: nn.Module) -> SourceNorm | None:
 
 
 def _family(module: nn.Module) -> Family | None:
-    named = next((_NAMED[name] for name in _computed_as(module) if name in _NAMED), None)
-    if named is not None:
-        return named
+    for name in _computed_as(module):
+        if name in _NAMED:
+            return _NAMED[name]
     if type(module).__name__ == "FrozenBatchNorm2d" and isinstance(getattr(module, "running_var", None), Tensor):
         return "frozen"  # torchvision's and detectron2's
-    same_forward = (
-        family
-        for base, family in _OF_TORCH.items()
-        if isinstance(module, base) and _forward(type(module)) is _forward(base)
-    )
-    return next(same_forward, None)
+    for base, family in _OF_TORCH.items():
+        if isinstance(module, base) and _forward(type(module)) is _forward(base):
+            return family
+    return None
 
 
 def looks_like_a_norm(module: nn.Module) -> bool:

@@ -131,7 +131,7 @@ def _bare(layer: nn.Module, name: str) -> Any:
 
 
 def _plain_class(layer: Any, name: str) -> type[nn.Module]:
-    if not isinstance(layer, _SameConv):
+    if not issubclass(type(layer), _SameConv):
         return next(plain for plain in PLAIN if isinstance(layer, plain))
     if any(layer.padding) or layer.padding_mode != "zeros":
         raise ValueError(

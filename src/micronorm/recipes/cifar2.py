@@ -1,5 +1,7 @@
 """Table `tab:cifar2`: ResNet-18 on CIFAR-10 beside switchable and dynamic normalization."""
 
+from typing import Any
+
 from micronorm.nn import BCN, BN, SN, WS
 from micronorm.nn.spec import NormSpec, WeightSpec
 from micronorm.recipes.protocols import STEP, cifar
@@ -24,7 +26,7 @@ def _row(
     *,
     batch: int,
     note: str = _SCHEDULE,
-    **fields: str,
+    **fields: Any,
 ) -> Recipe:
     paper = None if error is None else {"top1": error}
     notes = tuple(dict.fromkeys((note, _SCHEDULE)))
