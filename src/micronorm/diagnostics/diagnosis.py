@@ -53,7 +53,7 @@ class LayerFinding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The findings of `diagnose`, in the order in which the layers run. It is true if there are none.
+    """The findings of `diagnose`, in the order in which the layers run. It is true if it has no findings.
 
     Fix the first finding first: the later ones may follow from it. `judged` counts the norms with enough samples and a
     known activation; for the others, only finite values and estimates are checked. `severities` holds each layer's

@@ -1,6 +1,6 @@
 """The training engine: optimizer steps as transactions, in micro-batches, on any number of ranks, resumable.
 
-Recipes, data sets and tasks live elsewhere: the engine knows a task by the protocol in `engine/task.py` alone.
+Recipes, data sets and tasks live elsewhere: the engine uses a task only through the protocol in `engine/task.py`.
 
 Reading order:
 

@@ -56,7 +56,7 @@ def key_dropout(model: nn.Module) -> list[str]:
 
 
 def _keyed(module: Any) -> Callable[[int], nn.Module] | None:
-    """Return a function from stream to the keyed layer for `module`; None if there is none, or the rate is 0."""
+    """Return a function from stream to the keyed layer for `module`; None if its kind is unknown or its rate is 0."""
     kind: type[nn.Module] = type(module)
     if kind in _DIMS and module.p:  # not subclasses, which may compute something else
         return lambda stream: KeyedDropout(module.p, _DIMS[kind], module.inplace, stream=stream)

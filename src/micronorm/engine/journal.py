@@ -173,7 +173,7 @@ class Journal:
             self.saved = on_rank_0(self.parallel, lambda: checkpoint.save(folder, done, whole | state))
 
     def load_newest(self, *, samples: int) -> dict[str, Any] | None:
-        """Restore the newest checkpoint and return its state, with "step" and `rest`; None if there is none.
+        """Restore the newest checkpoint and return its state, with "step" and `rest`; None without a checkpoint.
 
         Nothing is changed unless the checkpoint is valid, has these settings, and trains on `samples` samples.
         """

@@ -1,4 +1,4 @@
-"""Callbacks of a run: a listener hears of steps, epochs and messages; an observer measures the network's layers."""
+"""Callbacks of a run: a listener receives steps, epochs and messages; an observer measures the network's layers."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager

@@ -375,7 +375,7 @@ def _repeat(activation: Activation, sources: int, x: Tensor, *rest: Tensor) -> T
 
 
 def warn_of_zero_weights(names: Sequence[str]) -> None:
-    """Warn once of all layers with these names, whose weight is all zero; do nothing if there are none."""
+    """Warn once about the named layers, whose weight is all zero. Do nothing if `names` is empty."""
     if names:
         shown = ", ".join(names[:4])
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""

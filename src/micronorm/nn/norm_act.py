@@ -92,7 +92,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def can_fuse(norm: nn.Module) -> bool:
-    """Return whether a norm can compute an addition and an activation: it has none of its own, and no hooks."""
+    """Return whether a norm can also compute an addition and an activation: it has no activation and no hooks."""
     if type(norm) not in FUSIBLE or norm.activation is not None or "forward" in norm.__dict__:
         return False
     return not has_hooks(norm) and not has_global_hooks()

@@ -49,7 +49,7 @@ def tables() -> dict[str, Table]:
 
 
 def find_table(name: str) -> Table:
-    """Return the table of that name. Raise ValueError with the known names if there is none.
+    """Return the table of that name. Raise ValueError with the known names if it is unknown.
 
     Example:
         >>> find_table("cwn").rows[0].name
@@ -72,7 +72,7 @@ def find_table(name: str) -> Table:
 def find(name: str) -> Recipe:
     """Return the recipe "table/row"; "digits" alone is "digits/bcn-ws".
 
-    Raise ValueError with the most similar names if there is none.
+    Raise ValueError with the most similar names if the name is unknown.
 
     Example:
         >>> find("cifar1/c10-micro-bcn-ws").paper

@@ -45,7 +45,7 @@ def _decode(row: Row) -> Any:
 
 
 def parse(data: bytes, where: str) -> Row:
-    """Return the object in a line or document. Raise ValueError, starting with `where`, if there is none."""
+    """Return the JSON object in a line or document. Raise ValueError, starting with `where`, for anything else."""
     try:
         value = json.loads(data, object_hook=_decode, parse_constant=_refuse)
     except ValueError as error:

@@ -85,7 +85,7 @@ class Flow:
                 yield node
 
     def sole_source(self, node: Node) -> Node | None:
-        """Return the call whose output goes into `node` alone, skipping Identity layers; None if there is none."""
+        """Return the call whose output goes into `node` alone, skipping Identity layers, or None."""
         while len(node.inputs) == 1:
             source = node.inputs[0]
             if len(self.consumers[source]) != 1:

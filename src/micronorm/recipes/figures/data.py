@@ -80,7 +80,7 @@ class FigureData:
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """Return the content of a finished data file, or None if there is none.
+    """Return the content of a finished data file, or None if the file does not exist or is unfinished.
 
     Raises:
         ValueError: the file is not a data file.
