@@ -239,7 +239,7 @@ def test_a_skipped_step_commits_nothing_and_its_window_joins_the_next(fused):
 
 
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan, 1e30])
-def test_a_forward_that_is_not_finite_is_left_out_and_counted(bad):
+def test_a_sample_that_is_not_finite_is_left_out_and_counted(bad):
     norm = mn.nn.BatchChannelNorm(4, 2, rate=0.5)
     handle = mn.attach(norm)
     optimizer = torch.optim.SGD(norm.parameters(), lr=0.1)
@@ -248,12 +248,12 @@ def test_a_forward_that_is_not_finite_is_left_out_and_counted(bad):
     norm(good)
     norm(spoiled)
     optimizer.step()
-    mean, var = expected_estimates([good.double()], 0.5)
+    mean, var = expected_estimates([good.double(), spoiled[1:].double()], 0.5)
     assert_close_to_max(norm.running_mean, mean, tol=1e-6)
     assert_close_to_max(norm.running_var, var, tol=1e-6)
-    with pytest.warns(RuntimeWarning, match="BatchChannelNorm: 1 forwards and 0 windows"):
+    with pytest.warns(RuntimeWarning, match="BatchChannelNorm: 1 samples and 0 windows"):
         row = handle.report()[0]
-    assert (row.lost_forwards, row.lost_windows) == (1, 0)
+    assert (row.lost_samples, row.lost_windows) == (1, 0)
     handle.report()  # said once
     norm.state_dict()
 
@@ -267,7 +267,7 @@ def test_a_window_whose_estimates_would_overflow_is_dropped_whole_and_counted():
     optimizer.step()
     assert torch.equal(norm.running_mean, torch.zeros(4))
     assert torch.equal(norm.running_var, torch.ones(4))
-    with pytest.warns(RuntimeWarning, match="0 forwards and 1 windows"):
+    with pytest.warns(RuntimeWarning, match="0 samples and 1 windows"):
         norm.state_dict()
     norm(torch.ones(1, 4, 2, 2))  # the next window is a new one
     optimizer.step()

@@ -58,7 +58,7 @@ class Window:
     keep their addresses from commit to commit.
 
     - `sums`: n, s₁ and s₂ in one vector of 1 + 2C numbers, so that a commit moves it in one piece.
-    - `lost`: two counts on the device, of the forwards and the windows left out because they were not finite.
+    - `lost`: two counts on the device, of the samples and the windows left out because they were not finite.
     - `device_rate`: the rate of the next commit, on the device. A captured commit reads it at each replay.
     - `counter`: two integers on the CPU: the forwards gathered since the last commit, and the number under which
       `find_window` finds this object.
@@ -77,7 +77,7 @@ class Window:
     paused: int = 0
     """How many `Handle.paused` blocks are open."""
     reported_losses: int = 0
-    """How many of the lost forwards and windows a warning was given for."""
+    """How many of the lost samples and windows a warning was given for."""
     warned: bool = False
     """Whether the warning about small groups was given."""
     written_rate: float | None = None
@@ -161,11 +161,11 @@ class Window:
         """Warn, with the layer's name, if anything was left out since the last warning. Reads the device."""
         if self.device.type == "meta":
             return
-        forwards, windows = self.lost.tolist()
-        if forwards + windows > self.reported_losses:
-            self.reported_losses = forwards + windows
+        samples, windows = self.lost.tolist()
+        if samples + windows > self.reported_losses:
+            self.reported_losses = samples + windows
             warnings.warn(
-                f"{self.control.name or name or self.describe()}: {forwards} forwards and {windows} windows were left "
+                f"{self.control.name or name or self.describe()}: {samples} samples and {windows} windows were left "
                 "out of the estimates because their statistics were not finite. Look for overflow in the activations "
                 "(fp16 range, learning rate).",
                 RuntimeWarning,
