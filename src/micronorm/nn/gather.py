@@ -65,13 +65,14 @@ def gather_numbers(
         gather_fused(numbers, around, sums, lost, (samples, channels, elements), groups)
 
 
-def gather_by_kernel(window: Window, numbers: Tensor, around: Tensor, sizes: tuple[int, int, int], groups: int) -> None:
+def gather_by_kernel(window: Window, numbers: Tensor, sizes: tuple[int, int, int], groups: int) -> None:
     """Add a forward of N×C×S elements to the window of a "step" layer, by a kernel."""
     if torch.compiler.is_compiling():
-        torch.ops.micronorm.gather_numbers(numbers, around, *sizes, groups, window.sums, window.lost, window.counter)
+        state = (window.sums, window.lost, window.counter)
+        torch.ops.micronorm.gather_numbers(numbers, window.reference, *sizes, groups, *state)
     elif _gathers(window, sizes[2] * (sizes[1] // groups)):
         _count_forward(window, window.counter)
-        gather_fused(numbers, around, window.sums, window.lost, sizes, groups)
+        gather_fused(numbers, window.reference, window.sums, window.lost, sizes, groups)
 
 
 def sequential_estimates(

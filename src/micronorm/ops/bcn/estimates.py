@@ -37,6 +37,15 @@ def window_sums(parts_nc: Moments, *, elements: int, around: Tensor) -> tuple[Su
     return Sums(elements * samples.to(first_c.dtype), first_c, second_c), len(finite_n1) - samples
 
 
+def shift_sums(sums: Sums, distance: Tensor) -> Sums:
+    """Return the sums measured from a mean that lies `distance` below the one they are measured from.
+
+    Σ(x − μ + d) = s₁ + n·d and Σ(x − μ + d)² = s₂ + 2·d·s₁ + n·d². With d = 0 they are the same to the bit.
+    """
+    shift = sums.elements * distance
+    return Sums(sums.elements, sums.first + shift, sums.second + distance * (2 * sums.first + shift))
+
+
 def move_by_window(estimates: Moments, sums: Sums, rate: Tensor | float) -> Moments:
     """Return the commit: μ̂ + r·s₁/n and σ̂² + r·(s₂/n − σ̂²), around the old μ̂. An empty window changes nothing."""
     wide = sums.first.dtype
