@@ -9,7 +9,7 @@ from typing import Any
 from micronorm.engine import checkpoint
 from micronorm.engine.environment import environment
 from micronorm.engine.events import Events
-from micronorm.engine.parallel import ShardedRanks, on_rank_0
+from micronorm.engine.parallel import on_rank_0
 from micronorm.engine.settings import Outcome, Settings, describe
 from micronorm.engine.state import check_model, load_rest_of_state, load_whole_state, rest_of_state, whole_state
 from micronorm.engine.step import Step
@@ -98,7 +98,7 @@ class Journal:
             known = {"recipe": "", "command": "", "revision": found["revision"], "date": found["date"]}
             self.record = Run.create(folder, {**known, "environment": found, **facts})
         remove_partials(folder)
-        checkpoint.remove_unfinished(folder / CHECKPOINTS)
+        remove_partials(folder / CHECKPOINTS)
         self.events = Events(folder / EVENTS, resumed_at=done if resume else None)
 
     def has_ended(self) -> bool:
@@ -164,13 +164,8 @@ class Journal:
         if self.record is not None and self.events is not None:  # steps before the checkpoint are not repeated
             self.record.sync()
             self.events.flush()
-        if isinstance(self.parallel, ShardedRanks):
-            from micronorm.engine import sharded  # torch's DCP takes a second to import, and few runs need it
-
-            self.saved = sharded.save(self.folder / CHECKPOINTS, done, self.step, state)
-        else:
-            folder, whole = self.folder / CHECKPOINTS, whole_state(self.step)
-            self.saved = on_rank_0(self.parallel, lambda: checkpoint.save(folder, done, whole | state))
+        folder, whole = self.folder / CHECKPOINTS, whole_state(self.step)
+        self.saved = on_rank_0(self.parallel, lambda: checkpoint.save(folder, done, whole | state))
 
     def load_newest(self, *, samples: int) -> dict[str, Any] | None:
         """Restore the newest checkpoint and return its state, with "step" and `rest`; None without a checkpoint.
@@ -194,25 +189,12 @@ class Journal:
             self._check_samples(facts["data"].get("train"), samples)
         if path is None:
             return None
-        state = self._load_sharded(path) if path.is_dir() else self._load_file(path)
-        self.saved = path
-        return {**state, "step": load_rest_of_state(self.step, state)}
-
-    def _load_file(self, path: Path) -> dict[str, Any]:
         state = checkpoint.load(path)
         self._check_settings(path, state["settings"])
-        check_model(self.step, {name: value.shape for name, value in state["model"].items()}, source=path.name)
+        check_model(self.step, state["model"], source=path.name)
         load_whole_state(self.step, state)
-        return state
-
-    def _load_sharded(self, path: Path) -> dict[str, Any]:
-        from micronorm.engine import sharded
-
-        state = sharded.load_rest(path)
-        self._check_settings(path, state["settings"])
-        check_model(self.step, sharded.model_shapes(path), source=path.name)
-        sharded.load(path, self.step)
-        return state
+        self.saved = path
+        return {**state, "step": load_rest_of_state(self.step, state)}
 
     def _check_settings(self, path: Path, theirs: Mapping[str, Any]) -> None:
         mine, was = dict(_flat(describe(self.settings))), dict(_flat(theirs))
