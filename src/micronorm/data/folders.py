@@ -2,17 +2,17 @@
 
 import math
 import os
-import signal
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Dataset
 
-from micronorm.data.memory import CROP, FLIP, check_indices
+from micronorm.data.loading import FileSamples, Order
+from micronorm.data.memory import CROP, FLIP
 from micronorm.data.pixels import IMAGENET, Standardization, Standardizer
 from micronorm.ops.keyed import sample_keys, uniforms
 
@@ -25,7 +25,6 @@ RATIO = (3 / 4, 4 / 3)
 
 _TRIES = 10
 _NAMES = ("imagenet", "ImageNet", "ilsvrc2012", "ILSVRC2012")
-_AHEAD = 2  # shares that each worker decodes in advance
 
 
 class FolderSet(NamedTuple):
@@ -110,15 +109,12 @@ def explain_missing(*folders: Path) -> str:
     )
 
 
-class FolderSamples:
+class FolderSamples(FileSamples):
     """Images in one folder per class. Batches are float32 N×3×size×size, standardized, and int64 labels.
 
     Greyscale images become RGB. With `augment`, crop and mirroring have the distribution of torchvision's
     RandomResizedCrop and RandomHorizontalFlip, and are functions of (seed, epoch, index) alone. Without, the shorter
-    side is resized to size·256/224 and the centre is cut out.
-
-    A worker decodes whole shares, two in advance; the workers live as long as this object. They send bytes, which are
-    standardized here. torch's global random generator is not used.
+    side is resized to size·256/224 and the centre is cut out. Workers send bytes, which are standardized here.
 
     Args:
         root: the folder of class folders.
@@ -139,75 +135,16 @@ class FolderSamples:
         workers: int = 0,
         standardization: Standardization = IMAGENET,
     ) -> None:
-        if size < 1 or workers < 0:
-            raise ValueError(f"size must be positive and workers not negative, got size={size}, workers={workers}")
-        _require_torchvision()
-        self._decoder = _Decoder(Path(root), classes, size=size, augment=augment)
-        self._workers = workers
+        if size < 1:
+            raise ValueError(f"size must be positive, got {size}")
+        require_torchvision()
+        super().__init__(_Decoder(Path(root), classes, size=size, augment=augment), workers=workers)
         self._standardize = Standardizer(standardization, torch.device("cpu"))
-        self._idle: list[tuple[DataLoader, _Shares]] = []
 
-    def __len__(self) -> int:
-        return len(self._decoder.labels)
-
-    def load(self, shares: Iterable[tuple[int, Tensor]], *, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (images, labels) for each share (epoch, indices), in order."""
-        # A loader and its workers serve one `load` at a time and are kept for the next; a concurrent one gets its own.
-        # They must not be part of a reference cycle: the garbage collector would wait seconds for the workers to end.
-        loader, queue = self._idle.pop() if self._idle else self._new_loader()
-        queue.shares = orders = self._orders(shares, seed)
-        try:
-            for images, labels in loader:
-                yield self._standardize(images), labels
-        except Exception as error:
-            if not self._workers:
-                raise
-            # The worker's error is in the message. The frames of this traceback would hold the loader in a cycle.
-            raise error.with_traceback(None)  # noqa: B904
-        finally:
-            orders.close()  # an unfinished generator would hold this object in a cycle
-            self._idle.append((loader, queue))
-
-    def _orders(self, shares: Iterable[tuple[int, Tensor]], seed: int) -> Generator["_Order", None, None]:
-        for epoch, indices in shares:
-            check_indices(indices, len(self))
-            yield _Order(seed, epoch, indices.tolist())
-
-    def _new_loader(self) -> tuple[DataLoader, "_Shares"]:
-        queue = _Shares()
-        loader = DataLoader(
-            self._decoder,
-            sampler=queue,
-            batch_size=None,  # one item of the decoder is a batch
-            num_workers=self._workers,
-            prefetch_factor=_AHEAD if self._workers else None,
-            persistent_workers=self._workers > 0,
-            worker_init_fn=_ignore_interrupts,
-            generator=torch.Generator(),  # otherwise the loader draws its workers' seeds from the global generator
-        )
-        return loader, queue
-
-
-def _ignore_interrupts(worker: int) -> None:
-    """Ctrl-C reaches every process of a terminal, but the training process decides when to stop."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-class _Order(NamedTuple):
-    """A share, as it is sent to a worker."""
-
-    seed: int
-    epoch: int
-    indices: list[int]
-
-
-class _Shares(Sampler[_Order]):
-    """The shares of the present `load`, read one by one."""
-
-    shares: Iterator[_Order]
-
-    def __iter__(self) -> Iterator[_Order]:
-        return self.shares
+    def finish(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return standardized images and their labels."""
+        images, labels = batch
+        return self._standardize(images), labels
 
 
 class _Decoder(Dataset[tuple[Tensor, Tensor]]):
@@ -225,7 +162,10 @@ class _Decoder(Dataset[tuple[Tensor, Tensor]]):
         self._names = np.array(names)
         self.labels = torch.tensor(labels)
 
-    def __getitem__(self, order: _Order) -> tuple[Tensor, Tensor]:
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, order: Order) -> tuple[Tensor, Tensor]:
         indices = torch.tensor(order.indices, dtype=torch.int64)
         keys = sample_keys(indices, seed=order.seed, epoch=order.epoch)
         boxes = uniforms(keys, 4 * _TRIES, stream=CROP).tolist()
@@ -238,7 +178,7 @@ class _Decoder(Dataset[tuple[Tensor, Tensor]]):
     def _image(self, name: Path, draws: Sequence[float], *, mirror: bool) -> Tensor:
         from torchvision.transforms.v2 import functional as transforms
 
-        image = _decode(self._root / name)
+        image = decode_image(self._root / name)
         size = [self._size, self._size]
         if self._augment:
             box = crop_box(draws, height=image.height, width=image.width)
@@ -274,7 +214,7 @@ def crop_box(draws: Sequence[float], *, height: int, width: int) -> Box:
     return Box((height - h) // 2, (width - w) // 2, h, w)
 
 
-def _decode(path: Path) -> Any:
+def decode_image(path: Path) -> Any:
     """Return the image as a PIL image, in RGB."""
     from PIL import Image
 
@@ -308,7 +248,8 @@ def _images(folder: Path) -> list[str]:
     return sorted(found)
 
 
-def _require_torchvision() -> None:
+def require_torchvision() -> None:
+    """Raise ImportError with the fix if torchvision is not installed."""
     try:
         import torchvision.transforms.v2  # noqa: F401
     except ImportError as error:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from micronorm.convert import norm_act, register_block
+from micronorm.recipes.deeplab import DeepLabV3
 
 
 def _conv(inputs: int, outputs: int, kernel: int, *, stride: int = 1) -> nn.Conv2d:
@@ -182,6 +183,8 @@ NETWORKS: Mapping[str, Callable[..., nn.Module]] = {
     "resnet101": partial(_torchvision, (3, 4, 23, 3)),
     "resnext50-32x4d": partial(_torchvision, (3, 4, 6, 3), **_RESNEXT),
     "resnext101-32x4d": partial(_torchvision, (3, 4, 23, 3), **_RESNEXT),
+    "deeplabv3-resnet50": partial(DeepLabV3, (3, 4, 6, 3)),
+    "deeplabv3-resnet101": partial(DeepLabV3, (3, 4, 23, 3)),
 }
 """By the name that a recipe uses; each function takes classes=."""
 

@@ -23,6 +23,8 @@ TITLES = {
     "resnet101": "ResNet-101",
     "resnext50-32x4d": "ResNeXt-50 32×4d",
     "resnext101-32x4d": "ResNeXt-101 32×4d",
+    "deeplabv3-resnet50": "DeepLabV3, ResNet-50",
+    "deeplabv3-resnet101": "DeepLabV3, ResNet-101",
 }
 
 OPTIMIZER = SGD(lr=0.1, momentum=0.9, weight_decay=1e-4)

@@ -32,9 +32,12 @@ DATA: Mapping[str, DataFacts] = {
     "cifar10": DataFacts("CIFAR-10", train=50_000, test=10_000, classes=10, shape=(3, 32, 32)),
     "cifar100": DataFacts("CIFAR-100", train=50_000, test=10_000, classes=100, shape=(3, 32, 32)),
     "shapes": DataFacts("generated shapes", train=2048, test=128, classes=4, shape=(3, 32, 32)),
+    "voc": DataFacts("PASCAL VOC 2012", train=10_582, test=1_449, classes=21, shape=(3, 513, 513)),
+    "camvid": DataFacts("CamVid", train=367, test=233, classes=11, shape=(3, 180, 180)),
     "imagenet": DataFacts("ImageNet", train=1_281_167, test=50_000, classes=1000, shape=(3, 224, 224)),
 }
-"""By the name that a recipe uses, with the counts of the official releases. ImageNet's test set is its validation."""
+"""By the name that a recipe uses, with the counts of the official releases. The test sets of ImageNet and VOC are
+their validation sets."""
 
 
 @dataclass(frozen=True, kw_only=True)

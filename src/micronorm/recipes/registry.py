@@ -15,27 +15,30 @@ from micronorm.recipes import (
     quick,
     resnext,
     shapes,
+    voc,
 )
 from micronorm.recipes.recipe import Recipe, Table
 
 _TABLES = {
-    module.TABLE.name: module.TABLE
-    for module in (
-        abl,
-        imagenet_ws,
-        cwn,
-        ind_abl,
-        resnext,
-        imagenet,
-        cifar1,
-        cifar2,
-        quick,
-        micro_batch,
-        digits,
-        shapes,
+    table.name: table
+    for table in (
+        abl.TABLE,
+        imagenet_ws.TABLE,
+        cwn.TABLE,
+        ind_abl.TABLE,
+        resnext.TABLE,
+        imagenet.TABLE,
+        cifar1.TABLE,
+        cifar2.TABLE,
+        voc.TABLE,
+        quick.TABLE,
+        micro_batch.TABLE,
+        digits.TABLE,
+        shapes.TABLE,
+        voc.CAMVID,
     )
 }
-_WITHOUT_RECIPES = ("mask", "fast", "voc", "tsm")  # tables of the paper on detection, segmentation and video
+_WITHOUT_RECIPES = ("mask", "fast", "tsm")  # tables of the paper on detection and video
 
 
 def tables() -> dict[str, Table]:

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from micronorm.data.masks import CAMVID_CLASSES, CAMVID_VOID, VOC_CLASSES, VOC_VOID, open_camvid, open_voc
+from micronorm.data.search import search_folders
 from micronorm.data.shapes import CLASSES, VOID, ShapeSamples
 from micronorm.tasks.pictures import encode_picture, even_indices, in_eval_mode, to_picture
 from micronorm.tasks.scores import ConfusionMatrix
@@ -125,6 +127,10 @@ class Segmentation:
         return colours.permute(2, 0, 1).to(torch.uint8)
 
 
+_FILES = {"voc": (open_voc, VOC_CLASSES, VOC_VOID), "camvid": (open_camvid, CAMVID_CLASSES, CAMVID_VOID)}
+NAMES = ("shapes", *_FILES)
+
+
 def open_segmentation(
     name: str,
     folder: Path | str | None = None,
@@ -136,15 +142,43 @@ def open_segmentation(
     size: int | None = None,
     classes: int | None = None,
 ) -> Segmentation:
-    """Open the segmentation task of a data set: "shapes", 2,048 training and 128 test images that are generated.
+    """Open the segmentation task of a data set.
 
-    The arguments are those of `micronorm.tasks.open_task`. Generated images take neither files nor a size.
+    Args:
+        name: "shapes" (2,048 training and 128 test images, generated), "voc" (PASCAL VOC 2012) or "camvid".
+        folder: where the data are; None searches ./data, then ~/data.
+        device: where generated images are kept. Images of files stay on the CPU.
+        workers: processes that decode files.
+        download: refused; neither data set can be downloaded.
+        verify: not used: there are no published checksums.
+        size: height and width of the training crops; None for 513 (voc) and 180 (camvid).
+        classes: outputs of the model; None for the number of classes of the data set.
     """
-    if name != "shapes":
-        raise ValueError(f"no data set is known as {name!r}; there is shapes")
-    if folder is not None or download or workers or size is not None:
-        raise ValueError("shapes are generated: leave --data, --download, --workers and --size out")
-    if classes not in (None, len(CLASSES)):
-        raise ValueError(f"shapes has {len(CLASSES)} classes, the model {classes} outputs")
-    train = ShapeSamples(2048, seed=1, augment=True, device=device)
-    return Segmentation(train, ShapeSamples(128, seed=2, device=device), names=CLASSES)
+    if name not in NAMES:
+        raise ValueError(f"no data set is known as {name!r}; there are {', '.join(NAMES)}")
+    if name == "shapes":
+        if folder is not None or download or workers or size is not None:
+            raise ValueError("shapes are generated: leave --data, --download, --workers and --size out")
+        names, void = CLASSES, VOID
+        train: Any = ShapeSamples(2048, seed=1, augment=True, device=device)
+        test: Any = ShapeSamples(128, seed=2, device=device)
+    else:
+        if download:
+            raise ValueError(f"{name} cannot be downloaded by this command: leave --download out")
+        open_files, names, void = _FILES[name]
+        crop = {} if size is None else {"crop": size}
+        train, test = _open_first(open_files, folder, workers=workers, **crop)
+    if classes not in (None, len(names)):
+        raise ValueError(f"{name} has {len(names)} classes, the model {classes} outputs")
+    return Segmentation(train, test, names=names, void=void)
+
+
+def _open_first(open_files: Any, folder: Path | str | None, **options: Any) -> Any:
+    """Open the data set in the first search folder that contains it."""
+    errors = []
+    for place in search_folders(folder):
+        try:
+            return open_files(place, **options)
+        except FileNotFoundError as error:
+            errors.append(str(error))
+    raise FileNotFoundError("; ".join(errors))

@@ -1,0 +1,97 @@
+"""Samples in files, decoded by worker processes whose number does not change a batch."""
+
+import signal
+from collections.abc import Generator, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
+
+from micronorm.data.memory import check_indices
+
+_AHEAD = 2  # shares that each worker decodes in advance
+
+
+class Order(NamedTuple):
+    """A share, as it is sent to a worker."""
+
+    seed: int
+    epoch: int
+    indices: list[int]
+
+
+class FileSamples:
+    """Samples that a decoder reads from files.
+
+    A worker decodes whole shares, two in advance; the workers live as long as this object. torch's global random
+    generator is not used.
+
+    Args:
+        decoder: turns an `Order` into a batch and has a length. It is sent to the workers.
+        workers: processes that decode; 0 decodes in this one.
+    """
+
+    def __init__(self, decoder: Any, *, workers: int = 0) -> None:
+        if workers < 0:
+            raise ValueError(f"workers must not be negative, got {workers}")
+        self._decoder, self._workers = decoder, workers
+        self._idle: list[tuple[DataLoader, _Shares]] = []
+
+    def __len__(self) -> int:
+        return len(self._decoder)
+
+    def finish(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return what `load` yields for a decoded batch. Runs in the training process."""
+        return batch
+
+    def load(self, shares: Iterable[tuple[int, Tensor]], *, seed: int) -> Iterator[tuple[Any, ...]]:
+        """Yield one batch for each share (epoch, indices), in order."""
+        # A loader and its workers serve one `load` at a time and are kept for the next; a concurrent one gets its own.
+        # They must not be part of a reference cycle: the garbage collector would wait seconds for the workers to end.
+        loader, queue = self._idle.pop() if self._idle else self._new_loader()
+        queue.shares = orders = self._orders(shares, seed)
+        try:
+            for batch in loader:
+                yield self.finish(batch)
+        except Exception as error:
+            if not self._workers:
+                raise
+            # The worker's error is in the message. The frames of this traceback would hold the loader in a cycle.
+            raise error.with_traceback(None)  # noqa: B904
+        finally:
+            orders.close()  # an unfinished generator would hold this object in a cycle
+            self._idle.append((loader, queue))
+
+    def _orders(self, shares: Iterable[tuple[int, Tensor]], seed: int) -> Generator[Order, None, None]:
+        for epoch, indices in shares:
+            check_indices(indices, len(self))
+            yield Order(seed, epoch, indices.tolist())
+
+    def _new_loader(self) -> tuple[DataLoader, "_Shares"]:
+        queue = _Shares()
+        loader = DataLoader(
+            self._decoder,
+            sampler=queue,
+            batch_size=None,  # one item of the decoder is a batch
+            num_workers=self._workers,
+            prefetch_factor=_AHEAD if self._workers else None,
+            persistent_workers=self._workers > 0,
+            worker_init_fn=_ignore_interrupts,
+            generator=torch.Generator(),  # otherwise the loader draws its workers' seeds from the global generator
+        )
+        return loader, queue
+
+
+class _Shares(Sampler[Order]):
+    """The shares of the present `load`, read one by one."""
+
+    shares: Iterator[Order]
+
+    def __iter__(self) -> Iterator[Order]:
+        return self.shares
+
+
+def _ignore_interrupts(worker: int) -> None:
+    """Ctrl-C reaches every process of a terminal, but the training process decides when to stop."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

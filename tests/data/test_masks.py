@@ -1,0 +1,142 @@
+"""Images with one label per pixel, from files."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from micronorm.data.masks import MaskedImage, MaskSamples, check_picture, open_camvid, open_voc, scale_and_crop
+
+SIZES = ((20, 30), (24, 18), (16, 16), (30, 20))
+VOID = 255
+
+
+def _write_pair(image, mask, size, *, labels=None, seed=0):
+    height, width = size
+    random = np.random.default_rng(seed)
+    for path in (image, mask):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(random.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(image)
+    values = random.integers(0, 3, size, dtype=np.uint8) if labels is None else np.full(size, labels, np.uint8)
+    values[0] = VOID
+    picture = Image.fromarray(values, mode="P")
+    picture.putpalette([i % 256 for i in range(768)])
+    picture.save(mask)
+
+
+@pytest.fixture
+def files(tmp_path):
+    found = [MaskedImage(tmp_path / f"{k}.jpg", tmp_path / f"m{k}.png") for k in range(len(SIZES))]
+    for k, (pair, size) in enumerate(zip(found, SIZES, strict=True)):
+        _write_pair(*pair, size, seed=k)
+    return found
+
+
+def _load(samples, indices, *, epoch=0, seed=3):
+    return next(samples.load([(epoch, torch.tensor(indices))], seed=seed))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_crop_depends_on_seed_epoch_and_index_alone(files, workers):
+    whole = MaskSamples(files, classes=3, void=VOID, crop=24)
+    images, masks = _load(whole, [0, 1, 2, 3], epoch=2)
+    part = MaskSamples(files, classes=3, void=VOID, crop=24, workers=workers)
+    alone, mask = _load(part, [2], epoch=2)
+    assert torch.equal(alone[0], images[2])
+    assert torch.equal(mask[0], masks[2])
+    assert not torch.equal(_load(whole, [2], epoch=3)[0], alone)
+    assert images.shape == (4, 3, 24, 24)
+    assert (masks.shape, masks.dtype) == ((4, 24, 24), torch.int64)
+
+
+def test_whole_images_keep_their_pixels_and_come_as_lists(files):
+    images, masks = _load(MaskSamples(files, classes=3, void=VOID), [1, 3])
+    assert [tuple(mask.shape) for mask in masks] == [SIZES[1], SIZES[3]]
+    assert [tuple(image.shape[1:]) for image in images] == [SIZES[1], SIZES[3]]
+    assert masks[0].tolist() == np.array(Image.open(files[1].mask)).tolist()
+
+
+def test_outside_of_a_small_image_the_label_is_void_and_the_input_near_zero(files):
+    samples = MaskSamples(files[2:3], classes=3, void=VOID, crop=64)  # 16 pixels grow to 32 at most
+    image, mask = (column[0] for column in _load(samples, [0]))
+    outside = torch.zeros(64, 64, dtype=torch.bool)
+    outside[33:], outside[:, 33:] = True, True
+    assert (mask[outside] == VOID).all() or (mask.flip(-1)[outside] == VOID).all()
+    empty = (mask == VOID).all(0)  # whole columns beyond the image
+    assert empty.any()
+    assert image[:, :, empty].abs().max() < 0.5 / (255 * 0.224)
+
+
+def test_image_and_mask_are_scaled_and_cut_alike():
+    values = torch.arange(20 * 30, dtype=torch.int64).reshape(20, 30) % 251
+    image, mask = values.to(torch.uint8).expand(3, -1, -1), values.to(torch.uint8)
+    picture, labels = scale_and_crop(image, mask, (0.5, 0.5, 0.5), size=10, void=VOID)  # scale 1
+    assert torch.equal(picture[0], labels)
+    assert torch.equal(labels, mask[5:15, 10:20])
+
+
+def _voc(root, *, augmented):
+    lists = {"train": ["a", "b"], "val": ["c"]} | ({"trainaug": ["a", "b", "d"]} if augmented else {})
+    (root / "ImageSets/Segmentation").mkdir(parents=True)
+    for name, members in lists.items():
+        (root / f"ImageSets/Segmentation/{name}.txt").write_text("\n".join(members) + "\n")
+    for folder in ("SegmentationClass", *(["SegmentationClassAug"] if augmented else [])):
+        for k, name in enumerate("abcd"):
+            _write_pair(root / f"JPEGImages/{name}.jpg", root / folder / f"{name}.png", (20, 24), seed=k)
+    return root
+
+
+@pytest.mark.parametrize("augmented, count", [(False, 2), (True, 3)])
+@pytest.mark.parametrize("below", ["", "VOCdevkit/VOC2012"])
+def test_voc_trains_on_the_augmented_list_if_there_is_one(tmp_path, augmented, count, below):
+    _voc(tmp_path / below, augmented=augmented)
+    opened = open_voc(tmp_path, crop=16)
+    assert (len(opened.train), len(opened.test)) == (count, 1)
+    assert _load(opened.train, [0, 1])[0].shape == (2, 3, 16, 16)
+
+
+def test_camvid_pairs_images_with_annotations_by_name(tmp_path):
+    for part, count in (("train", 3), ("test", 2)):
+        for k in range(count):
+            _write_pair(
+                tmp_path / f"camvid/{part}/{k}.jpg", tmp_path / f"camvid/{part}annot/{k}.png", (18, 24), labels=11
+            )
+    opened = open_camvid(tmp_path, crop=16)
+    assert (len(opened.train), len(opened.test)) == (3, 2)
+    (tmp_path / "camvid/testannot/1.png").unlink()
+    with pytest.raises(FileNotFoundError, match=r"testannot/1\.png"):
+        open_camvid(tmp_path)
+
+
+@pytest.mark.parametrize("opener", [open_voc, open_camvid])
+def test_a_missing_data_set_names_the_searched_folders(tmp_path, opener):
+    with pytest.raises(FileNotFoundError, match=str(tmp_path)):
+        opener(tmp_path)
+
+
+def test_a_file_that_was_cut_short_is_named_before_training(files):
+    data = files[1].image.read_bytes()
+    files[1].image.write_bytes(data[:-100])
+    with pytest.raises(ValueError, match=r"1\.jpg ends before its image does"):
+        MaskSamples(files, classes=3, void=VOID)
+    files[1].image.write_bytes(b"no picture")
+    with pytest.raises(ValueError, match=r"1\.jpg is not a readable image"):
+        check_picture(files[1].image)
+
+
+def test_a_mask_of_another_size_is_named_before_training(files):
+    _write_pair(files[0].image.with_name("x.jpg"), files[0].mask, (5, 5))
+    with pytest.raises(ValueError, match=r"0\.jpg has 30×20 pixels, .*m0\.png has 5×5"):
+        MaskSamples(files, classes=3, void=VOID)
+
+
+def test_a_label_beyond_the_classes_is_named(files):
+    _write_pair(*files[0], SIZES[0], labels=7)
+    with pytest.raises(ValueError, match=r"m0\.png has the label 7; labels must be below 3"):
+        _load(MaskSamples(files, classes=3, void=VOID), [0])
+
+
+def test_a_coloured_mask_is_refused(files):
+    Image.new("RGB", (30, 20)).save(files[0].mask)
+    with pytest.raises(ValueError, match="one byte per pixel"):
+        _load(MaskSamples(files, classes=3, void=VOID), [0])
