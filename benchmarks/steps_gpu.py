@@ -56,7 +56,7 @@ def chosen_methods(weights: str) -> list[StepMethod]:
 
 
 @dataclass
-class StepResult:
+class StepTiming:
     """What was measured for one method by one route; `what` is "step", or "literal" for one image at a time."""
 
     workload: Workload
@@ -90,7 +90,7 @@ class Timed:
     def __init__(
         self, workload: Workload, method: StepMethod, route: str, device: torch.device, step: TrainingStep | None = None
     ) -> None:
-        self.result = StepResult(workload, method, route)
+        self.result = StepTiming(workload, method, route)
         self.device = device
         self.taken: list[float] = []
         try:
@@ -121,7 +121,7 @@ class Timed:
         repeats = min(50, max(1, repeats_for(one / CHUNK)))
         self.timer = lambda: clock(call, repeats)
 
-    def finish(self) -> StepResult:
+    def finish(self) -> StepTiming:
         if not self.result.fault:
             found = spread(self.taken)
             self.result.ms = (found.q25, found.median, found.q75)
@@ -139,7 +139,7 @@ def measure(
     rounds: int,
     *,
     step: TrainingStep | None = None,
-) -> Iterator[StepResult]:
+) -> Iterator[StepTiming]:
     """Yield the results of all methods by one route, which take turns.
 
     A given `step` of one method is used instead of a new one, so that a compiled model is compiled once.
@@ -157,11 +157,11 @@ def measure(
 
 def literal(
     workload: Workload, method: StepMethod, routes: Sequence[str], device: torch.device
-) -> Iterator[StepResult]:
+) -> Iterator[StepTiming]:
     """Yield the results of a step taken one image at a time: from Python, and by replays of a captured image."""
     clock = device_ms if device.type == "cuda" else host_ms
     for route in routes:
-        result = StepResult(workload, method, route, what="literal")
+        result = StepTiming(workload, method, route, what="literal")
         try:
             step = TrainingStep(workload, method, device)
             call = _replayed_literal(step) if route == "graph" else step.literal
@@ -193,7 +193,7 @@ def _replayed_literal(step: TrainingStep) -> Callable[[], None]:
 # --- ratios, and what is printed and written --------------------------------------------------------------------------
 
 
-def compare(results: Sequence[StepResult]) -> None:
+def compare(results: Sequence[StepTiming]) -> None:
     """Set the ratios within one workload: time to BatchNorm's best, time and peak to BatchNorm by the same route."""
     steps = [result for result in results if result.what == "step" and result.ms is not None]
     bn = [result for result in steps if not result.method.is_ours]
@@ -214,7 +214,7 @@ def compare(results: Sequence[StepResult]) -> None:
             result.ratios = {"batched_over_literal": result.median / min(batched)}
 
 
-def line(result: StepResult) -> str:
+def line(result: StepTiming) -> str:
     what = f"{result.workload.name:<26}{result.what:<9}{result.method.name:<26}{result.route:<7}"
     if result.ms is None or result.fault:
         return f"{what}{result.fault}"
@@ -224,7 +224,7 @@ def line(result: StepResult) -> str:
     return f"{what}{median:>10.3f} ms ({q25:.3f} to {q75:.3f}) {result.img_per_s:>9.1f} img/s{peak}{ratios}"
 
 
-def compare_with_targets(results: Sequence[StepResult], workload: Workload) -> list[str]:
+def compare_with_targets(results: Sequence[StepTiming], workload: Workload) -> list[str]:
     """Return a line per target and captured step of ours; eager steps count if nothing was captured."""
     route = "graph" if any(result.route == "graph" for result in results) else "eager"
     lines = []
@@ -240,11 +240,11 @@ def compare_with_targets(results: Sequence[StepResult], workload: Workload) -> l
     return lines
 
 
-def eager_first(results: Sequence[StepResult]) -> list[StepResult]:
+def eager_first(results: Sequence[StepTiming]) -> list[StepTiming]:
     return sorted(results, key=lambda result: (result.what != "step", ROUTES.index(result.route)))
 
 
-def record(result: StepResult) -> dict[str, object]:
+def record(result: StepTiming) -> dict[str, object]:
     q25, median, q75 = result.ms or (None, None, None)
     return {
         "what": result.what,
@@ -356,11 +356,11 @@ def main() -> None:
     torch.backends.cudnn.benchmark = True
     started = time.perf_counter()
     workloads = [w for w in (TINY if options.tiny else WORKLOADS) if not options.workload or w.name in options.workload]
-    found: dict[Workload, list[StepResult]] = {workload: [] for workload in workloads}
+    found: dict[Workload, list[StepTiming]] = {workload: [] for workload in workloads}
     command = shlex.join(["python", "benchmarks/steps_gpu.py", *_without_out(sys.argv[1:])])
     facts = provenance(device, command, packages=("torchvision", "triton"))
 
-    def add(workload: Workload, results: Iterator[StepResult]) -> None:
+    def add(workload: Workload, results: Iterator[StepTiming]) -> None:
         new = list(results)
         found[workload] = eager_first([*found[workload], *new])
         compare(found[workload])

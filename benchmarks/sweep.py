@@ -55,7 +55,7 @@ LAYER_NAMES = re.compile(r" '[^']*'")
 
 
 @dataclass
-class Row:
+class SweepRow:
     """One architecture. Text columns are empty and counts 0 where there is nothing to say."""
 
     source: str
@@ -92,7 +92,7 @@ class Row:
         return self.micronorm, self.torch, self.timm, self.torchvision, self.python
 
 
-COLUMNS = [field.name for field in fields(Row)]
+COLUMNS = [field.name for field in fields(SweepRow)]
 
 
 @functools.cache
@@ -156,9 +156,9 @@ def sample(todo: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
 # --- one architecture ------------------------------------------------------------------------------------------------
 
 
-def sweep_one(source: str, name: str, family: str) -> Row:
+def sweep_one(source: str, name: str, family: str) -> SweepRow:
     """Plan, apply and check; whatever goes wrong is in the row."""
-    row = Row(source, name, family, **versions())
+    row = SweepRow(source, name, family, **versions())
     signal.signal(signal.SIGALRM, _out_of_time)
     signal.alarm(TIME_LIMIT)
     try:
@@ -173,7 +173,7 @@ def sweep_one(source: str, name: str, family: str) -> Row:
     return row
 
 
-def _fill(row: Row) -> None:
+def _fill(row: SweepRow) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         made, before = _planned(row)
@@ -198,7 +198,7 @@ def _fill(row: Row) -> None:
         row.outcome = "converted"
 
 
-def _planned(row: Row) -> tuple[Plan | None, Forward | None]:
+def _planned(row: SweepRow) -> tuple[Plan | None, Forward | None]:
     """On the meta device where the model can be built and run there, else on the CPU."""
     made, before = None, None
     for device in ("meta", "cpu"):
@@ -248,18 +248,18 @@ def _out_of_time(*_: object) -> None:
 # --- all of them -----------------------------------------------------------------------------------------------------
 
 
-def read(path: Path) -> list[Row]:
+def read(path: Path) -> list[SweepRow]:
     if not path.exists():
         return []
     kinds: dict[str, Callable[[str], Any]] = {
         field.name: {"int": int, "float": float}.get(str(getattr(field.type, "__name__", field.type)), str)
-        for field in fields(Row)
+        for field in fields(SweepRow)
     }
     with path.open(newline="", encoding="utf-8") as file:
-        return [Row(**{name: kinds[name](value) for name, value in row.items()}) for row in csv.DictReader(file)]
+        return [SweepRow(**{name: kinds[name](value) for name, value in row.items()}) for row in csv.DictReader(file)]
 
 
-def write(path: Path, rows: Sequence[Row]) -> None:
+def write(path: Path, rows: Sequence[SweepRow]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".tmp")
     with draft.open("w", newline="", encoding="utf-8") as file:
@@ -269,17 +269,17 @@ def write(path: Path, rows: Sequence[Row]) -> None:
     draft.replace(path)
 
 
-def append(path: Path, row: Row) -> None:
+def append(path: Path, row: SweepRow) -> None:
     with path.open("a", newline="", encoding="utf-8") as file:
         csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(asdict(row))
 
 
-def run_all(todo: Sequence[tuple[str, str, str]], workers: int) -> Generator[Row, None, None]:
+def run_all(todo: Sequence[tuple[str, str, str]], workers: int) -> Generator[SweepRow, None, None]:
     """Rows as they come. An architecture whose worker dies (of memory, say) is tried alone once, then reported."""
     suspects = yield from _run_pool(todo, workers)
     for one in suspects:
         for _ in (yield from _run_pool([one], 1)):
-            row = Row(*one, outcome="traceback", detail="the worker process died", **versions())
+            row = SweepRow(*one, outcome="traceback", detail="the worker process died", **versions())
             row.date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             yield row
 
@@ -309,7 +309,7 @@ def _start_worker() -> None:
 
 
 @contextmanager
-def progress(total: int) -> Iterator[Callable[[Row], None]]:
+def progress(total: int) -> Iterator[Callable[[SweepRow], None]]:
     """A bar on a terminal, elsewhere a line per fifty rows."""
     if sys.stdout.isatty():
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -321,7 +321,7 @@ def progress(total: int) -> Iterator[Callable[[Row], None]]:
         return
     done = 0
 
-    def count(row: Row) -> None:
+    def count(row: SweepRow) -> None:
         nonlocal done
         done += 1
         if done % 50 == 0 or done == total:

@@ -78,7 +78,7 @@ def test_one_image_at_a_time_is_the_same_step(steps, weights):
 
 
 def result(steps, method, route, ms, peak=None, what="step"):
-    return steps.StepResult(steps.WORKLOADS[0], method, route, what, ms=(ms, ms, ms), peak=peak)
+    return steps.StepTiming(steps.WORKLOADS[0], method, route, what, ms=(ms, ms, ms), peak=peak)
 
 
 def test_time_is_divided_by_batch_norm_s_best_and_memory_by_its_own_route(steps):

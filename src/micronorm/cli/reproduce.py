@@ -23,7 +23,7 @@ from micronorm.engine.loop import Diverged
 from micronorm.engine.settings import DTYPES, Execution
 from micronorm.recipes import Recipe, Table, find_table, tables
 from micronorm.recipes.figures import Request
-from micronorm.recipes.results import Findings, Result, gather, packaged, read_runs
+from micronorm.recipes.results import Findings, RunResult, gather, packaged, read_runs
 from micronorm.recipes.run import Variation, run_recipe
 
 INCOMPLETE = 1
@@ -32,7 +32,7 @@ _SHOWN = {"top1": "top-1", "top5": "top-5"}
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """A recipe and what was found for it."""
 
     recipe: Recipe
@@ -194,16 +194,16 @@ def _choose(name: str, rows: str | None) -> tuple[tuple[Recipe, ...], set[str]]:
     return chosen, {recipe.name for recipe in chosen}
 
 
-def _look(recipes: Sequence[Recipe], runs: Path, *, tell: bool = True) -> list[Row]:
+def _look(recipes: Sequence[Recipe], runs: Path, *, tell: bool = True) -> list[TableRow]:
     local, damaged = read_runs(runs)
     if tell:
         for path, why in damaged:
             typer.echo(f"micronorm reproduce: {path} cannot be read and is left out: {why}", err=True)
     results = [*packaged(), *local]
-    return [Row(recipe, gather(recipe, results)) for recipe in recipes]
+    return [TableRow(recipe, gather(recipe, results)) for recipe in recipes]
 
 
-def _is_missing(row: Row, *, epochs: int | None, seed: int | None) -> bool:
+def _is_missing(row: TableRow, *, epochs: int | None, seed: int | None) -> bool:
     if epochs is not None and epochs != row.recipe.settings.epochs:
         return True  # the user requested another length, so no recorded run matches
     return not row.found.counted if seed is None else seed not in row.found.seeds
@@ -212,7 +212,7 @@ def _is_missing(row: Row, *, epochs: int | None, seed: int | None) -> bool:
 # --- what is printed --------------------------------------------------------------------------------------------------
 
 
-def _print_rows(console: Console, table: Table, rows: Sequence[Row]) -> None:
+def _print_rows(console: Console, table: Table, rows: Sequence[TableRow]) -> None:
     in_paper = {name for row in rows for name in row.recipe.paper or ()}
     shown = [name for name in _SHOWN if name in in_paper] or ["top1"]
     grid = Grid(box=box.SIMPLE_HEAD)
@@ -240,12 +240,12 @@ def _figures(figures: Mapping[str, float] | None, spread: Mapping[str, float] | 
     return " / ".join(f"{figures[name]:.2f}{around.get(name, '')}" if name in figures else "–" for name in shown)
 
 
-def _provenance(result: Result) -> str:
+def _provenance(result: RunResult) -> str:
     facts = ", ".join(str(fact) for fact in (result.date[:10], result.device, result.settings.get("dtype")) if fact)
     return f"{result.where} ({facts})" if facts else result.where
 
 
-def _print_remarks(console: Console, rows: Sequence[Row]) -> None:
+def _print_remarks(console: Console, rows: Sequence[TableRow]) -> None:
     """Print each recipe note once with its rows, then the runs that were not counted and why."""
     about: dict[str, list[str]] = {}
     for row in rows:
