@@ -42,7 +42,7 @@ def assert_lawful(row: dict[str, str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mobilenet_v3_large", "r3d_18", "resnet50"])  # the record below has all ten
+@pytest.mark.parametrize("name", ["mobilenet_v3_large", "r3d_18"])  # 2-d, 3-d; the record below has all ten
 def test_a_published_network_is_the_same_function_in_onnxruntime(name, tmp_path):
     out = tmp_path / "row.csv"
     command = [sys.executable, "-W", "ignore::FutureWarning", str(SCRIPT), "--model", name, "--out", str(out)]
