@@ -6,6 +6,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -56,7 +57,7 @@ def trained(monkeypatch):
 
 @pytest.fixture
 def never(monkeypatch):
-    monkeypatch.setattr(reproduce, "_run_row", lambda *args, **options: pytest.fail("something was run"))
+    monkeypatch.setattr(reproduce, "run_recipe", lambda *args, **options: pytest.fail("something was run"))
 
 
 def run(*arguments: str):
@@ -152,8 +153,8 @@ def test_without_a_table_the_tables_are_listed():
         (["mask"], "'mask' would be a table of the paper, but has no recipes yet; there are abl, "),
         (["fig:distance"], "no figure 'fig:distance'; near it: fig:dist, "),
         (["fig:dist", "--rows", "gn"], "--rows is for tables; fig:dist is a figure"),
-        (["fig:all", "--seed", "1"], "fig:all has no --seed; it has no options"),
-        (["digits", "--dataset", "cifar10"], "--dataset, --network and --out are for figures"),
+        (["fig:all", "--seed", "1", "--cuda-graph"], "--seed, --cuda-graph is for tables; fig:all is a figure"),
+        (["digits", "--dataset", "cifar10"], "--dataset is for figures"),
         (["cifar"], "near it: cifar"),
         (["digits", "--rows", "bcn"], "digits has no row 'bcn'; near it: bn, bcn-ws"),
         (["digits", "--rows", ","], "--rows names no row; digits has bn-64, "),
@@ -180,9 +181,23 @@ def test_what_is_missing_is_announced_run_and_shown(trained):
     assert "not run" in before
     assert "5.00" not in before
     title = "digits/gn (small ResNet, scikit-learn's digits: GN of one image)"
-    assert f"To run: {title}, {EPOCHS} epochs, seed 0, into " in before
+    assert f"To run: {title}, {EPOCHS} epochs, 315 steps of 64, seed 0, into " in before
     assert "runs/digits/gn/seed-0 (2025-01-02, Some CPU, float32)" in after
     assert after.count("5.00") == 2
+
+
+@pytest.mark.parametrize("agreed", [False, True])
+def test_a_person_who_names_only_a_table_is_asked_before_anything_is_trained(trained, monkeypatch, agreed):
+    asked = []
+    monkeypatch.setattr(reproduce, "sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True)))
+    monkeypatch.setattr(typer, "confirm", lambda question: asked.append(question) or agreed)
+    result = run("shapes")
+    assert result.output.count("To run: shapes/") == 4
+    assert asked == ["Train these rows now?"]
+    assert bool(trained) == agreed
+    run("shapes", "--rows", "gn", "--seed", "1")  # options say what to train: no question
+    assert trained[-1][0] == "shapes/gn"
+    assert len(asked) == 1
 
 
 def test_what_has_a_record_is_not_run_again(trained):
