@@ -2,7 +2,6 @@
 
     python benchmarks/steps_gpu.py --out benchmarks/results/steps_gpu.csv
     python benchmarks/steps_gpu.py --tiny --device cpu          # the same logic in seconds, without graphs
-    python benchmarks/steps_gpu.py --draw benchmarks/results/steps_gpu.csv
 
 A step is that of training_step.py. cuDNN searches for its fastest algorithms. Methods take turns, round by round.
 BatchNorm's baseline is its best of eager, captured, compiled, and both; ours is compiled too. Captured steps are
@@ -21,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from training_step import (
@@ -38,9 +36,8 @@ from training_step import (
 )
 
 from micronorm.bench.measure import one_line
-from micronorm.bench.results import number, provenance, read_csv, write_csv
+from micronorm.bench.results import number, provenance, write_csv
 from micronorm.bench.timing import Captured, device_ms, host_ms, repeats_for, spread, warm_up
-from micronorm.report.plots import METHOD_COLOURS, TEXT, apply_style, save_figure, subplots
 
 CHUNK = 50  # times `repeats_for`'s 2 ms: how long one round of one method takes
 LITERAL_STEPS = 2
@@ -224,22 +221,6 @@ def line(result: StepTiming) -> str:
     return f"{what}{median:>10.3f} ms ({q25:.3f} to {q75:.3f}) {result.img_per_s:>9.1f} img/s{peak}{ratios}"
 
 
-def compare_with_targets(results: Sequence[StepTiming], workload: Workload) -> list[str]:
-    """Return a line per target and captured step of ours; eager steps count if nothing was captured."""
-    route = "graph" if any(result.route == "graph" for result in results) else "eager"
-    lines = []
-    for result in results:
-        if not result.method.is_ours or result.what != "step" or result.route != route:
-            continue
-        peak_target = workload.recompute_target if result.method.recomputes else workload.memory_target
-        for name, most in (("to_bn_best", workload.time_target), ("peak_to_bn", peak_target)):
-            value = result.ratios.get(name)
-            if most is not None and value is not None:
-                what = f"{workload.name}, {result.method.name}, {route}: {name} {value:.3f}"
-                lines.append(f"{what}, target {most:g}: {'met' if value <= most else 'missed'}")
-    return lines
-
-
 def eager_first(results: Sequence[StepTiming]) -> list[StepTiming]:
     return sorted(results, key=lambda result: (result.what != "step", ROUTES.index(result.route)))
 
@@ -268,46 +249,6 @@ def record(result: StepTiming) -> dict[str, object]:
     }
 
 
-def draw(table: Path) -> list[Path]:
-    """Draw the steps of a CSV file beside it: milliseconds, in a plain loop and captured, and peak memory."""
-    rows = [row for row in read_csv(table) if row["what"] == "step" and row["ms"]]
-    workloads = list(dict.fromkeys((row["network"], row["samples"], row["size"]) for row in rows))
-    rows.sort(key=lambda row: ("BCN" in row["method"], row["method"]))
-    size = (12.5, 1.7 * len(workloads) + 0.6)
-    figure, grid = subplots(len(workloads), 3, figsize=size, layout="constrained", squeeze=False)
-    for (eager, graph, memory), workload in zip(grid, workloads, strict=True):
-        own = [row for row in rows if (row["network"], row["samples"], row["size"]) == workload]
-        for axes, route in ((eager, "eager"), (graph, "graph")):
-            found = [row for row in own if row["route"] == route]
-            best = min((float(row["ms"]) for row in found if row["method"].startswith("BN")), default=float("nan"))
-            labels = [f"{float(row['ms']):.1f} ms, {float(row['ms']) / best:.2f}×" for row in found]
-            _draw_bars(axes, found, "ms", labels)
-        found = [row for row in own if row["route"] == "graph" and row["peak_to_bn"]]
-        _draw_bars(memory, found, "peak_to_bn", [f"{float(row['peak_to_bn']):.2f}×" for row in found])
-        for axes, title in (
-            (eager, f"{workload[0]}, {workload[1]}×{workload[2]}: plain loop"),
-            (graph, "captured in a CUDA graph"),
-            (memory, "peak memory, captured, ÷ BN"),
-        ):
-            axes.set_title(title, loc="left", fontsize=9, color=TEXT)
-    where = f"{rows[0]['gpu']}, torch {rows[0]['torch']}, {rows[0]['date'][:10]}"
-    title = "Training steps, bfloat16, channels_last; ×: multiples of the best BatchNorm step in the same panel"
-    figure.suptitle(f"{title}\n{where}", fontsize=10)
-    return save_figure(figure, table.with_suffix(""))
-
-
-def _draw_bars(axes: Any, rows: Sequence[dict[str, str]], key: str, labels: Sequence[str]) -> None:
-    places = range(len(rows) - 1, -1, -1)
-    values = [float(row[key]) for row in rows]
-    colours = [METHOD_COLOURS["BCN+WS" if "BCN" in row["method"] else "BN"] for row in rows]
-    axes.barh(places, values, color=colours, height=0.7)
-    for place, value, label in zip(places, values, labels, strict=True):
-        axes.text(value, place, f" {label}", va="center", fontsize=7)
-    axes.set_yticks(places, [row["method"] for row in rows], fontsize=7)
-    axes.set_xlim(0, max(values, default=1) * 1.5)
-    apply_style(axes, grid="x")
-
-
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
@@ -334,10 +275,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small networks and images, to try the script")
     parser.add_argument("--out", type=Path, help="write the results to this CSV file")
-    parser.add_argument("--draw", type=Path, metavar="CSV", help="draw this CSV file and measure nothing")
     options = parser.parse_args(argv)
-    if options.draw is not None:
-        return options
     if options.device == "cpu":
         options.route = ["eager"]
     elif not torch.cuda.is_available():
@@ -349,9 +287,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = parse_arguments()
-    if options.draw is not None:
-        print("\n".join(map(str, draw(options.draw))))
-        return
     device = torch.device(options.device)
     torch.backends.cudnn.benchmark = True
     started = time.perf_counter()
@@ -388,8 +323,8 @@ def main() -> None:
         for route in others:
             add(workload, measure(workload, methods, route, device, options.rounds))
     print()
-    for workload, members in found.items():
-        print("\n".join([*map(line, members), *compare_with_targets(members, workload)]))
+    for members in found.values():
+        print("\n".join(map(line, members)))
     print(f"{time.perf_counter() - started:.0f} s")
     if any(result.fault and result.method.is_ours for members in found.values() for result in members):
         raise SystemExit(1)
