@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from micronorm import records
-from micronorm.cli import app, reproduce
+from micronorm.cli import app, reproduce, row_queue
 from micronorm.engine import Diverged, Execution
 from micronorm.recipes import find
 from micronorm.recipes.digits import EPOCHS
@@ -57,13 +57,13 @@ def trained(monkeypatch):
         stopped = recipe.row == "gn-ws"
         return SimpleNamespace(finished=not stopped, steps=12, signal=signal.SIGTERM if stopped else None)
 
-    monkeypatch.setattr(reproduce, "run_recipe", run_recipe)
+    monkeypatch.setattr(row_queue, "run_recipe", run_recipe)
     return calls
 
 
 @pytest.fixture
 def never(monkeypatch):
-    monkeypatch.setattr(reproduce, "run_recipe", lambda *args, **options: pytest.fail("something was run"))
+    monkeypatch.setattr(row_queue, "run_recipe", lambda *args, **options: pytest.fail("something was run"))
 
 
 def run(*arguments: str):
@@ -245,7 +245,7 @@ def test_the_execution_of_a_row_is_the_one_asked_for_and_recorded(trained):
 
 def test_a_queue_ends_when_its_minutes_are_over_and_says_how_to_continue(trained, monkeypatch):
     now = iter([0.0, 1.0, 400.0])  # when the queue starts, before the first row, before the second
-    monkeypatch.setattr(reproduce, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr(row_queue, "time", SimpleNamespace(monotonic=lambda: next(now)))
     result = run("digits", "--rows", "gn,bcn-ws", "--minutes", "5")
     assert [name for name, _ in trained] == ["digits/gn"]
     assert result.exit_code == reproduce.INCOMPLETE
@@ -253,14 +253,14 @@ def test_a_queue_ends_when_its_minutes_are_over_and_says_how_to_continue(trained
 
 
 def test_a_row_that_diverges_is_reported_in_one_line_and_the_others_run(trained, monkeypatch):
-    run_recipe = reproduce.run_recipe
+    run_recipe = row_queue.run_recipe
 
     def diverge_at_bn(recipe, **options):
         if recipe.row == "bn":
             raise Diverged("the loss is nan at step 5;\nlower the learning rate")
         return run_recipe(recipe, **options)
 
-    monkeypatch.setattr(reproduce, "run_recipe", diverge_at_bn)
+    monkeypatch.setattr(row_queue, "run_recipe", diverge_at_bn)
     result = run("digits", "--rows", "bn,gn")
     assert result.exit_code == reproduce.INCOMPLETE
     assert "digits/bn could not be run: the loss is nan at step 5; lower the learning rate\n" in result.stderr

@@ -2,11 +2,9 @@
 
 import json
 import math
-import shlex
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,20 +13,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as Grid
 
-from micronorm import records
 from micronorm.cli.figures import list_figures, reproduce_figure
-from micronorm.cli.progress import TrainingProgress, say
+from micronorm.cli.progress import say
+from micronorm.cli.row_queue import INCOMPLETE, RowQueue
 from micronorm.cli.targets import MISUSE, TargetError, unknown
-from micronorm.cli.train import execution_options
-from micronorm.engine.loop import Diverged
 from micronorm.engine.settings import DTYPES, Execution
 from micronorm.recipes import Recipe, Table, find_table, tables
 from micronorm.recipes.figures import Request
-from micronorm.recipes.recipe import DATA
 from micronorm.recipes.results import Findings, RunResult, gather, packaged, read_runs
-from micronorm.recipes.run import Variation, run_recipe
-
-INCOMPLETE = 1
+from micronorm.recipes.run import Variation
 
 _SHOWN = {"top1": "top-1", "top5": "top-5"}
 
@@ -130,7 +123,7 @@ def reproduce(
         typer.echo(json.dumps([row.to_dict() for row in found], indent=1, ensure_ascii=False, allow_nan=False))
         return
     options = {"channels_last": channels_last, "cuda_graph": cuda_graph, "evaluate_epochs": evaluate_every}
-    queue = Queue(
+    queue = RowQueue(
         Console(highlight=False),
         runs=runs,
         data=data,
@@ -146,7 +139,7 @@ def _show_and_run(
     found: Sequence[TableRow],
     missing: Sequence[Recipe],
     asked: set[str],
-    queue: "Queue",
+    queue: RowQueue,
     *,
     confirm: bool,
 ) -> None:
@@ -290,115 +283,3 @@ def _print_remarks(console: Console, rows: Sequence[TableRow]) -> None:
         if row.found.counted:  # else the table says so
             for result, why in row.found.rejected:
                 say(console, f"{row.recipe.row}: {result.where} does not count: {why}.")
-
-
-# --- runs -------------------------------------------------------------------------------------------------------------
-
-
-class Queue:
-    """Rows that are trained one after the other.
-
-    Args:
-        console: where to print.
-        runs: folder of the run directories.
-        data: folder of the data set; None searches for it.
-        variation: how the runs depart from their recipes.
-        execution: how to compute them; its minutes are those of the whole queue.
-    """
-
-    def __init__(
-        self, console: Console, *, runs: Path, data: Path | None, variation: Variation, execution: Execution
-    ) -> None:
-        self.console, self.runs, self.data = console, runs, data
-        self.variation, self.execution = variation, execution
-
-    def run(self, missing: Sequence[Recipe], asked: set[str], *, confirm: bool) -> set[str]:
-        """Announce the rows, ask if `confirm`, and train until the minutes are over.
-
-        Returns:
-            The names of the recipes that could not be run.
-        """
-        minutes = self.execution.minutes
-        deadline = None if minutes is None else time.monotonic() + 60 * minutes
-        places = {recipe.name: self._place(recipe) for recipe in missing if recipe.unavailable is None}
-        for recipe in missing:
-            if recipe.name in places:
-                say(self.console, self._announcement(recipe, places[recipe.name]))
-            elif recipe.name in asked:
-                say(self.console, f"{recipe.name} cannot be run: {recipe.unavailable}.")
-        failed = {recipe.name for recipe in missing} - set(places)
-        if places and confirm and not typer.confirm(f"Train {'these rows' if len(places) > 1 else 'this row'} now?"):
-            raise typer.Exit(INCOMPLETE)
-        for recipe in missing:
-            if recipe.name not in places:
-                continue
-            execution = self.execution
-            if deadline is not None:
-                left = (deadline - time.monotonic()) / 60
-                if left <= 0:
-                    say(self.console, f"The minutes are over before {recipe.name}; the same command continues with it.")
-                    raise typer.Exit(INCOMPLETE)
-                execution = replace(execution, minutes=left)
-            why = self._train(recipe, places[recipe.name], execution)
-            if why is not None:
-                failed.add(recipe.name)
-                typer.echo(f"micronorm reproduce: {recipe.name} could not be run: {why}", err=True)
-        return failed
-
-    def _announcement(self, recipe: Recipe, out: Path) -> str:
-        settings = self.variation.apply(recipe.settings)
-        images = DATA[recipe.data].train
-        steps = settings.steps or settings.epochs * math.ceil(images / settings.step_batch)
-        length = f"{settings.length}, {steps:,} steps of {settings.step_batch}"
-        text = f"To run: {recipe.name} ({recipe.title}), {length}, seed {self.variation.seed}, into {out}."
-        if settings.length != recipe.settings.length:
-            text += f" It has {recipe.settings.length}: this run is kept, but never counts as ours."
-        return text
-
-    def _place(self, recipe: Recipe) -> Path:
-        """Return the folder of the run: a new one, or that of the same run left unfinished, to be resumed."""
-        seed, epochs = self.variation.seed, self.variation.epochs
-        short = epochs is not None and epochs != recipe.settings.epochs
-        first = self.runs / recipe.table / recipe.row / (f"seed-{seed}-epochs-{epochs}" if short else f"seed-{seed}")
-        place, number = first, 1
-        while _is_finished(place):  # and yet does not count: it is kept
-            number += 1
-            place = first.with_name(f"{first.name}-{number}")
-        return place
-
-    def _train(self, recipe: Recipe, out: Path, execution: Execution) -> str | None:
-        """Train one row as `micronorm train` does. A stopped run ends the command.
-
-        Returns:
-            Why the row could not be run, or None.
-        """
-        variation = self.variation
-        command = ["micronorm", "train", recipe.name, "--seed", str(variation.seed), "--out", str(out)]
-        command += [] if variation.dtype is None else ["--dtype", variation.dtype]
-        command += [] if variation.epochs is None else ["--epochs", str(variation.epochs)]
-        command += execution_options(execution)
-        try:
-            outcome = run_recipe(
-                recipe,
-                out=out,
-                variation=variation,
-                execution=execution,
-                data=self.data,
-                resume=(out / records.FACTS).exists(),
-                listener=TrainingProgress(self.console),
-                command=shlex.join(command),
-            )
-        except (OSError, ImportError, MemoryError, ValueError, Diverged) as fault:  # missing data, a loss of NaN, …
-            return " ".join(str(fault).split())
-        if not outcome.finished:
-            typer.echo(f"{recipe.name} was stopped after step {outcome.steps}; run the same command to continue.")
-            raise typer.Exit(INCOMPLETE if outcome.signal is None else 128 + outcome.signal)
-        return None
-
-
-def _is_finished(place: Path) -> bool:
-    try:
-        outcome = records.read(place, rows=False).outcome
-    except (FileNotFoundError, ValueError):
-        return False
-    return outcome is not None and outcome.get("finished") is True
