@@ -187,7 +187,7 @@ def test_what_is_missing_is_announced_run_and_shown(trained):
     assert "not run" in before
     assert "5.00" not in before
     title = "digits/gn (small ResNet, scikit-learn's digits: GN of one image)"
-    assert f"To run: {title}, {EPOCHS} epochs, 315 steps of 64, seed 0, into " in before
+    assert f"To run: {title}, {EPOCHS} epochs, 315 steps of 64 samples, seed 0, into " in before
     assert "runs/digits/gn/seed-0 (2025-01-02, Some CPU, float32)" in after
     assert after.count("5.00") == 2
 
@@ -198,7 +198,7 @@ def test_a_person_who_names_only_a_table_is_asked_before_anything_is_trained(tra
     monkeypatch.setattr(reproduce, "sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True)))
     monkeypatch.setattr(typer, "confirm", lambda question: asked.append(question) or agreed)
     result = run("shapes")
-    assert result.output.count("To run: shapes/") == 4
+    assert result.output.count("To run: shapes/") == result.output.count(", 300 steps of 16 samples, seed 0") == 4
     assert asked == ["Train these rows now?"]
     assert bool(trained) == agreed
     run("shapes", "--rows", "gn", "--seed", "1")  # options say what to train: no question

@@ -75,9 +75,10 @@ class RowQueue:
 
     def _announcement(self, recipe: Recipe, out: Path) -> str:
         settings = self.variation.apply(recipe.settings)
-        images = DATA[recipe.data].train
-        steps = settings.steps or settings.epochs * math.ceil(images / settings.step_batch)
-        length = f"{settings.length}, {steps:,} steps of {settings.step_batch}"
+        length = f"{settings.length} of {settings.step_batch} samples"
+        if settings.epochs is not None:
+            steps = settings.epochs * math.ceil(DATA[recipe.data].train / settings.step_batch)
+            length = f"{settings.length}, {steps:,} steps of {settings.step_batch} samples"
         text = f"To run: {recipe.name} ({recipe.title}), {length}, seed {self.variation.seed}, into {out}."
         if settings.length != recipe.settings.length:
             text += f" It has {recipe.settings.length}: this run is kept, but never counts as ours."

@@ -108,7 +108,7 @@ def train_methods(
             recorder = _EpochRecorder(
                 make_probe(model, task, seed),
                 measurement.listener,
-                epochs=plan.epochs,
+                epochs=chosen["training"]["epochs"],
                 description=f"{data.path.stem}, {name}, seed {seed}",
             )
             outcome = train(model, task, plan, execution(request.device, plan.step_batch), listener=recorder)
