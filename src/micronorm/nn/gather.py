@@ -166,6 +166,7 @@ def _count_forward(window: Window, counter: Tensor) -> None:
             "the limit: mn.attach(model, max_forwards=...)."
         )
     counts[0] += 1
+    window.ran = True
 
 
 def _sequential_rate(window: Window) -> float | Tensor:
