@@ -4,15 +4,12 @@ A layer that runs in training mode is idle at an optimizer step if that optimize
 such step, search this process for an optimizer that could commit the layer. Without one, warn and give the reason.
 """
 
-import gc
 import warnings
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
+from micronorm.commit.survey import Survey
 from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.nn.window import Window
 
@@ -32,34 +29,6 @@ _NOT_HELD = (
     "no optimizer holds its weight. Was it left out, or replaced after the optimizer was made? Build the optimizer "
     "from model.parameters(), or call mn.attach(model, rate=...) and handle.commit() after each update. " + _TEACHER
 )
-
-
-class Survey(NamedTuple):
-    """The optimizers and modules of this process."""
-
-    optimizers: list[Optimizer]
-    modules: list[nn.Module]
-
-    @classmethod
-    def make(cls) -> "Survey":
-        """Look through all objects that Python's garbage collector tracks. Takes about 0.1 s, so call it rarely."""
-        survey = cls([], [])
-        for candidate in gc.get_objects():
-            kind = type(candidate)  # isinstance would also run code of proxies
-            if issubclass(kind, Optimizer):
-                survey.optimizers.append(candidate)
-            elif issubclass(kind, nn.Module):
-                survey.modules.append(candidate)
-        return survey
-
-    def name_of(self, layer: nn.Module) -> str:
-        """Return the layer's name in the largest module that contains it, or "" if it stands alone."""
-        parents = {id(child): (name, m) for m in self.modules for name, child in list(m._modules.items())}
-        names: list[str] = []
-        while id(layer) in parents and len(names) < 100:  # the limit is for modules that contain themselves
-            name, layer = parents[id(layer)]
-            names.insert(0, name)
-        return ".".join(names)
 
 
 def count_idle_steps(alive: Iterable[tuple[Window, BatchChannelNorm]], committed: set[int]) -> None:

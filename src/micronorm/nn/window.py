@@ -42,7 +42,7 @@ class Control:
     optimizers: tuple[weakref.ref, ...] = ()
     """The only optimizers that commit the layer; if empty, any optimizer that holds its weight does."""
     process_group: object = ...
-    """The ranks to merge with: `...` for all of them, None for this rank alone."""
+    """The ranks to merge with: `...` for those of DDP, else all; None for this rank alone."""
     max_forwards: int = MAX_FORWARDS
     handle: weakref.ref | None = None
     """The handle that can detach this control; None for the default control, which nothing detaches."""
@@ -79,8 +79,12 @@ class Window:
     """The default, and the control of each `mn.attach` that was not detached. The last one is in force."""
     scanned: deque[ScannedForward] = field(default_factory=lambda: deque(maxlen=MAX_SCANNED))
     """The latest forwards of a "sequential" layer since the last commit."""
-    agreed_layer_lists: set[tuple] = field(default_factory=set)
-    """The pairs of process group and list of layers which all ranks were found to share."""
+    agreements: dict[tuple, int] = field(default_factory=dict)
+    """For a process group and a list of layers, how often all ranks were found to share it."""
+    data_parallel: weakref.ref | None = None
+    """The DistributedDataParallel module around the layer."""
+    searched: bool = False
+    """Whether such a module was searched for."""
     paused: int = 0
     """How many `Handle.paused` blocks are open."""
     reported_losses: int = 0
