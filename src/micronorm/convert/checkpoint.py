@@ -1,11 +1,15 @@
 """Read state dicts from files of torch.save and safetensors without running code in them, and load them."""
 
+import json
 import os
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from micronorm.nn.fingerprint import KEY, MISMATCH, fingerprints, with_fingerprints
 
 _WRAPPERS = ("state_dict", "model", "model_state_dict")  # keys under which training scripts save a state dict
 _PREFIXES = ("module.", "_orig_mod.")  # of DataParallel and DistributedDataParallel, and of torch.compile
@@ -26,7 +30,7 @@ def read_state(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, 
         has = f"{shorten(others)} in it are no tensors" if others else "it is empty"
         where = "" if isinstance(source, Mapping) else f" in {os.fspath(source)}"
         raise ValueError(f"no state dict found{where}, neither bare nor under one of {', '.join(_WRAPPERS)}: {has}")
-    return dict(found)
+    return with_fingerprints(found, fingerprints(found))
 
 
 def read_header(path: str | os.PathLike[str]) -> dict[str, str]:
@@ -44,13 +48,14 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, str]:
 
 def _read(path: str) -> Mapping[str, Any]:
     if path.endswith(".safetensors"):
-        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
+        header = read_header(path)  # raises if this is no safetensors file
         try:
-            return load_file(path)
-        except SafetensorError as error:
-            raise ValueError(f"{path} is not a safetensors file: {error}") from error
+            found = json.loads(header.get(KEY, "{}"))
+            return with_fingerprints(load_file(path), {name: str(text) for name, text in found.items()})
+        except (ValueError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{path}: its metadata {KEY!r} do not say what its layers compute: {error}") from error
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # files that are not checkpoints fail in many ways
@@ -73,7 +78,8 @@ def strip_prefixes(state: dict[str, Tensor], expected: Iterable[str]) -> tuple[d
     """Return the state dict without the prefixes that wrappers add to every key, and these prefixes."""
     stripped, expected = "", list(expected)
     while prefix := next((p for p in _PREFIXES if _all_start(state, p) and not _all_start(expected, p)), ""):
-        state = {key.removeprefix(prefix): value for key, value in state.items()}
+        found = {name.removeprefix(prefix): text for name, text in fingerprints(state).items()}
+        state = with_fingerprints({key.removeprefix(prefix): value for key, value in state.items()}, found)
         stripped += prefix
     return state, stripped
 
@@ -94,7 +100,9 @@ def load_state(model: nn.Module, state: dict[str, Tensor]) -> None:
         elif key.endswith("num_batches_tracked"):  # files of torch before 0.4.1 have none
             state.setdefault(key, tensor)
     try:
-        model.load_state_dict(state)
+        with warnings.catch_warnings():  # the error says the same
+            warnings.filterwarnings("ignore", f".*{MISMATCH}", UserWarning)
+            model.load_state_dict(state)
     except RuntimeError as error:
         raise ValueError(f"it does not fit the model: {' '.join(str(error).split())}") from error
 
@@ -121,3 +129,8 @@ def pack_state(source: nn.Module | Mapping[str, Tensor], metadata: Mapping[str, 
         once = {**dict(source.named_parameters()), **dict(source.named_buffers())}
         source = {name: tensor.detach() for name, tensor in once.items() if name in kept}
     return save({name: t.contiguous() for name, t in source.items()}, {"format": "pt", **(metadata or {})})
+
+
+def header_of(model: nn.Module) -> dict[str, str]:
+    """Return metadata for a safetensors file that say what the model's layers compute; see `nn.fingerprint`."""
+    return {KEY: json.dumps(fingerprints(model.state_dict()))}

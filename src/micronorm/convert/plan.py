@@ -11,6 +11,8 @@ from micronorm.convert.flow import Flow
 from micronorm.convert.known_blocks import Block
 from micronorm.convert.pooling import use_kernel
 from micronorm.convert.surgery import replace, set_forward
+from micronorm.nn.fingerprint import mark_plain
+from micronorm.nn.weight import CONVOLUTIONS
 
 _INSIDE = "norms with the activation inside the layer"
 _POOLS = "max-pooling layers by kernel on a GPU"
@@ -109,6 +111,9 @@ class Plan:
         replacements = {decision.module: make() for decision, make in changes}
         self._pending = None  # the plan does not keep the model alive
         model = replace(model, replacements)
+        for decision in self.decisions:
+            if decision.role == "convolution" and decision.make is None and isinstance(decision.module, CONVOLUTIONS):
+                mark_plain(decision.module)
         for module, block in blocks.items():
             set_forward(module, block.forward, block.method)
         for pool in pools:

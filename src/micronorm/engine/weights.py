@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from micronorm.convert.checkpoint import pack_state
+from micronorm.convert.checkpoint import header_of, pack_state
 from micronorm.engine.parallel import ShardedRanks
 from micronorm.engine.step import Step
 from micronorm.records import write_atomically
@@ -104,11 +104,14 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> LoadedWeigh
 
 
 def save_weights(step: Step, path: Path, tensors: dict[str, Tensor] | None = None, *, recipe: str = "") -> None:
-    """Write the model, or `tensors`, as safetensors with the recipe's name in the metadata, atomically. Collective."""
+    """Write the model, or `tensors`, as safetensors, atomically. Collective.
+
+    The metadata hold the recipe's name, and what the layers compute.
+    """
     if tensors is None and isinstance(step.parallel, ShardedRanks):
         from micronorm.engine import sharded
 
         tensors = sharded.gather_whole(step)["model"]
     if step.parallel.rank == 0:
-        metadata = {"model": f"recipe:{recipe}"} if recipe else {}
+        metadata = header_of(step.model) | ({"model": f"recipe:{recipe}"} if recipe else {})
         write_atomically(path, pack_state(step.model if tensors is None else tensors, metadata))
