@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from micronorm.convert.checkpoint import header_of, pack_state
 from micronorm.engine.parallel import ShardedRanks
+from micronorm.engine.state import whole_state
 from micronorm.engine.step import Step
 from micronorm.records import write_atomically
 
@@ -109,9 +110,7 @@ def save_weights(step: Step, path: Path, tensors: dict[str, Tensor] | None = Non
     The metadata hold the recipe's name, and what the layers compute.
     """
     if tensors is None and isinstance(step.parallel, ShardedRanks):
-        from micronorm.engine import sharded
-
-        tensors = sharded.gather_whole(step)["model"]
+        tensors = whole_state(step)["model"]
     if step.parallel.rank == 0:
         metadata = header_of(step.model) | ({"model": f"recipe:{recipe}"} if recipe else {})
         write_atomically(path, pack_state(step.model if tensors is None else tensors, metadata))
