@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from micronorm.nn.backends import check_backend, resolve_backend
+from micronorm.nn.fingerprint import Fingerprinted
 from micronorm.nn.gather import gather, gather_by_kernel, run, sequential_estimates, track_batch
 from micronorm.nn.inputs import check_count, check_eps, check_groups, check_input, check_residual
 from micronorm.nn.per_step.recorder import active, remember
@@ -38,7 +39,7 @@ Statistics = Literal["batch", "sequential", "step"]
 STATISTICS = ("batch", "sequential", "step")
 
 
-class BatchChannelNorm(WideBuffers):
+class BatchChannelNorm(Fingerprinted, WideBuffers):
     r"""Normalize each channel by estimated statistics, then each group of channels of a sample by its own statistics.
 
     .. math::
@@ -77,6 +78,7 @@ class BatchChannelNorm(WideBuffers):
         torch.Size([1, 64, 8, 8])
     """
 
+    function = ("BCN", "num_groups", "eps")
     running_mean: Tensor
     running_var: Tensor
     blend: Tensor
