@@ -3,15 +3,21 @@
 import json
 import signal
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from micronorm import records
 from micronorm.cli import app, reproduce
-from micronorm.engine import Diverged
+from micronorm.engine import Diverged, Execution
+from micronorm.recipes import find
 from micronorm.recipes.digits import EPOCHS
+from micronorm.recipes.run import Variation, run_recipe
+from tests.engine.tiny import contents
 from tests.recipes.runs import write_run
 
 
@@ -253,6 +259,20 @@ def test_a_finished_run_is_never_written_over(trained):
         "runs/digits/gn/seed-0-epochs-2",
         "runs/digits/gn/seed-0-epochs-2-2",
     ]
+
+
+def test_a_run_from_before_the_recipe_changed_is_neither_resumed_nor_changed():
+    out = Path("runs/digits/gn/seed-0")
+    execution = Execution(device=torch.device("cpu"), steps=1)
+    run_recipe(find("digits/gn"), out=out, variation=Variation(seed=0), execution=execution)
+    facts = out / records.FACTS
+    facts.write_text(facts.read_text().replace("GN(groups=32", "GN(groups=16"))
+    before = contents(out)
+    result = run("digits", "--rows", "gn")
+    assert result.exit_code == 1
+    message = "holds a run from before digits/gn changed: norm: GN(groups=16, min_channels_per_group=2, eps=1e-05) → GN"
+    assert message in result.stderr
+    assert contents(out) == before
 
 
 def test_an_unfinished_run_is_resumed_in_its_place(trained, tmp_path):

@@ -228,9 +228,9 @@ def test_a_resumed_run_keeps_its_options_and_a_finished_one_is_left_alone(out):
     "arguments, message",
     [
         ((), "already holds a run"),
-        (("--resume", "--lr", "0.5"), "other settings: optimizer.lr was 0.1 and is 0.5;"),
-        (("--resume", "--step-batch", "64", "--seed", "1"), "step_batch was 200 and is 64, seed was 0 and is 1;"),
-        (("--resume", "--dtype", "float64"), "dtype was float32 and is float64;"),
+        (("--resume", "--lr", "0.5"), "other settings: optimizer.lr: 0.1 → 0.5;"),
+        (("--resume", "--step-batch", "64", "--seed", "1"), "step_batch: 200 → 64, seed: 0 → 1;"),
+        (("--resume", "--dtype", "float64"), "dtype: float32 → float64;"),
     ],
 )
 def test_what_contradicts_the_run_in_the_folder_is_refused(out, arguments, message):

@@ -108,7 +108,7 @@ def test_the_rate_of_an_optimizer_that_is_not_attached_is_known_from_its_first_s
 @pytest.mark.parametrize("name", ["a", "a_name_longer_than_its_heading"])
 def test_the_columns_of_the_report_stand_under_their_headings(name):
     head, line = str(mn.attach(nn.ModuleDict({name: layer()}), rate=0.05).report()).splitlines()
-    for heading, entry in (("statistics", "step"), ("rate", "0.05"), ("1/rate = steps", "20"), ("lost", "0 forwards")):
+    for heading, entry in (("statistics", "step"), ("rate", "0.05"), ("1/rate = steps", "20"), ("lost", "0 samples")):
         assert line.startswith(entry, head.index(heading))
 
 

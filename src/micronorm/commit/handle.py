@@ -32,10 +32,10 @@ class LayerReport:
     """Training forwards since the last commit."""
     elements: int
     """Elements per channel in these forwards, over which the next commit averages."""
-    lost_forwards: int
-    """Forwards left out so far because their statistics were not finite."""
+    lost_samples: int
+    """Samples left out so far because their statistics were not finite."""
     lost_windows: int
-    """Windows dropped whole so far, for the same reason."""
+    """Windows dropped whole so far because the estimates they would give were not finite."""
 
     @property
     def steps(self) -> float | None:
@@ -51,7 +51,7 @@ class Report(list[LayerReport]):
         for r in self:
             rate = "no step yet" if r.rate is None else f"{r.rate:.3g}"
             steps = "" if r.steps is None else f"{r.steps:.3g}"
-            lost = f"{r.lost_forwards} forwards, {r.lost_windows} windows"
+            lost = f"{r.lost_samples} samples, {r.lost_windows} windows"
             rows.append((r.name, r.statistics, rate, steps, str(r.forwards), str(r.elements), lost))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
@@ -124,7 +124,7 @@ class Handle:
                 # The rate of the last commit. It starts at zero, so a zero counts only if a commit wrote it.
                 last = float(window.device_rate)
                 rate = last if last or window.written_rate is not None else None
-            lost_forwards, lost_windows = window.lost.tolist()
+            lost_samples, lost_windows = window.lost.tolist()
             rows.append(
                 LayerReport(
                     window.describe(),
@@ -132,7 +132,7 @@ class Handle:
                     rate,
                     window.forwards,
                     int(window.split.elements),
-                    lost_forwards,
+                    lost_samples,
                     lost_windows,
                 )
             )

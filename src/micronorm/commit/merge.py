@@ -15,13 +15,13 @@ from torch import Tensor
 
 from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.nn.window import Window
-from micronorm.ops.bcn import Sums, move_by_window
+from micronorm.ops.bcn import Sums, move_by_window, shift_sums
 from micronorm.ops.moments import Moments, wide_dtype
 from micronorm.ops.private_api import foreach_add_, foreach_copy_, foreach_mul_
 
 
 class _Layout(NamedTuple):
-    """The indices of n, s₁ and s₂ in the concatenated windows of a bucket, and the layer of each channel."""
+    """The indices of n, s₁ and s₂ in the joined windows of a bucket, and the layer of each channel."""
 
     elements: Tensor
     first: Tensor
@@ -68,12 +68,12 @@ def commit(windows: Sequence[Window], *, skip: Tensor | None = None) -> None:
 
 
 def _one_per_buffer(windows: Sequence[Window]) -> list[Window]:
-    """Return one window per buffer. A shallow copy shares the layer's buffers; the window with more forwards counts."""
+    """Return one window per buffer. Shallow copies share their buffers; the first window takes over their sums."""
     chosen: dict[int, Window] = {}
     for window in windows:
-        rival = chosen.setdefault(id(window.layer.running_mean), window)
-        if window.forwards > rival.forwards:
-            chosen[id(window.layer.running_mean)] = window
+        first = chosen.setdefault(id(window.layer.running_mean), window)
+        if first is not window:
+            first.absorb(window)
     return list(chosen.values())
 
 
@@ -83,25 +83,32 @@ def _commit_step(windows: Sequence[Window], group: Any, skip: Tensor | None) -> 
     device = windows[0].device
     layout = _layout(channels, device)
     flat = torch.cat([window.sums for window in windows])
-    skip = torch.zeros(1, dtype=flat.dtype, device=device) if skip is None else skip.to(flat).reshape(1)
-    if group is not None:
-        # The flag is summed too: if one rank skips the step, nothing moves on any rank.
-        flat, skip = _all_reduce(torch.cat([flat, skip]), group, windows).split([flat.numel(), 1])
-    count_l = flat[layout.elements]
-    sums = Sums(count_l[layout.layer], flat[layout.first], flat[layout.second])
-    rate = torch.stack([window.device_rate for window in windows])[layout.layer]
+    reference = torch.cat([window.reference for window in windows])
     old = Moments(
         torch.cat([layer.running_mean for layer in layers]), torch.cat([layer.running_var for layer in layers])
     )
+    count_l = flat[layout.elements]
+    sums = Sums(count_l[layout.layer], flat[layout.first], flat[layout.second])
+    # From here on around the estimates: they may have changed in mid-window, and ranks may have other references.
+    sums = shift_sums(sums, reference - old.mean)
+    skip = torch.zeros(1, dtype=flat.dtype, device=device) if skip is None else skip.to(flat).reshape(1)
+    if group is not None:
+        # The flag is summed too: if one rank skips the step, nothing moves on any rank.
+        merged = _all_reduce(torch.cat([count_l, sums.first, sums.second, skip]), group, windows)
+        count_l, first, second, skip = merged.split([len(windows), len(sums.first), len(sums.second), 1])
+        sums = Sums(count_l[layout.layer], first, second)
+    rate = torch.stack([window.device_rate for window in windows])[layout.layer]
     new = Moments(*(e.to(old.mean.dtype) for e in move_by_window(old, sums, rate)))
     # A number that is not finite in the buffers' dtype drops the whole window of its layer.
     broken = (new.mean.isfinite() & new.var.isfinite()).logical_not()
     broken_l = torch.zeros_like(count_l).index_add_(0, layout.layer, broken.to(count_l.dtype)) > 0
     taken_l = (count_l > 0) & ~broken_l & (skip == 0)
     taken = taken_l[layout.layer]
-    for name, before, after in (("running_mean", old.mean, new.mean), ("running_var", old.var, new.var)):
-        values = torch.where(taken, after, before).split(channels)
-        foreach_copy_([getattr(layer, name) for layer in layers], list(values))
+    mean, var = (torch.where(taken, after, before) for before, after in zip(old, new, strict=True))
+    reference = torch.where(skip == 0, mean.to(reference.dtype), reference)  # a skipped step keeps its window
+    foreach_copy_([layer.running_mean for layer in layers], list(mean.split(channels)))
+    foreach_copy_([layer.running_var for layer in layers], list(var.split(channels)))
+    foreach_copy_([window.reference for window in windows], list(reference.split(channels)))
     lost = (broken_l & (skip == 0)).to(torch.int64).split(1)
     foreach_add_([window.lost[1:] for window in windows], list(lost))
     foreach_mul_([window.sums for window in windows], (skip != 0).to(flat.dtype).squeeze())

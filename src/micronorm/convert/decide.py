@@ -32,7 +32,7 @@ def plan(
 
     Every BatchNorm (also synchronized or frozen), GroupNorm and InstanceNorm becomes the layer of `norm`, with its
     affine and running statistics. A convolution becomes the layer of `weight` if its output reaches such a norm;
-    classifiers and predictors stay as they are.
+    classifiers and predictors stay as they are. So do frozen convolutions and the norms behind them.
 
     Args:
         model: any torch.nn.Module that is not wrapped (DDP, FSDP) or compiled.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from micronorm.engine.parallel import ShardedRanks
+from micronorm.engine.state import whole_state
 from micronorm.engine.step import Step
 from micronorm.records import PARTIAL, write_atomically
 
@@ -108,9 +109,7 @@ def save_weights(step: Step, path: Path, tensors: dict[str, Tensor] | None = Non
     import safetensors.torch
 
     if tensors is None and isinstance(step.parallel, ShardedRanks):
-        from micronorm.engine import sharded
-
-        tensors = sharded.gather_whole(step)["model"]
+        tensors = whole_state(step)["model"]
     if step.parallel.rank == 0:
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
         if tensors is None:

@@ -214,7 +214,7 @@ class BatchChannelNorm(WideBuffers):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self.widen_buffers()  # load_state_dict(assign=True) may assign half-precision tensors
         self._window.to(self.running_mean.device)
-        self._window.clear()
+        self._window.follow_estimates()
         if prefix + "weight" in state_dict and self.has_zero_weight():
             # Without the layer's name: Python shows equal warnings once, and a network has many such layers.
             warn_of_zero_weights(["a BatchChannelNorm in the state dict"])
@@ -317,7 +317,7 @@ class BatchChannelNorm(WideBuffers):
             remember(y, partial(elementwise_fused, activation=activation), sources, (numbers,))
         if training and self.statistics == "step":
             sizes = (x.shape[0], self.num_channels, elements)
-            gather_by_kernel(self._window, numbers.detach(), running_mean, sizes, self.num_groups)
+            gather_by_kernel(self._window, numbers.detach(), sizes, self.num_groups)
         return y
 
     def _tensors(self) -> tuple[Any, ...]:
@@ -350,7 +350,7 @@ class BatchChannelNorm(WideBuffers):
         if self.statistics == "sequential":
             options = (self.micro_batch, group_elements, window.lost, window.counter)
             return Moments(*run(sequential_estimates, *data, *running, *options))
-        run(gather, *data, running.mean, elements, group_elements, window.sums, window.lost, window.counter)
+        run(gather, *data, window.reference, elements, group_elements, window.sums, window.lost, window.counter)
         return running
 
     def _empty(self, x: Tensor) -> Tensor:

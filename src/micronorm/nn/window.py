@@ -4,6 +4,9 @@ A BatchChannelNorm in "step" mode normalizes with estimates μ̂ and σ̂² that
 training forward adds to the layer's window: the number of elements n, s₁ = Σ(x − μ̂) and s₂ = Σ(x − μ̂)². When the
 optimizer steps, `micronorm.commit` moves the estimates by these sums and empties the window. That is a commit.
 
+The sums are measured from a copy of μ̂ that belongs to the window. So μ̂ itself may change in mid-window, for example
+when a loop swaps averaged weights in to evaluate and swaps the old ones back.
+
 How a forward fills the window is in `micronorm.nn.gather`.
 """
 
@@ -18,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from micronorm.ops.bcn import Sums
+from micronorm.ops.bcn import Sums, shift_sums
 from micronorm.ops.moments import Moments, wide_dtype
 
 MAX_FORWARDS = 1024
@@ -58,7 +61,8 @@ class Window:
     keep their addresses from commit to commit.
 
     - `sums`: n, s₁ and s₂ in one vector of 1 + 2C numbers, so that a commit moves it in one piece.
-    - `lost`: two counts on the device, of the forwards and the windows left out because they were not finite.
+    - `reference`: the C numbers that s₁ and s₂ are measured from, μ̂ as the last commit left it.
+    - `lost`: two counts on the device, of the samples and the windows left out because they were not finite.
     - `device_rate`: the rate of the next commit, on the device. A captured commit reads it at each replay.
     - `counter`: two integers on the CPU: the forwards gathered since the last commit, and the number under which
       `find_window` finds this object.
@@ -77,7 +81,7 @@ class Window:
     paused: int = 0
     """How many `Handle.paused` blocks are open."""
     reported_losses: int = 0
-    """How many of the lost forwards and windows a warning was given for."""
+    """How many of the lost samples and windows a warning was given for."""
     warned: bool = False
     """Whether the warning about small groups was given."""
     written_rate: float | None = None
@@ -86,6 +90,7 @@ class Window:
     def __post_init__(self) -> None:
         wide = wide_dtype(self.device)
         self.sums = torch.zeros(1 + 2 * self.channels, dtype=wide, device=self.device)
+        self.reference = torch.zeros(self.channels, dtype=wide, device=self.device)
         self.lost = torch.zeros(2, dtype=torch.int64, device=self.device)
         self.device_rate = torch.zeros((), dtype=wide, device=self.device)
         number = next(_numbers)
@@ -124,7 +129,25 @@ class Window:
     def clear(self) -> None:
         """Empty the window. The tensors keep their addresses."""
         self.sums.zero_()
+        self.follow_estimates()
         self.restart()
+
+    @torch.no_grad()
+    def follow_estimates(self) -> None:
+        """Measure from the layer's present μ̂, if the window is empty. A window with sums keeps its reference."""
+        mean = self.layer.running_mean.to(self.reference.dtype)
+        self.reference.copy_(torch.where(self.sums[0] > 0, self.reference, mean))
+
+    @torch.no_grad()
+    def sums_around(self, mean: Tensor) -> Sums:
+        """Return n, s₁ and s₂ measured from `mean`."""
+        return shift_sums(self.split, self.reference - mean)
+
+    def absorb(self, other: "Window") -> None:
+        """Add the sums of another window over the same estimates, and empty it."""
+        self.sums.add_(torch.cat(other.sums_around(self.reference)))
+        self.counter[0] += other.forwards
+        other.clear()
 
     def restart(self) -> None:
         """Set the number of forwards to zero and forget the forwards that checkpointing might repeat."""
@@ -132,7 +155,7 @@ class Window:
         self.scanned.clear()
 
     def host_state(self) -> tuple[Any, ...]:
-        """Return what is not in `sums` and `lost`, for `restore_host_state`."""
+        """Return what is not in `sums`, `reference` and `lost`, for `restore_host_state`."""
         return self.forwards, list(self.scanned), self.reported_losses, self.warned
 
     def restore_host_state(self, state: tuple[Any, ...]) -> None:
@@ -147,7 +170,7 @@ class Window:
             return
         from_meta = self.device.type == "meta"
         self.device = device
-        for name in ("sums", "lost", "device_rate"):
+        for name in ("sums", "reference", "lost", "device_rate"):
             old: Tensor = getattr(self, name)
             dtype = wide_dtype(device) if old.is_floating_point() else old.dtype
             new = torch.zeros_like(old, dtype=dtype, device=device) if from_meta else old.to(device, dtype)
@@ -161,11 +184,11 @@ class Window:
         """Warn, with the layer's name, if anything was left out since the last warning. Reads the device."""
         if self.device.type == "meta":
             return
-        forwards, windows = self.lost.tolist()
-        if forwards + windows > self.reported_losses:
-            self.reported_losses = forwards + windows
+        samples, windows = self.lost.tolist()
+        if samples + windows > self.reported_losses:
+            self.reported_losses = samples + windows
             warnings.warn(
-                f"{self.control.name or name or self.describe()}: {forwards} forwards and {windows} windows were left "
+                f"{self.control.name or name or self.describe()}: {samples} samples and {windows} windows were left "
                 "out of the estimates because their statistics were not finite. Look for overflow in the activations "
                 "(fp16 range, learning rate).",
                 RuntimeWarning,

@@ -22,13 +22,28 @@ class Sums(NamedTuple):
     second: Tensor
 
 
-def window_sums(parts_nc: Moments, *, elements: int, around: Tensor) -> Sums:
-    """Return sums over all samples of x − μ̂ and its square, from per-sample moments over `elements` elements each."""
+def window_sums(parts_nc: Moments, *, elements: int, around: Tensor) -> tuple[Sums, Tensor]:
+    """Return sums of x − μ̂ and its square, from per-sample moments over `elements` elements each.
+
+    A sample whose own sums are not finite is left out, so that what is left out does not depend on the other samples of
+    the forward. The second result is the number of these samples.
+    """
     distance_nc = parts_nc.mean - around.to(parts_nc.mean.dtype)
-    first_c = elements * distance_nc.sum(0)
-    second_c = elements * (parts_nc.var + distance_nc.square()).sum(0)
-    count = torch.full((1,), float(elements * parts_nc.mean.shape[0]), dtype=first_c.dtype, device=first_c.device)
-    return Sums(count, first_c, second_c)
+    square_nc = elements * (parts_nc.var + distance_nc.square())
+    finite_n1 = square_nc.isfinite().all(1, keepdim=True)
+    first_c = elements * torch.where(finite_n1, distance_nc, 0.0).sum(0)
+    second_c = torch.where(finite_n1, square_nc, 0.0).sum(0)
+    samples = finite_n1.sum(0)
+    return Sums(elements * samples.to(first_c.dtype), first_c, second_c), len(finite_n1) - samples
+
+
+def shift_sums(sums: Sums, distance: Tensor) -> Sums:
+    """Return the sums measured from a mean that lies `distance` below the one they are measured from.
+
+    Σ(x − μ + d) = s₁ + n·d and Σ(x − μ + d)² = s₂ + 2·d·s₁ + n·d². With d = 0 they are the same to the bit.
+    """
+    shift = sums.elements * distance
+    return Sums(sums.elements, sums.first + shift, sums.second + distance * (2 * sums.first + shift))
 
 
 def move_by_window(estimates: Moments, sums: Sums, rate: Tensor | float) -> Moments:
