@@ -72,6 +72,7 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, forward: Forward | No
     for norm in norms:
         if isinstance(norm.module, BatchChannelNorm) and norm.calls:
             norm.module._window.clear()  # it was gathered around the old statistics
+            norm.module.update_estimates_weight()
     return count
 
 
