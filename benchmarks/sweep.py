@@ -55,7 +55,7 @@ LAYER_NAMES = re.compile(r" '[^']*'")
 
 @dataclass
 class SweepRow:
-    """One architecture. Text columns are empty and counts 0 where there is nothing to say."""
+    """One architecture. A text column without content is empty."""
 
     source: str
     name: str
