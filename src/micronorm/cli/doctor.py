@@ -11,16 +11,15 @@ import torch
 import typer
 from torch import nn
 
+from micronorm.cli.faults import FAILED
 from micronorm.cli.selftest import Result, run_tests, self_tests
-from micronorm.cli.targets import MISUSE
+from micronorm.cli.targets import TargetError
 from micronorm.data.search import find_data, search_folders
 from micronorm.engine.environment import environment
 from micronorm.nn import SPECS, BatchChannelNorm
 from micronorm.nn.backends import explain_backend, kernel_problem
 from micronorm.nn.spec import NormSpec
 from micronorm.ops.weight import choose_backend
-
-FAILED = 1
 
 # Optional packages: the extra that installs them, and what they are for.
 EXTRAS = (
@@ -44,8 +43,7 @@ def doctor(
     Exit code 0: no self-test failed. 1: one failed, and is named. 2: an option is wrong.
     """
     if data is not None and not data.is_dir():
-        typer.echo(f"micronorm doctor: --data must be a folder, got {data}", err=True)
-        raise typer.Exit(MISUSE)
+        raise TargetError(f"--data must be a folder, got {data}")
     devices = [torch.device("cpu")]
     if torch.cuda.is_available():
         devices.append(torch.device("cuda", torch.cuda.current_device()))

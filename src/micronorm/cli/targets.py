@@ -46,7 +46,7 @@ def resolve(target: str, *, also: Sequence[str] = ()) -> nn.Module | tuple:
 def resolve_model(target: str) -> nn.Module:
     """Build the model that a target names, as `resolve` does; take the first item if a factory returns a tuple."""
     made = resolve(target)
-    model = made if isinstance(made, nn.Module) else made[0]
+    model = made if isinstance(made, nn.Module) else next(iter(made), None)
     if not isinstance(model, nn.Module):
         raise TargetError(f"{target} must give a model or a tuple that begins with one, got {type(model).__name__}")
     return model
@@ -88,6 +88,8 @@ def _factory(source: str, name: str) -> nn.Module | tuple:
         if source == missing or source.startswith(missing + "."):
             raise TargetError(f"no module {source!r} on the path or in {here}") from error
         raise TargetError(f"{source} imports {missing!r}, which is not installed") from error
+    except Exception as error:  # a user's module may raise anything, such as SyntaxError
+        raise TargetError(f"{source} cannot be imported ({type(error).__name__}: {error})") from error
     factory = getattr(module, name, None)
     if factory is None:
         public = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]

@@ -36,7 +36,7 @@ are read back exactly as they were.
 """
 
 from micronorm.records.atomic import PARTIAL, remove_partials, sync_folder, write_atomically
-from micronorm.records.encoding import Row
+from micronorm.records.encoding import Row, is_number
 from micronorm.records.record import (
     DIAGNOSTICS,
     EPOCHS,
@@ -65,6 +65,7 @@ __all__ = [
     "Row",
     "Run",
     "find_runs",
+    "is_number",
     "read",
     "remove_partials",
     "sync_folder",
