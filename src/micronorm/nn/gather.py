@@ -36,15 +36,14 @@ def gather(
     lost: Tensor,
     counter: Tensor,
 ) -> None:
-    """Add one forward to the window of a "step" layer, unless its sums are not finite."""
+    """Add one forward to the window of a "step" layer, without the samples whose sums are not finite."""
     window = find_window(counter)
     if window is None or not _gathers(window, group_elements):
         return
     _count_forward(window, counter)
-    contribution = torch.cat(window_sums(Moments(mean, var), elements=elements, around=around))
-    finite = contribution.isfinite().all()
-    sums.add_(torch.where(finite, contribution, 0.0))
-    lost[0].add_(finite.logical_not())
+    contribution, left_out = window_sums(Moments(mean, var), elements=elements, around=around)
+    sums.add_(torch.cat(contribution))
+    lost[:1].add_(left_out)
 
 
 def gather_numbers(
@@ -66,13 +65,14 @@ def gather_numbers(
         gather_fused(numbers, around, sums, lost, (samples, channels, elements), groups)
 
 
-def gather_by_kernel(window: Window, numbers: Tensor, around: Tensor, sizes: tuple[int, int, int], groups: int) -> None:
+def gather_by_kernel(window: Window, numbers: Tensor, sizes: tuple[int, int, int], groups: int) -> None:
     """Add a forward of N×C×S elements to the window of a "step" layer, by a kernel."""
     if torch.compiler.is_compiling():
-        torch.ops.micronorm.gather_numbers(numbers, around, *sizes, groups, window.sums, window.lost, window.counter)
+        state = (window.sums, window.lost, window.counter)
+        torch.ops.micronorm.gather_numbers(numbers, window.reference, *sizes, groups, *state)
     elif _gathers(window, sizes[2] * (sizes[1] // groups)):
         _count_forward(window, window.counter)
-        gather_fused(numbers, around, window.sums, window.lost, sizes, groups)
+        gather_fused(numbers, window.reference, window.sums, window.lost, sizes, groups)
 
 
 def sequential_estimates(
@@ -90,8 +90,9 @@ def sequential_estimates(
     running = Moments(running_mean, running_var)
     window = find_window(counter)
     if window is not None and _gathers(window, group_elements):
-        per_sample, last = scan(running, data, rate=_sequential_rate(window), micro_batch=micro_batch)
-        _move(running, last, lost)
+        per_sample, left_out = scan(running, data, rate=_sequential_rate(window), micro_batch=micro_batch)
+        lost[0].add_(left_out)
+        _move(running, Moments(*(e[-1] for e in per_sample)), lost, samples=mean.shape[0])
         window.scanned.append(ScannedForward(data, per_sample))
         counter[0] += 1
     elif window is not None and inside_backward() and not window.paused:
@@ -118,7 +119,8 @@ def track_batch(
     running = Moments(running_mean, running_var)
     momentum = window.rate if isinstance(window.rate, float) else BATCH_MOMENTUM
     batch = Moments(*(s.squeeze(0) for s in batch_statistics(bounded(Moments(mean, var), running_var.dtype))))
-    _move(running, move_by_batch(running, batch, elements=elements * mean.shape[0], momentum=momentum), lost)
+    moved = move_by_batch(running, batch, elements=elements * mean.shape[0], momentum=momentum)
+    _move(running, moved, lost, samples=mean.shape[0])
     counter[0] += 1
 
 
@@ -165,6 +167,7 @@ def _count_forward(window: Window, counter: Tensor) -> None:
             "the limit: mn.attach(model, max_forwards=...)."
         )
     counts[0] += 1
+    window.ran = True
 
 
 def _sequential_rate(window: Window) -> float | Tensor:
@@ -179,13 +182,13 @@ def _sequential_rate(window: Window) -> float | Tensor:
     return window.control.learning_rate()
 
 
-def _move(running: Moments, new: Moments, lost: Tensor) -> None:
-    """Write both estimates, or neither if any number is not finite in the buffers' dtype."""
+def _move(running: Moments, new: Moments, lost: Tensor, *, samples: int) -> None:
+    """Write both estimates, or neither if any number is not finite in the buffers' dtype; then count the samples."""
     mean, var = new.mean.to(running.mean.dtype), new.var.to(running.var.dtype)
     finite = mean.isfinite().all() & var.isfinite().all()
     running.mean.copy_(torch.where(finite, mean, running.mean))
     running.var.copy_(torch.where(finite, var, running.var))
-    lost[0].add_(finite.logical_not())
+    lost[0].add_(finite.logical_not(), alpha=samples)
 
 
 def _estimates_of_first_pass(window: Window, data: Moments) -> Moments:

@@ -326,5 +326,5 @@ class Backward:
 def gather_plan(samples: int, channels: int, space: int, groups: int, *kinds: torch.device | torch.dtype) -> Launch:
     """Return the launch that adds `numbers` to the layer's window; `kinds` are the device and dtypes of its tensors."""
     rows, width = tiling.over_samples(samples, channels)
-    constants = {"SAMPLES": rows, "CHANNELS": width, "FLAGS": min(tiling.next_power(samples * groups), 4096)}
+    constants = {"SAMPLES": rows, "CHANNELS": width, "FLAGS": min(tiling.next_power(groups), 4096 // rows)}
     return Launch(sums.gather_window, (-(-channels // width),), (samples, channels, space, groups), constants, 4)
