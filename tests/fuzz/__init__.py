@@ -137,7 +137,7 @@ def _quick_work() -> Iterator[None]:
     no_data = FileNotFoundError("left out by the test")
     with (
         mock.patch("micronorm.cli.demo.run", side_effect=Stopped(signal.SIGINT)),
-        mock.patch("micronorm.cli.reproduce.run_recipe", side_effect=no_data),
+        mock.patch("micronorm.cli.row_queue.run_recipe", side_effect=no_data),
         mock.patch("micronorm.recipes.figures.figure.Figure.run", side_effect=no_data),
         mock.patch("micronorm.cli.bench.measure", return_value=[]),
         mock.patch("micronorm.cli.bench._print_table"),

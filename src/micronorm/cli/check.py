@@ -1,4 +1,4 @@
-"""`micronorm check`: test whether an optimizer step depends on how its samples are cut into micro-batches."""
+"""`micronorm check`: test whether an optimizer step depends on how its samples are split into micro-batches."""
 
 import copy
 import json
@@ -47,7 +47,7 @@ def check(
 
     With --norm or --weight the model is converted first.
 
-    Exit code 0: the step does not depend on the cut. 1: it does. 2: the target or an option is wrong.
+    Exit code 0: the step does not depend on the split. 1: it does. 2: the target or an option is wrong.
     """
     model, data, loss = _subject(resolve(target), batch=batch, size=size, classes=classes)
     wanted = norm_spec(norm, groups=groups), weight_spec(weight)
@@ -127,7 +127,7 @@ def _print(console: Console, report: CutsReport) -> None:
     text = Text(str(report))
     if console.is_terminal:
         text.highlight_words([f.where for f in report.findings] + ["fix:", "evidence:"], "bold")
-        text.highlight_words(["THE STEP DEPENDS ON THE CUT."], "bold red")
-        text.highlight_words(["the step does not depend on the cut."], "green")
+        text.highlight_words(["THE STEP DEPENDS ON THE SPLIT."], "bold red")
+        text.highlight_words(["the step does not depend on the split."], "green")
     # Wrap lines in a terminal only: whole lines in a file are easier to search.
     console.print(text, soft_wrap=not console.is_terminal)
