@@ -29,7 +29,7 @@ from micronorm.cli import app
 from micronorm.cli.cuts import Stopped
 from tests.fuzz.inputs import FACTORIES, KINDS
 
-PATIENCE = 30.0
+PATIENCE = 120.0
 """Seconds after which a command counts as hanging."""
 
 
@@ -67,10 +67,10 @@ def fuzz(
 def run_case(kind: str, seed: int, number: int) -> Failure | None:
     """Make and run case `number` of a kind in a folder of its own."""
     chance = random.Random(f"{seed} {kind} {number}")
-    with tempfile.TemporaryDirectory(prefix="micronorm-fuzz-") as place, _inside(Path(place)):
+    with tempfile.TemporaryDirectory(prefix="micronorm-fuzz-") as place, _inside(Path(place)), _quick_work():
         case = KINDS[kind](chance, Path(place))
         try:
-            with _alarm(PATIENCE), _quick_work():
+            with _alarm(PATIENCE):
                 result = CliRunner().invoke(app, case.arguments)
                 what = _fault(result)
                 if what is None and result.exit_code == 0:
@@ -141,7 +141,6 @@ def _quick_work() -> Iterator[None]:
         mock.patch("micronorm.recipes.figures.figure.Figure.run", side_effect=no_data),
         mock.patch("micronorm.cli.bench.measure", return_value=[]),
         mock.patch("micronorm.cli.bench._print_table"),
-        mock.patch("micronorm.cli.bench.plot.draw"),
         mock.patch("micronorm.cli.doctor.run_tests", return_value=[]),
         mock.patch("webbrowser.open"),
         warnings.catch_warnings(action="ignore"),
