@@ -21,6 +21,7 @@ from micronorm.nn.inputs import check_count, check_eps, check_groups, check_inpu
 from micronorm.nn.per_step.recorder import active, remember
 from micronorm.nn.running import WideBuffers
 from micronorm.nn.spec import GroupedSpec
+from micronorm.nn.unfusable import UnfusableEps
 from micronorm.nn.window import Window
 from micronorm.ops.activation import IDENTITY, KINDS, Activation, ActivationKind, check_activation
 from micronorm.ops.bcn import (
@@ -134,7 +135,16 @@ class BatchChannelNorm(Fingerprinted, WideBuffers):
             raise ValueError(
                 f'micro_batch={self.micro_batch} is for statistics="sequential"; "{self.statistics}" has no use for it'
             )
-        check_eps(self.eps)
+        check_eps(self._eps)
+
+    @property
+    def eps(self) -> float:
+        """Return ε, as a float that no other tool can fold into a convolution; see `UnfusableEps`."""
+        return UnfusableEps(self._eps)
+
+    @eps.setter
+    def eps(self, eps: float) -> None:
+        self._eps = eps
 
     @property
     def rate(self) -> float | str:
@@ -273,7 +283,7 @@ class BatchChannelNorm(Fingerprinted, WideBuffers):
             data = moments(x)
         estimates = self._estimates(data, elements=x.numel() // (x.shape[0] * self.num_channels))
         affine = (self.weight, self.bias, self.group_weight, self.group_bias)
-        options: dict[str, Any] = {"groups": self.num_groups, "eps": self.eps, "blend": self.blend}
+        options: dict[str, Any] = {"groups": self.num_groups, "eps": self._eps, "blend": self.blend}
         if backend == "reference":
             y = batch_channel_norm_reference(x, estimates, *affine, **options)
             return activation(y if residual is None else y + residual)
@@ -308,7 +318,7 @@ class BatchChannelNorm(Fingerprinted, WideBuffers):
             estimates,
             *affine,
             groups=self.num_groups,
-            eps=self.eps,
+            eps=self._eps,
             blend=blend,
             activation=activation,
             residual=residual,
