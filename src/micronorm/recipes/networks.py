@@ -186,28 +186,6 @@ NETWORKS: dict[str, Callable[..., nn.Module]] = {
 """By the name that a recipe uses; each function takes classes=. Add a network of your own before its recipe."""
 
 
-def zero_last_norms(network: nn.Module) -> nn.Module:
-    """Start every residual block as its shortcut: set the weight of the block's last norm to 0, in place.
-
-    This is `zero_init_residual` of torchvision's ResNet, whose networks start so here already. Conversion carries it
-    over: GN starts with weight 0, BCN with a group affine of 0.
-
-    Raises:
-        ValueError: the network has no `BasicBlock`.
-
-    Example:
-        >>> network = zero_last_norms(build_network("digits", classes=10))
-        >>> network.stages[0][0].norm2.weight.count_nonzero()
-        tensor(0)
-    """
-    blocks = [module for module in network.modules() if isinstance(module, BasicBlock)]
-    if not blocks:
-        raise ValueError(f"{type(network).__name__} has no BasicBlock whose last norm could start at zero")
-    for block in blocks:
-        nn.init.zeros_(block.norm2.weight)
-    return network
-
-
 def build_network(name: str, *, classes: int) -> nn.Module:
     """Build the plain network of that name, with weights from torch's global generator.
 
