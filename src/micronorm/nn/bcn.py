@@ -21,6 +21,7 @@ from micronorm.nn.inputs import check_count, check_eps, check_flag, check_groups
 from micronorm.nn.per_step.recorder import active, remember
 from micronorm.nn.running import WideBuffers
 from micronorm.nn.spec import GroupedSpec
+from micronorm.nn.unfusable import UnfusableEps
 from micronorm.nn.window import Window
 from micronorm.ops.activation import IDENTITY, KINDS, Activation, ActivationKind, check_activation
 from micronorm.ops.bcn import (
@@ -145,7 +146,16 @@ class BatchChannelNorm(Fingerprinted, WideBuffers):
         check_flag("bias_correction", self.bias_correction)
         if self.bias_correction and self.statistics != "step":
             raise ValueError(f'bias_correction=True is for statistics="step", got {self.statistics!r}')
-        check_eps(self.eps)
+        check_eps(self._eps)
+
+    @property
+    def eps(self) -> float:
+        """Return ε, as a float that no other tool can fold into a convolution; see `UnfusableEps`."""
+        return UnfusableEps(self._eps)
+
+    @eps.setter
+    def eps(self, eps: float) -> None:
+        self._eps = eps
 
     @property
     def rate(self) -> float | str:
@@ -310,7 +320,7 @@ class BatchChannelNorm(Fingerprinted, WideBuffers):
             data = moments(x)
         estimates = self._estimates(data, elements=x.numel() // (x.shape[0] * self.num_channels))
         affine = (self.weight, self.bias, self.group_weight, self.group_bias)
-        options: dict[str, Any] = {"groups": self.num_groups, "eps": self.eps, "blend": self.blend}
+        options: dict[str, Any] = {"groups": self.num_groups, "eps": self._eps, "blend": self.blend}
         if backend == "reference":
             y = batch_channel_norm_reference(x, estimates, *affine, **options)
             return activation(y if residual is None else y + residual)
@@ -345,7 +355,7 @@ class BatchChannelNorm(Fingerprinted, WideBuffers):
             estimates,
             *affine,
             groups=self.num_groups,
-            eps=self.eps,
+            eps=self._eps,
             blend=blend,
             activation=activation,
             residual=residual,
