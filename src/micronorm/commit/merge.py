@@ -63,8 +63,9 @@ def commit(windows: Sequence[Window], *, skip: Tensor | None = None) -> None:
         layer: BatchChannelNorm = window.layer
         group = _process_group(window)
         if layer.statistics == "step" or (layer.statistics == "sequential" and group is not None):
-            buckets.setdefault((layer.statistics, window.device, layer.running_mean.dtype, group), []).append(window)
-    for (statistics, _, _, group), bucket in buckets.items():
+            kind = layer.statistics, layer.bias_correction
+            buckets.setdefault((*kind, window.device, layer.running_mean.dtype, group), []).append(window)
+    for (statistics, *_, group), bucket in buckets.items():
         if group is not None:
             _agree(bucket, group)
         (_commit_step if statistics == "step" else _average)(bucket, group, skip)
@@ -103,8 +104,15 @@ def _commit_step(windows: Sequence[Window], group: Any, skip: Tensor | None) -> 
         merged = _all_reduce(torch.cat([count_l, sums.first, sums.second, skip]), group, windows)
         count_l, first, second, skip = merged.split([len(windows), len(sums.first), len(sums.second), 1])
         sums = Sums(count_l[layout.layer], first, second)
-    rate = torch.stack([window.device_rate for window in windows])[layout.layer]
-    new = Moments(*(e.to(old.mean.dtype) for e in move_by_window(old, sums, rate)))
+    rate_l = torch.stack([window.device_rate for window in windows])
+    corrected = layers[0].bias_correction
+    seen_l = torch.stack([layer.estimates_weight for layer in layers]).to(rate_l) if corrected else None
+    if seen_l is not None:
+        # The estimates are averages with these weights: r for this window, (1 − r)·seen for all before it.
+        seen_l = torch.lerp(seen_l, torch.ones_like(seen_l), rate_l)
+        rate_l = torch.where(seen_l > 0, rate_l / seen_l, 0.0)
+    rate = rate_l[layout.layer]
+    new = Moments(*(e.to(old.mean.dtype) for e in move_by_window(old, sums, rate, mixture=corrected)))
     # A number that is not finite in the buffers' dtype drops the whole window of its layer.
     broken = (new.mean.isfinite() & new.var.isfinite()).logical_not()
     broken_l = torch.zeros_like(count_l).index_add_(0, layout.layer, broken.to(count_l.dtype)) > 0
@@ -119,6 +127,9 @@ def _commit_step(windows: Sequence[Window], group: Any, skip: Tensor | None) -> 
     foreach_add_([window.lost[1:] for window in windows], list(lost))
     foreach_mul_([window.sums for window in windows], (skip != 0).to(flat.dtype).squeeze())
     for i, layer in enumerate(layers):
+        if seen_l is not None:
+            weight = layer.estimates_weight
+            weight.copy_(torch.where(taken_l[i], seen_l[i].to(weight.dtype), weight))
         if layer.warm_steps:
             _advance_blend(layer, taken_l[i], None)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from micronorm.nn.backends import check_backend, resolve_backend
 from micronorm.nn.gather import gather, gather_by_kernel, run, sequential_estimates, track_batch
-from micronorm.nn.inputs import check_count, check_eps, check_groups, check_input, check_residual
+from micronorm.nn.inputs import check_count, check_eps, check_flag, check_groups, check_input, check_residual
 from micronorm.nn.per_step.recorder import active, remember
 from micronorm.nn.running import WideBuffers
 from micronorm.nn.spec import GroupedSpec
@@ -57,6 +57,9 @@ class BatchChannelNorm(WideBuffers):
         rate: how far the estimates move: `"lr"`, the learning rate of the weight's parameter group, or a float in
             [0, 1]. In `"batch"` mode `"lr"` means nn.BatchNorm2d's momentum of 0.1.
         micro_batch: the number of samples in one micro-batch of `"sequential"`.
+        bias_correction: for `"step"`. Estimates are the weighted average of the windows seen so far, without the
+            initial values (0, 1): the first window sets them, and the k-th moves them by r/(1 − (1−r)^k). The state
+            dict then contains `estimates_weight`, 1 − (1−r)^k.
         eps: added to both variances, inside the roots.
         backend: `"triton"`, fused kernels for CUDA devices; `"one-pass"`, the same passes in PyTorch operations;
             `"reference"`, the plain equations differentiated by autograd; `"auto"`, kernels where they run, else
@@ -80,6 +83,7 @@ class BatchChannelNorm(WideBuffers):
     running_mean: Tensor
     running_var: Tensor
     blend: Tensor
+    estimates_weight: Tensor
 
     def __init__(
         self,
@@ -89,6 +93,7 @@ class BatchChannelNorm(WideBuffers):
         statistics: Statistics = "step",
         rate: float | str = "lr",
         micro_batch: int = 1,
+        bias_correction: bool = False,
         eps: float = 1e-5,
         backend: str = "auto",
         activation: str | None = None,
@@ -102,6 +107,7 @@ class BatchChannelNorm(WideBuffers):
         self.statistics: Statistics = statistics
         self.rate = rate
         self.micro_batch = micro_batch
+        self.bias_correction = bias_correction
         self.eps = eps
         self.backend = backend
         self.activation = activation
@@ -118,6 +124,8 @@ class BatchChannelNorm(WideBuffers):
         self.register_buffer("running_var", torch.empty(num_channels, **estimates))
         # α, see `warm`. Not persistent: only the state dict of a layer that is warmed up contains it.
         self.register_buffer("blend", torch.empty((), **estimates), persistent=False)
+        if bias_correction:
+            self.register_buffer("estimates_weight", torch.empty((), **estimates))
         self._window = self._new_window()
         self.reset_parameters()
 
@@ -132,6 +140,9 @@ class BatchChannelNorm(WideBuffers):
             raise ValueError(
                 f'micro_batch={self.micro_batch} is for statistics="sequential"; "{self.statistics}" has no use for it'
             )
+        check_flag("bias_correction", self.bias_correction)
+        if self.bias_correction and self.statistics != "step":
+            raise ValueError(f'bias_correction=True is for statistics="step", got {self.statistics!r}')
         check_eps(self.eps)
 
     @property
@@ -161,6 +172,16 @@ class BatchChannelNorm(WideBuffers):
             nn.init.constant_(tensor, value)
         self.warm_steps = 0
         self._window.clear()
+        self.update_estimates_weight()
+
+    def update_estimates_weight(self) -> None:
+        """After the estimates were set: start anew if they are (0, 1), otherwise regard them as an average of windows.
+
+        Reads the device. It has an effect only with `bias_correction`.
+        """
+        if self.bias_correction and not self.running_mean.is_meta:
+            fresh = (self.running_mean == 0).all() & (self.running_var == 1).all()
+            nn.init.constant_(self.estimates_weight, 0.0 if fresh else 1.0)
 
     def warm(self, steps: int) -> None:
         """Start as a BatchNorm in eval mode and become BCN over `steps` commits.
@@ -211,10 +232,15 @@ class BatchChannelNorm(WideBuffers):
             device = state_dict[prefix + "running_mean"].device if self.blend.is_meta else self.blend.device
             value = torch.ones(()) if blend is None else blend
             self.blend = value.detach().to(device=device, dtype=self.blend.dtype, copy=True)
+        weightless = self.bias_correction and prefix + "estimates_weight" not in state_dict
+        if weightless:  # the state of a BatchNorm, or of a layer without the correction
+            state_dict[prefix + "estimates_weight"] = torch.ones((), device=self.estimates_weight.device)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self.widen_buffers()  # load_state_dict(assign=True) may assign half-precision tensors
         self._window.to(self.running_mean.device)
         self._window.follow_estimates()
+        if weightless:
+            self.update_estimates_weight()
         if prefix + "weight" in state_dict and self.has_zero_weight():
             # Without the layer's name: Python shows equal warnings once, and a network has many such layers.
             warn_of_zero_weights(["a BatchChannelNorm in the state dict"])
@@ -378,6 +404,7 @@ class BatchChannelNorm(WideBuffers):
 
     def extra_repr(self) -> str:
         shown = ["statistics", "rate", *(["micro_batch"] if self.statistics == "sequential" else []), "eps"]
+        shown += ["bias_correction"] if self.bias_correction else []
         shown += ["backend"] if self.backend != "auto" else []
         shown += ["activation"] if self.activation else []
         shown += ["negative_slope"] if self.activation == "leaky_relu" else []
@@ -431,3 +458,9 @@ class BCN(GroupedSpec):
     rate: float | str = "lr"
     eps: float = 1e-5
     micro_batch: int = 1
+    bias_correction: bool = False
+
+    def __repr__(self) -> str:
+        # Recorded definitions of recipes contain this text, and those from before `bias_correction` must stay valid.
+        shown = {name: value for name, value in vars(self).items() if name != "bias_correction" or value}
+        return f"BCN({', '.join(f'{name}={value!r}' for name, value in shown.items())})"

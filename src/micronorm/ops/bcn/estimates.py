@@ -46,12 +46,18 @@ def shift_sums(sums: Sums, distance: Tensor) -> Sums:
     return Sums(sums.elements, sums.first + shift, sums.second + distance * (2 * sums.first + shift))
 
 
-def move_by_window(estimates: Moments, sums: Sums, rate: Tensor | float) -> Moments:
-    """Return the commit: μ̂ + r·s₁/n and σ̂² + r·(s₂/n − σ̂²), around the old μ̂. An empty window changes nothing."""
+def move_by_window(estimates: Moments, sums: Sums, rate: Tensor | float, *, mixture: bool = False) -> Moments:
+    """Return the commit: μ̂ + r·s₁/n and σ̂² + r·(s₂/n − σ̂²), around the old μ̂. An empty window changes nothing.
+
+    With `mixture`, σ̂² also loses r²·(s₁/n)²: it is the variance around the new μ̂. At small r the term is negligible.
+    """
     wide = sums.first.dtype
     mean, var = (e.to(wide) for e in estimates)
     count = sums.elements.clamp(min=1)
-    moved = Moments(mean + rate * (sums.first / count), var + rate * (sums.second / count - var))
+    offset, second = sums.first / count, sums.second / count
+    if mixture:
+        second = second - rate * offset.square()
+    moved = Moments(mean + rate * offset, var + rate * (second - var))
     return Moments(*(torch.where(sums.elements > 0, new, old) for new, old in zip(moved, (mean, var), strict=True)))
 
 
