@@ -132,10 +132,8 @@ def test_estimates_that_do_not_fit_are_found_unless_the_network_is_fresh(norm):
 def test_a_network_that_trained_with_its_estimates_is_not_accused_for_their_distance_from_the_data():
     model = network("BCN")
     for norm in model.modules():
-        if isinstance(
-            norm, mn.nn.BatchChannelNorm
-        ):  # deviations too small by a factor of 5, as after few steps of AdamW
-            norm.running_var /= 25
+        if isinstance(norm, mn.nn.BatchChannelNorm):
+            norm.running_var /= 25  # deviations too small by a factor of 5, as after few steps of AdamW
     diagnosis = diagnose(model, images().split(16))
     assert diagnosis.ok
     assert "calibrate" not in str(diagnosis)

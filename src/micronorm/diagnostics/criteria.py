@@ -78,9 +78,9 @@ def measure_problems(stats: NormStatistics, *, trained: bool) -> dict[Problem, M
     found: dict[Problem, Measure] = {}
     # Estimates that differ from the data are no problem in a layer that was trained with them: it computes what it
     # computed in training. If they push channels below zero, the other measures find it.
-    if stats.by_estimates and trained and not stats.trained_by_estimates:
-        if stats.positions >= LIMITS.samples:  # one position has no deviation
-            found["estimates"] = _measure_estimates(stats)
+    differs_from_training = stats.by_estimates and not stats.trained_by_estimates
+    if differs_from_training and trained and stats.positions >= LIMITS.samples:  # one position has no deviation
+        found["estimates"] = _measure_estimates(stats)
     if stats.activation is not None and has_enough_data(stats):
         found["stat_diff"] = _measure_stat_diff(stats)
     if stats.activation in ZERO_BELOW_ZERO and has_enough_data(stats):

@@ -84,6 +84,8 @@ class BatchChannelNorm(BatchChannelNormState):
         torch.Size([1, 64, 8, 8])
     """
 
+    function = ("BCN", "num_groups", "eps")
+
     def __init__(
         self,
         num_channels: int,

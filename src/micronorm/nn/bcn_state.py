@@ -8,12 +8,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from micronorm.nn.fingerprint import Fingerprinted
 from micronorm.nn.inputs import check_count
 from micronorm.nn.running import WideBuffers
 from micronorm.nn.window import Window
 
 
-class BatchChannelNormState(WideBuffers):
+class BatchChannelNormState(Fingerprinted, WideBuffers):
     """Base class of BatchChannelNorm, which registers the parameters and buffers and makes the window."""
 
     num_channels: int
