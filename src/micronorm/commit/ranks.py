@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from micronorm.commit.survey import Survey
-from micronorm.nn.window import Window
+from micronorm.nn.window import Window, list_names
 from micronorm.ops.private_api import foreach_norm
 
 
@@ -55,8 +55,7 @@ def process_group(window: Window) -> Any:
 
 
 def _names(windows: Sequence[Window]) -> str:
-    shown = [window.describe() for window in windows[:4]]
-    return ", ".join(shown) + (f" and {len(windows) - 4} more" if len(windows) > 4 else "")
+    return list_names([window.describe() for window in windows])
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from micronorm.nn.fingerprint import Fingerprinted
 from micronorm.nn.inputs import check_count
 from micronorm.nn.running import WideBuffers
-from micronorm.nn.window import Window
+from micronorm.nn.window import Window, list_names
 
 
 class BatchChannelNormState(Fingerprinted, WideBuffers):
@@ -147,10 +147,8 @@ class BatchChannelNormState(Fingerprinted, WideBuffers):
 def warn_of_zero_weights(names: Sequence[str]) -> None:
     """Warn once about the named layers, whose weight is all zero. Do nothing if `names` is empty."""
     if names:
-        shown = ", ".join(names[:4])
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         warnings.warn(
-            f"the weight of {shown}{more} is all zero: its groups have no variance, and gradients are divided by "
+            f"the weight of {list_names(names)} is all zero: its groups have no variance, and gradients are divided by "
             "sqrt(eps), multiplied by hundreds. For a residual branch that starts at zero leave weight at one and zero "
             "group_weight (zero_init_residual=False in torchvision, zero_init_last=False in timm).",
             UserWarning,

@@ -15,7 +15,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -250,3 +250,8 @@ def call_at_first_window(callback: Callable[[], None]) -> None:
     made with the first layer, not at the first forward: a rank that sees no sample must commit with the others.
     """
     _first_window_callbacks.append(callback)
+
+
+def list_names(names: Sequence[str]) -> str:
+    """Return up to four names for a message, and how many more there are."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
