@@ -37,6 +37,7 @@ PUBLIC = {
         "observe",
         # inference
         "fold",
+        "load",
         # modules
         "export",
         "nn",

@@ -17,6 +17,7 @@ NORMS = {
     "LN": mn.LN(),
     "BCN": mn.BCN(groups=4),
     "BCN at a float rate": mn.BCN(groups=4, rate=0.3),
+    "BCN with bias correction": mn.BCN(groups=4, bias_correction=True),
 }
 WEIGHTS = {"plain": None, "WS": mn.WS()}
 

@@ -12,6 +12,8 @@ from micronorm.convert.known_blocks import Block
 from micronorm.convert.pooling import use_kernel
 from micronorm.convert.residual import zero_weight
 from micronorm.convert.surgery import replace, set_forward
+from micronorm.nn.fingerprint import mark_plain
+from micronorm.nn.weight import CONVOLUTIONS
 
 _INSIDE = "norms with the activation inside the layer"
 _POOLS = "max-pooling layers by kernel on a GPU"
@@ -117,6 +119,9 @@ class Plan:
         model = replace(model, replacements)
         for weight in zeroed:
             nn.init.zeros_(weight)
+        for decision in self.decisions:
+            if decision.role == "convolution" and decision.make is None and isinstance(decision.module, CONVOLUTIONS):
+                mark_plain(decision.module)
         for module, block in blocks.items():
             set_forward(module, block.forward, block.method)
         for pool in pools:

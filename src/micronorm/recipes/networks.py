@@ -5,7 +5,7 @@ when one of them is built.
 """
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -171,7 +171,7 @@ def _torchvision(blocks: Sequence[int], *, classes: int, groups: int = 1, width_
 
 _RESNEXT = {"groups": 32, "width_per_group": 4}
 
-NETWORKS: Mapping[str, Callable[..., nn.Module]] = {
+NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "digits": _digits,
     "shapes": partial(SmallSegmenter, widths=(16, 32, 64, 64)),
     "cifar-resnet20": partial(_cifar, 20),
@@ -183,7 +183,7 @@ NETWORKS: Mapping[str, Callable[..., nn.Module]] = {
     "resnext50-32x4d": partial(_torchvision, (3, 4, 6, 3), **_RESNEXT),
     "resnext101-32x4d": partial(_torchvision, (3, 4, 23, 3), **_RESNEXT),
 }
-"""By the name that a recipe uses; each function takes classes=."""
+"""By the name that a recipe uses; each function takes classes=. Add a network of your own before its recipe."""
 
 
 def build_network(name: str, *, classes: int) -> nn.Module:
