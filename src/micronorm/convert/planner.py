@@ -15,6 +15,7 @@ from micronorm.convert.flow.trace import by_order
 from micronorm.convert.fusion import Fusions, activation_name, find_fusions
 from micronorm.convert.plan import Decision, Plan
 from micronorm.convert.pooling import can_pool
+from micronorm.convert.residual import last_norms
 from micronorm.convert.rules import SourceNorm, describe_norm, looks_like_a_norm, refuse_reparameterized
 from micronorm.convert.surgery import is_rewritten, names_of
 from micronorm.nn.bcn import BCN, BatchChannelNorm
@@ -43,10 +44,11 @@ class Planner:
         warm_steps: int,
         layer_norm: bool,
         fuse: bool,
+        zero_init_residual: bool,
     ) -> None:
         self.model, self.norm, self.weight = model, norm, weight
         self.absorb, self.warm_steps, self.layer_norm = absorb, warm_steps, layer_norm
-        self.fuse = fuse
+        self.fuse, self.zero_init_residual = fuse, zero_init_residual
         self.names = {module: tuple(names) for module, names in names_of(model).items()}
         self.allowed = {
             module: filter is None or bool(filter(module, names[0])) for module, names in self.names.items()
@@ -67,6 +69,8 @@ class Planner:
         decisions = [
             (norms | convolutions)[module] for module in self.names if module in norms or module in convolutions
         ]
+        if self.zero_init_residual:
+            decisions = self._with_zero_start(decisions, flow)
         fusions, pools = Fusions(), []
         if self.fuse:
             fusions = find_fusions(self.model, self._fusible(decisions))
@@ -87,6 +91,26 @@ class Planner:
             return type(self.norm(old.channels)) in FUSIBLE and not old.tail and not old.channels_last
 
         return list(filter(is_fusible, self.names))
+
+    def _with_zero_start(self, decisions: list[Decision], flow: Flow) -> list[Decision]:
+        """Return the decisions with a zero start for the last norm of each residual branch."""
+        norms = {d.module for d in decisions if d.role == "norm" and self._removes_scale(d.module, d)}
+        ends = last_norms(flow, set(filter(self._can_start_at_zero, norms)))
+        if not ends:
+            hint = "; pass example_inputs for the real data flow" if flow.method == "order" else ""
+            raise ValueError(
+                "zero_init_residual=True, but the data flow has no residual branch that ends in a trainable norm, "
+                f"as x + norm(conv(...)) does{hint}"
+            )
+        reason = "ends a residual branch: starts at zero"
+        return [replace(d, zero=True, reason=f"{d.reason}; {reason}") if d.module in ends else d for d in decisions]
+
+    def _can_start_at_zero(self, module: Any) -> bool:
+        """Return whether a norm is trainable and has no activation, whose gradient at zero may be zero."""
+        weight = getattr(module, "weight", None)
+        frozen = isinstance(weight, nn.Parameter) and not weight.requires_grad
+        plain = isinstance(getattr(module, "act", None), nn.Identity | None)
+        return self.allowed[module] and not frozen and plain and getattr(module, "activation", None) is None
 
     # --- norms -------------------------------------------------------------------------------------------------------
 
@@ -283,7 +307,7 @@ class Planner:
         return Decision(self.names[module], "convolution", type(module).__name__, becomes, reason, module, make)
 
     def _refuse_no_change(self, decisions: list[Decision]) -> None:
-        if any(decision.make is not None for decision in decisions):
+        if any(decision.make is not None or decision.zero for decision in decisions):
             return
         if not decisions:
             kinds = sorted({type(module).__name__ for module in self.names})[:8]

@@ -132,9 +132,10 @@ class Journal:
     def end(self, outcome: Outcome, *, average: dict[str, Any] | None = None) -> None:
         """Write the weights, their moving average if there is one, and the outcome. Collective."""
         if self.folder is not None:
-            save_weights(self.step, self.folder / WEIGHTS)
+            recipe = "" if self.record is None else self.record.facts["recipe"]
+            save_weights(self.step, self.folder / WEIGHTS, recipe=recipe)
             if average is not None:
-                save_weights(self.step, self.folder / AVERAGE, average)
+                save_weights(self.step, self.folder / AVERAGE, average, recipe=recipe)
         if self.record is not None:
             kept = ("steps", "figures", "digest", "finished")
             self.record.finish({name: getattr(outcome, name) for name in kept})

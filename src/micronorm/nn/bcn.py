@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from micronorm.nn.backends import check_backend, resolve_backend
+from micronorm.nn.fingerprint import Fingerprinted
 from micronorm.nn.gather import gather, gather_by_kernel, run, sequential_estimates, track_batch
 from micronorm.nn.inputs import check_count, check_eps, check_flag, check_groups, check_input, check_residual
 from micronorm.nn.per_step.recorder import active, remember
@@ -38,7 +39,7 @@ Statistics = Literal["batch", "sequential", "step"]
 STATISTICS = ("batch", "sequential", "step")
 
 
-class BatchChannelNorm(WideBuffers):
+class BatchChannelNorm(Fingerprinted, WideBuffers):
     r"""Normalize each channel by estimated statistics, then each group of channels of a sample by its own statistics.
 
     .. math::
@@ -80,6 +81,7 @@ class BatchChannelNorm(WideBuffers):
         torch.Size([1, 64, 8, 8])
     """
 
+    function = ("BCN", "num_groups", "eps")
     running_mean: Tensor
     running_var: Tensor
     blend: Tensor
@@ -245,6 +247,17 @@ class BatchChannelNorm(WideBuffers):
             # Without the layer's name: Python shows equal warnings once, and a network has many such layers.
             warn_of_zero_weights(["a BatchChannelNorm in the state dict"])
 
+    def weight_parameters(self) -> Sequence[nn.Parameter]:
+        """Return the weight, or the parameters it is computed from (nn.utils.parametrize, prune, weight_norm, …)."""
+        own = self._parameters.get("weight")
+        if own is not None:
+            return (own,)
+        return [p for name, p in self.named_parameters() if name.startswith(("weight", "parametrizations.weight."))]
+
+    def is_trainable(self) -> bool:
+        """Return whether the weight requires grad. A layer whose weight does not is frozen: its estimates stay."""
+        return any(p.requires_grad for p in self.weight_parameters())
+
     def has_zero_weight(self) -> bool:
         """Return whether a trainable γ^b is all zero, so that gradients are divided by sqrt(eps). Reads the device."""
         # The type excludes sharded weights: reading one is a collective operation that other ranks need not join.
@@ -321,7 +334,7 @@ class BatchChannelNorm(WideBuffers):
             return activation(self._normalize_by_kernel(x, IDENTITY, None) + residual)
         elements = x.numel() // (x.shape[0] * self.num_channels)
         running_mean, running_var, blend, *affine = self._tensors()
-        training = self.training and (self.statistics == "batch" or affine[0].requires_grad)
+        training = self.training and (self.statistics == "batch" or self._gathers())
         known = None
         estimates: Moments | None = Moments(running_mean, running_var)
         if training and self.statistics != "step":
@@ -371,13 +384,20 @@ class BatchChannelNorm(WideBuffers):
         if self.statistics == "batch":
             run(track_batch, *data, *running, elements, group_elements, window.lost, window.counter)
             return None
-        if not self.weight.requires_grad:  # a frozen layer keeps its estimates
+        if not self._gathers():
             return running
         if self.statistics == "sequential":
             options = (self.micro_batch, group_elements, window.lost, window.counter)
             return Moments(*run(sequential_estimates, *data, *running, *options))
         run(gather, *data, window.reference, elements, group_elements, window.sums, window.lost, window.counter)
         return running
+
+    def _gathers(self) -> bool:
+        """Return whether a training forward is gathered. A frozen layer only notes that it ran, for a warning."""
+        trainable = self.is_trainable()
+        if not trainable and not torch.compiler.is_compiling() and not self._window.paused:
+            self._window.ran = True
+        return trainable
 
     def _empty(self, x: Tensor) -> Tensor:
         """Return the output for an empty batch, with zero gradients for every parameter."""

@@ -90,8 +90,9 @@ def sequential_estimates(
     running = Moments(running_mean, running_var)
     window = find_window(counter)
     if window is not None and _gathers(window, group_elements):
-        per_sample, last = scan(running, data, rate=_sequential_rate(window), micro_batch=micro_batch)
-        _move(running, last, lost, samples=mean.shape[0])
+        per_sample, left_out = scan(running, data, rate=_sequential_rate(window), micro_batch=micro_batch)
+        lost[0].add_(left_out)
+        _move(running, Moments(*(e[-1] for e in per_sample)), lost, samples=mean.shape[0])
         window.scanned.append(ScannedForward(data, per_sample))
         counter[0] += 1
     elif window is not None and inside_backward() and not window.paused:
@@ -166,6 +167,7 @@ def _count_forward(window: Window, counter: Tensor) -> None:
             "the limit: mn.attach(model, max_forwards=...)."
         )
     counts[0] += 1
+    window.ran = True
 
 
 def _sequential_rate(window: Window) -> float | Tensor:
