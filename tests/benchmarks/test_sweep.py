@@ -86,8 +86,8 @@ def test_a_pattern_that_matches_nothing_is_an_error(sweep, tmp_path):
 
 
 class OwnForward(nn.BatchNorm2d):
-    def forward(self, x):
-        return super().forward(x) + 1
+    def forward(self, input):
+        return super().forward(input) + 1
 
 
 class Raising(nn.Module):
