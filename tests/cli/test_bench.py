@@ -110,7 +110,7 @@ def test_a_wrong_contestant_prints_its_error_gets_no_figure_and_ends_with_1(monk
         (["--case", "large"], "the cases 'large' are for a GPU"),
         (["--case", "2x8x0"], "two to five positive sizes as in 16x64x56x56"),
         (["--layout", "nwhc"], "--layout must be nhwc or nchw, got 'nwhc'"),
-        (["--method", "bn2"], "no method 'bn2'; there are bn, gn, "),
+        (["--method", "bn2"], "no method 'bn2'; there are bcn-step"),
         (["--route", "graph"], "--route must be eager, got 'graph'; CUDA graphs need a GPU"),
         (["--dtype", "float8"], "--dtype must be one of bfloat16, float16, float32, got 'float8'"),
         (["--rounds", "1"], "--rounds must be at least 2 for quartiles, got 1"),
