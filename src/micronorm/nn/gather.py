@@ -15,8 +15,16 @@ from torch import Tensor
 
 from micronorm.nn.checkpointing import inside_backward
 from micronorm.nn.window import MAX_SCANNED, ScannedForward, Window, find_window
-from micronorm.ops.bcn import batch_statistics, gather_fused, move_by_batch, scan, window_sums
-from micronorm.ops.moments import Moments, bounded
+from micronorm.ops.bcn import (
+    batch_statistics,
+    estimates_by_kernel,
+    gather_fused,
+    move_by_batch,
+    parts_size,
+    scan,
+    window_sums,
+)
+from micronorm.ops.moments import Moments, bounded, compute_dtype, wide_dtype
 from micronorm.ops.private_api import functorch_transforms_active
 
 BATCH_MOMENTUM = 0.1
@@ -90,7 +98,9 @@ def sequential_estimates(
     running = Moments(running_mean, running_var)
     window = find_window(counter)
     if window is not None and _gathers(window, group_elements):
-        per_sample, last = scan(running, data, rate=_sequential_rate(window), micro_batch=micro_batch)
+        rate = _sequential_rate(window)
+        rate = rate.clamp(0, 1) if isinstance(rate, Tensor) else rate
+        per_sample, last = scan(running, data, rate=rate, micro_batch=micro_batch)
         _move(running, last, lost)
         window.scanned.append(ScannedForward(data, per_sample))
         counter[0] += 1
@@ -116,10 +126,45 @@ def track_batch(
     if window is None or not _gathers(window, group_elements):
         return
     running = Moments(running_mean, running_var)
-    momentum = window.rate if isinstance(window.rate, float) else BATCH_MOMENTUM
+    momentum = _batch_momentum(window)
     batch = Moments(*(s.squeeze(0) for s in batch_statistics(bounded(Moments(mean, var), running_var.dtype))))
     _move(running, move_by_batch(running, batch, elements=elements * mean.shape[0], momentum=momentum), lost)
     counter[0] += 1
+
+
+def estimates_from_input(
+    x: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    groups: int,
+    micro_batch: int | None,
+    lost: Tensor,
+    counter: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Do `track_batch` (if `micro_batch` is None) or `sequential_estimates` by kernels, which read x themselves.
+
+    Returns:
+        The `parts` that the kernels of the normalization take, and the mean and the variance to normalize with.
+    """
+    running = Moments(running_mean, running_var)
+    window = find_window(counter)
+    elements = x.numel() // (x.shape[0] * x.shape[1])
+    moves = window is not None and _gathers(window, elements * (x.shape[1] // groups))
+    rate: float | Tensor = 0.0
+    if window is not None and moves:
+        rate = _batch_momentum(window) if micro_batch is None else _sequential_rate(window)
+        counter.numpy()[0] += 1
+    options: dict[str, Any] = {"groups": groups, "micro_batch": micro_batch, "moves": moves}
+    parts, found, data = estimates_by_kernel(x, running, lost, rate=rate, **options)
+    if micro_batch is None:
+        return parts, found
+    if window is not None and moves:
+        window.scanned.append(ScannedForward(Moments(*data), Moments(*found)))
+    elif window is not None and inside_backward() and not window.paused:
+        found = torch.stack(_estimates_of_first_pass(window, Moments(*data)))
+    else:
+        found[0], found[1] = running
+    return parts, found
 
 
 def run(function: Callable, *args: object) -> Any:
@@ -167,8 +212,12 @@ def _count_forward(window: Window, counter: Tensor) -> None:
     counts[0] += 1
 
 
+def _batch_momentum(window: Window) -> float:
+    return window.rate if isinstance(window.rate, float) else BATCH_MOMENTUM
+
+
 def _sequential_rate(window: Window) -> float | Tensor:
-    """Return the rate of a "sequential" forward, which needs it before the optimizer steps."""
+    """Return the rate of a "sequential" forward, which needs it before the optimizer steps; a tensor is not limited."""
     if isinstance(window.rate, float):
         return window.rate
     if window.control.learning_rate is None:
@@ -215,3 +264,29 @@ _register(
     "running_mean running_var lost counter",
     lambda mean, var, *args: (torch.empty_like(mean), torch.empty_like(var)),
 )
+
+
+def _estimates_for_graphs(
+    x: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    groups: int,
+    micro_batch: int | None,
+    lost: Tensor,
+    counter: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Do `estimates_from_input` and copy the result: compiled code may overwrite it, and the window keeps it."""
+    parts, found = estimates_from_input(x, running_mean, running_var, groups, micro_batch, lost, counter)
+    return parts, found.clone()
+
+
+def _fake_estimates(
+    x: Tensor, running_mean: Tensor, running_var: Tensor, groups: int, micro_batch: int | None, *rest: Tensor
+) -> tuple[Tensor, Tensor]:
+    shape = x.shape[1:2] if micro_batch is None else x.shape[:2]
+    parts = x.new_empty(parts_size(x, groups), dtype=compute_dtype(x.dtype))
+    return parts, x.new_empty((2, *shape), dtype=wide_dtype(x.device))
+
+
+_estimates_for_graphs.__name__ = estimates_from_input.__name__
+_register(_estimates_for_graphs, "running_mean running_var lost counter", _fake_estimates)

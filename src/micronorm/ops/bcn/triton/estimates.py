@@ -1,0 +1,253 @@
+"""The kernels of the statistics that a forward derives from its own input, for "batch" and "sequential".
+
+They run between the two passes of a forward, on the moments of the pieces that `moments_part` left in `parts`.
+`batch_estimates` pools all samples, and `scan_estimates` runs Algorithm 1. Both compute what the layer's estimates
+become. If one program has all channels (ALONE) it also writes them; otherwise `write_estimates` does, because either
+all channels move or none does.
+
+The legend of names, shapes and pointers is in pieces.py. Names ending in _nc and _tc are tiles of samples × channels
+and of micro-batches × channels. W is float64, or the dtype of `found`. Further pointers of all kernels:
+- found_ptr: the mean and the variance to normalize with, in W: C numbers each, or N×C each.
+- new_ptr: the estimates after this forward: C means and C variances in W.
+- mean_ptr, var_ptr: C, the layer's estimates, which are moved; any floating dtype.
+- lost_ptr: 1 or more integers; the first counts forwards that were left out.
+- rate_ptr: the rate, a number in any floating dtype (HAS_RATE). Otherwise the rate is rate_high + rate_low, because
+  Triton passes Python numbers as float32.
+"""
+
+# Called outside a kernel these raise, which is all that pyright sees of them.
+# pyright: reportGeneralTypeIssues=false
+
+import triton
+import triton.language as tl
+
+from micronorm.ops.bcn.triton.pieces import (
+    COUNTS,
+    FIRST,
+    LARGEST_FLOAT32,
+    LARGEST_FLOAT64,
+    SECOND,
+    begin,
+    both,
+    part_at,
+)
+
+
+@triton.jit
+def _moments(
+    x_ptr, parts_ptr, n, c, valid, x, sizes, cut,
+    wide: tl.constexpr, UNROLLED: tl.constexpr,
+):  # fmt: skip
+    """Return the mean and the variance of samples × channels from the moments of the pieces; n and c broadcast.
+
+    The means of the pieces are summed around that of the first piece. In W this costs no digits of float32 moments.
+    """
+    space, pieces, piece = cut
+    first = tl.load(x_ptr + n.to(tl.int64) * x[0] + c * x[1], valid, 0).to(wide)
+    start = tl.load(part_at(parts_ptr, FIRST, n * pieces, c, sizes, pieces), valid, 0).to(wide)
+    total = tl.zeros(valid.shape, wide)
+    square = tl.zeros(valid.shape, wide)
+    for base in range(0, pieces, UNROLLED):
+        for k in tl.static_range(UNROLLED):
+            p = base + k
+            exists = both(valid, p < pieces)
+            count = tl.maximum(tl.minimum(space - p * piece, piece), 0).to(wide)
+            part = tl.load(part_at(parts_ptr, FIRST, n * pieces + p, c, sizes, pieces), exists, 0).to(wide)
+            apart = tl.where(exists, part - start, 0.0)
+            total += apart * count
+            square += apart * apart * count
+            square += tl.load(part_at(parts_ptr, SECOND, n * pieces + p, c, sizes, pieces), exists, 0).to(wide)
+    share = 1 / (tl.full([], 0, wide) + space)  # a division per element would take longer than the rest
+    rest = total * share
+    var = tl.maximum(square * share - rest * rest, 0.0, tl.PropagateNan.ALL)
+    # As `pieces.bounded`, for the dtype that the forward computes in.
+    LARGEST: tl.constexpr = LARGEST_FLOAT64 if parts_ptr.dtype.element_ty == tl.float64 else LARGEST_FLOAT32
+    return first + (start + rest), tl.where(var > LARGEST, LARGEST, var)
+
+
+@triton.jit
+def _rate(rate_ptr, rate_high, rate_low, wide: tl.constexpr, HAS_RATE: tl.constexpr):
+    """Return the rate, limited to [0, 1]."""
+    if HAS_RATE:
+        rate = tl.load(rate_ptr).to(wide)
+    else:
+        rate = tl.full([], 0, wide) + rate_high + rate_low
+    return tl.minimum(tl.maximum(rate, 0.0), 1.0)
+
+
+@triton.jit
+def _write(mean_c, var_c, c, valid_c, mean_ptr, var_ptr, lost_ptr):
+    """Write the new estimates of all channels; if any is not finite in the dtype of the layer's, count a lost forward."""
+    one = tl.arange(0, 1)
+    lost = tl.load(lost_ptr + one)
+    mean_c = mean_c.to(mean_ptr.dtype.element_ty)
+    var_c = var_c.to(var_ptr.dtype.element_ty)
+    broken_c = tl.where((mean_c * 0 == 0) & (var_c * 0 == 0), 0, 1)
+    finite = tl.sum(tl.where(valid_c, broken_c, 0), 0) == 0
+    tl.store(mean_ptr + c, mean_c, both(valid_c, finite))
+    tl.store(var_ptr + c, var_c, both(valid_c, finite))
+    tl.store(lost_ptr + one, lost + tl.where(finite, 0, 1))
+
+
+@triton.jit
+def write_estimates(
+    new_ptr, mean_ptr, var_ptr, lost_ptr,
+    channels,
+    CHANNELS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Write the layer's estimates, in one program."""
+    begin(EARLY)
+    c = tl.arange(0, CHANNELS)
+    valid_c = c < channels
+    mean_c = tl.load(new_ptr + c, valid_c, 0)
+    _write(mean_c, tl.load(new_ptr + channels + c, valid_c, 0), c, valid_c, mean_ptr, var_ptr, lost_ptr)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def batch_estimates(
+    x_ptr,  # N×C×S, dtype of the input
+    parts_ptr,  # 2×N×pieces×C in F
+    found_ptr, new_ptr,  # 2×C in W
+    mean_ptr, var_ptr, lost_ptr, rate_ptr,
+    rate_high, rate_low,
+    samples, channels, space,
+    x_n, x_c,
+    pieces, piece,
+    HAS_RATE: tl.constexpr, MOVES: tl.constexpr, ALONE: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    UNROLLED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Compute the moments of the whole batch, and with MOVES the running statistics after it, as BatchNorm does."""
+    begin(EARLY)
+    wide: tl.constexpr = found_ptr.dtype.element_ty
+    c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    valid_c = c < channels
+    x, sizes, cut = (x_n, x_c), (samples, channels), (space, pieces, piece)
+    old_mean_c = tl.load(mean_ptr + c, valid_c, 0).to(wide)
+    old_var_c = tl.load(var_ptr + c, valid_c, 0).to(wide)
+    rate = _rate(rate_ptr, rate_high, rate_low, wide, HAS_RATE)
+    mean_c = tl.zeros([CHANNELS], wide)
+    square_c = tl.zeros([CHANNELS], wide)
+    for start in range(0, samples, ROWS):
+        n = (start + tl.arange(0, ROWS))[:, None]
+        valid_nc = (n < samples) & valid_c[None, :]
+        mean_nc, var_nc = _moments(x_ptr, parts_ptr, n, c[None, :], valid_nc, x, sizes, cut, wide, UNROLLED)
+        count = tl.minimum(samples - start, ROWS).to(wide)
+        own_mean_c = tl.sum(tl.where(valid_nc, mean_nc, 0.0), 0) / count
+        apart_nc = mean_nc - own_mean_c[None, :]
+        own_square_c = tl.sum(tl.where(valid_nc, tl.fma(apart_nc, apart_nc, var_nc), 0.0), 0)
+        # Merge with the rows before: two non-negative terms.
+        distance_c = own_mean_c - mean_c
+        share = count / (start + count)
+        mean_c = tl.fma(distance_c, share + tl.zeros_like(distance_c), mean_c)
+        square_c += tl.fma(distance_c * distance_c, share * start + tl.zeros_like(distance_c), own_square_c)
+    var_c = square_c / samples
+    tl.store(found_ptr + c, mean_c, valid_c)
+    tl.store(found_ptr + channels + c, var_c, valid_c)
+    if MOVES:
+        # The unbiased variance; one element has none, and its biased variance is used.
+        elements = (tl.zeros([1], wide) + samples) * space
+        unbiased_c = var_c * (elements / tl.maximum(elements - 1, 1.0))
+        new_mean_c = old_mean_c + rate * (mean_c - old_mean_c)
+        new_var_c = old_var_c + rate * (unbiased_c - old_var_c)
+        if ALONE:
+            _write(new_mean_c, new_var_c, c, valid_c, mean_ptr, var_ptr, lost_ptr)
+        else:
+            tl.store(new_ptr + c, new_mean_c, valid_c)
+            tl.store(new_ptr + channels + c, new_var_c, valid_c)
+
+
+@triton.jit
+def _after(decay, added, next_decay, next_added):
+    """Return u → a·u + b of one step of a linear recurrence after those before it."""
+    return decay * next_decay, tl.fma(added, next_decay, next_added)
+
+
+@triton.jit
+def _solve(start_c, inputs_tc, valid_tc, rate):
+    """Return u_t = (1 − r)·u_{t−1} + r·i_t of all t, from u_0; what does not exist changes nothing."""
+    # An infinite input would become NaN later in the recurrence; it and all later terms are NaN.
+    added_tc = tl.where(valid_tc, rate * inputs_tc + inputs_tc * 0, 0.0)
+    decay_tc = tl.where(valid_tc, 1 - rate, 1.0)
+    decay_tc, added_tc = tl.associative_scan((decay_tc, added_tc), 0, _after)
+    return tl.fma(decay_tc, tl.broadcast_to(start_c[None, :], added_tc.shape), added_tc)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def scan_estimates(
+    x_ptr,  # N×C×S, dtype of the input
+    parts_ptr,  # 2×N×pieces×C in F
+    data_ptr,  # 2×N×C in W: the moments of the samples
+    found_ptr,  # 2×N×C in W
+    new_ptr,  # 2×C in W
+    mean_ptr, var_ptr, lost_ptr, rate_ptr,
+    rate_high, rate_low,
+    samples, channels, space,
+    x_n, x_c,
+    pieces, piece, micro_batch,
+    HAS_RATE: tl.constexpr, MOVES: tl.constexpr, ALONE: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    UNROLLED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Compute Algorithm 1's estimates after each micro-batch of m samples, ROWS micro-batches at a time.
+
+    Without MOVES, compute the moments of the samples alone.
+    """
+    begin(EARLY)
+    wide: tl.constexpr = found_ptr.dtype.element_ty
+    c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    valid_c = c < channels
+    x, sizes, cut = (x_n, x_c), (samples, channels), (space, pieces, piece)
+    block = samples * channels
+    rate = _rate(rate_ptr, rate_high, rate_low, wide, HAS_RATE)
+    last_mean_c = tl.load(mean_ptr + c, valid_c, 0).to(wide)
+    last_var_c = tl.load(var_ptr + c, valid_c, 0).to(wide)
+    first_mean_c = last_mean_c
+    row = tl.arange(0, ROWS)
+    batches = tl.cdiv(samples, micro_batch)
+    for start in range(0, batches, ROWS):
+        n_t = (start + row)[:, None] * micro_batch  # the first sample of each micro-batch
+        valid_tc = (n_t < samples) & valid_c[None, :]
+        center_tc, var_tc = _moments(x_ptr, parts_ptr, n_t, c[None, :], valid_tc, x, sizes, cut, wide, UNROLLED)
+        at = n_t * channels + c[None, :]
+        tl.store(data_ptr + at, center_tc, valid_tc)
+        tl.store(data_ptr + block + at, var_tc, valid_tc)
+        # The moments of the micro-batch, by sums around the mean of its first sample.
+        first_tc = tl.zeros([ROWS, CHANNELS], wide)
+        for j in range(1, micro_batch):
+            n = n_t + j
+            exists = (n < samples) & valid_c[None, :]
+            other_tc, other_var_tc = _moments(x_ptr, parts_ptr, n, c[None, :], exists, x, sizes, cut, wide, UNROLLED)
+            at = n * channels + c[None, :]
+            tl.store(data_ptr + at, other_tc, exists)
+            tl.store(data_ptr + block + at, other_var_tc, exists)
+            distance_tc = tl.where(exists, other_tc - center_tc, 0.0)
+            first_tc += distance_tc
+            var_tc += tl.where(exists, tl.fma(distance_tc, distance_tc, other_var_tc), 0.0)
+        share_t = 1 / tl.maximum(tl.minimum(samples - n_t, micro_batch), 1).to(wide)
+        rest_tc = first_tc * share_t
+        mean_tc = center_tc + rest_tc
+        var_tc = tl.maximum(var_tc * share_t - rest_tc * rest_tc, 0.0, tl.PropagateNan.ALL)
+        if MOVES:
+            after_tc = _solve(last_mean_c, mean_tc, valid_tc, rate)
+            for j in range(micro_batch):
+                tl.store(
+                    found_ptr + (n_t + j) * channels + c[None, :], after_tc, (n_t + j < samples) & valid_c[None, :]
+                )
+            tl.debug_barrier()  # the estimates before each micro-batch are those that other threads have stored
+            later_tc = both(valid_tc, n_t > 0)
+            before_tc = tl.load(found_ptr + (n_t - 1) * channels + c[None, :], later_tc, 0)
+            before_tc = tl.where(n_t > 0, before_tc, first_mean_c[None, :])
+            # Algorithm 1's line 2 measures around the estimate before this micro-batch.
+            distance_tc = mean_tc - before_tc
+            spread_tc = tl.fma(distance_tc, distance_tc, var_tc)
+            after_var_tc = _solve(last_var_c, spread_tc, valid_tc, rate)
+            for j in range(micro_batch):
+                at = (n_t + j) * channels + c[None, :]
+                tl.store(found_ptr + block + at, after_var_tc, (n_t + j < samples) & valid_c[None, :])
+            last_mean_c = tl.sum(tl.where((row == ROWS - 1)[:, None], after_tc, 0.0), 0)
+            last_var_c = tl.sum(tl.where((row == ROWS - 1)[:, None], after_var_tc, 0.0), 0)
+    if MOVES:
+        if ALONE:
+            _write(last_mean_c, last_var_c, c, valid_c, mean_ptr, var_ptr, lost_ptr)
+        else:
+            tl.store(new_ptr + c, last_mean_c, valid_c)
+            tl.store(new_ptr + channels + c, last_var_c, valid_c)
