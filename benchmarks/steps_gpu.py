@@ -54,7 +54,7 @@ RATIOS = ("to_bn_best", "to_bn", "peak_to_bn", "batched_over_literal")
 STATISTICS_TARGET = 1.15  # the time of "batch" and "sequential", as a multiple of that of "step"
 
 
-def chosen_methods(weights: str, statistics: Sequence[str] | None) -> list[StepMethod]:
+def chosen_methods(weights: str, statistics: Sequence[str] | None = None) -> list[StepMethod]:
     """Return BatchNorm and ours by `--weights`, each of ours with recomputation too; or ours by `--statistics`."""
     if statistics is not None:
         return [BN, *(BY_STATISTICS[name] for name in statistics)]

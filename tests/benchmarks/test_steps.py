@@ -46,6 +46,14 @@ def test_every_method_has_a_row_and_so_has_one_image_at_a_time(steps, monkeypatc
     assert f"{NAME}, BCN+WS, eager: to_bn_best" in printed
 
 
+def test_statistics_are_compared_with_those_of_the_step(steps, monkeypatch, capsys):
+    run(steps, monkeypatch, "--statistics", "step", "batch", "sequential")
+    printed = capsys.readouterr().out
+    for name in ("batch", "sequential"):
+        assert f'{NAME}, eager: "{name}" ' in printed
+    assert "literal" not in printed
+
+
 def test_a_method_of_ours_that_fails_leaves_the_others_their_figures_and_ends_with_1(steps, monkeypatch, capsys):
     step = importlib.import_module("training_step")
     real = step.build_model

@@ -68,16 +68,13 @@ def _moments(
 @triton.jit
 def _rate(rate_ptr, rate_high, rate_low, wide: tl.constexpr, HAS_RATE: tl.constexpr):
     """Return the rate, limited to [0, 1]."""
-    if HAS_RATE:
-        rate = tl.load(rate_ptr).to(wide)
-    else:
-        rate = tl.full([], 0, wide) + rate_high + rate_low
+    rate = tl.load(rate_ptr).to(wide) if HAS_RATE else tl.full([], 0, wide) + rate_high + rate_low
     return tl.minimum(tl.maximum(rate, 0.0), 1.0)
 
 
 @triton.jit
 def _write(mean_c, var_c, c, valid_c, mean_ptr, var_ptr, lost_ptr):
-    """Write the new estimates of all channels; if any is not finite in the dtype of the layer's, count a lost forward."""
+    """Write the new estimates of all channels, or count a lost forward if any is not finite in the layer's dtype."""
     one = tl.arange(0, 1)
     lost = tl.load(lost_ptr + one)
     mean_c = mean_c.to(mean_ptr.dtype.element_ty)
@@ -172,6 +169,14 @@ def _solve(start_c, inputs_tc, valid_tc, rate):
     return tl.fma(decay_tc, tl.broadcast_to(start_c[None, :], added_tc.shape), added_tc)
 
 
+@triton.jit
+def _repeat(ptr, values_tc, n_t, c, valid_c, sizes, micro_batch):
+    """Store the values of each micro-batch for all of its samples."""
+    for j in range(micro_batch):
+        n = n_t + j
+        tl.store(ptr + n * sizes[1] + c[None, :], values_tc, (n < sizes[0]) & valid_c[None, :])
+
+
 @triton.jit(do_not_specialize=COUNTS)
 def scan_estimates(
     x_ptr,  # N×C×S, dtype of the input
@@ -228,10 +233,7 @@ def scan_estimates(
         var_tc = tl.maximum(var_tc * share_t - rest_tc * rest_tc, 0.0, tl.PropagateNan.ALL)
         if MOVES:
             after_tc = _solve(last_mean_c, mean_tc, valid_tc, rate)
-            for j in range(micro_batch):
-                tl.store(
-                    found_ptr + (n_t + j) * channels + c[None, :], after_tc, (n_t + j < samples) & valid_c[None, :]
-                )
+            _repeat(found_ptr, after_tc, n_t, c, valid_c, sizes, micro_batch)
             tl.debug_barrier()  # the estimates before each micro-batch are those that other threads have stored
             later_tc = both(valid_tc, n_t > 0)
             before_tc = tl.load(found_ptr + (n_t - 1) * channels + c[None, :], later_tc, 0)
@@ -240,9 +242,7 @@ def scan_estimates(
             distance_tc = mean_tc - before_tc
             spread_tc = tl.fma(distance_tc, distance_tc, var_tc)
             after_var_tc = _solve(last_var_c, spread_tc, valid_tc, rate)
-            for j in range(micro_batch):
-                at = (n_t + j) * channels + c[None, :]
-                tl.store(found_ptr + block + at, after_var_tc, (n_t + j < samples) & valid_c[None, :])
+            _repeat(found_ptr + block, after_var_tc, n_t, c, valid_c, sizes, micro_batch)
             last_mean_c = tl.sum(tl.where((row == ROWS - 1)[:, None], after_tc, 0.0), 0)
             last_var_c = tl.sum(tl.where((row == ROWS - 1)[:, None], after_var_tc, 0.0), 0)
     if MOVES:
