@@ -128,7 +128,7 @@ def test_bad_arguments_are_refused(steps, monkeypatch, capsys, arguments, messag
 def test_both_are_compiled_once_for_all_routes_while_the_budget_lasts(steps, monkeypatch, capsys):
     compiled = []
     monkeypatch.setattr(torch, "compile", lambda model, dynamic: compiled.append(dynamic) or model)
-    monkeypatch.setattr(steps, "chosen_methods", lambda weights: [steps.BN])
+    monkeypatch.setattr(steps, "chosen_methods", lambda weights, statistics: [steps.BN])
     run(steps, monkeypatch, "--no-literal")
     assert compiled == [False, False]
     printed = capsys.readouterr().out
