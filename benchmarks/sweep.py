@@ -5,7 +5,6 @@ same versions are kept unless --fresh. See README.md.
 """
 
 import argparse
-import ast
 import collections
 import concurrent.futures
 import csv
@@ -22,8 +21,8 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -55,7 +54,7 @@ LAYER_NAMES = re.compile(r" '[^']*'")
 
 
 @dataclass
-class Row:
+class SweepRow:
     """One architecture. Text columns are empty and counts 0 where there is nothing to say."""
 
     source: str
@@ -92,7 +91,7 @@ class Row:
         return self.micronorm, self.torch, self.timm, self.torchvision, self.python
 
 
-COLUMNS = [field.name for field in fields(Row)]
+COLUMNS = [field.name for field in fields(SweepRow)]
 
 
 @functools.cache
@@ -101,7 +100,7 @@ def versions() -> dict[str, str]:
     source = Path(inspect.getfile(mn)).parent
     digest = hashlib.sha256()
     for path in sorted(source.glob("convert/**/*.py")):
-        digest.update(_code(path).encode())
+        digest.update(path.read_bytes())
     return {
         "micronorm": f"{mn.__version__}+{digest.hexdigest()[:8]}",
         "torch": torch.__version__,
@@ -109,15 +108,6 @@ def versions() -> dict[str, str]:
         "torchvision": torchvision.__version__,
         "python": platform.python_version(),
     }
-
-
-def _code(path: Path) -> str:
-    """A file without its comments and docstrings, which change no result."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
-            del node.body[0]
-    return ast.dump(tree)
 
 
 # --- the architectures -----------------------------------------------------------------------------------------------
@@ -148,17 +138,12 @@ def build(source: str, name: str) -> nn.Module:
     return torchvision.models.get_model(name, weights=None, **options)
 
 
-def sample(todo: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
-    """The first architecture of each family."""
-    return list({(source, family): (source, name, family) for source, name, family in reversed(todo)}.values())[::-1]
-
-
 # --- one architecture ------------------------------------------------------------------------------------------------
 
 
-def sweep_one(source: str, name: str, family: str) -> Row:
+def sweep_one(source: str, name: str, family: str) -> SweepRow:
     """Plan, apply and check; whatever goes wrong is in the row."""
-    row = Row(source, name, family, **versions())
+    row = SweepRow(source, name, family, **versions())
     signal.signal(signal.SIGALRM, _out_of_time)
     signal.alarm(TIME_LIMIT)
     try:
@@ -173,7 +158,7 @@ def sweep_one(source: str, name: str, family: str) -> Row:
     return row
 
 
-def _fill(row: Row) -> None:
+def _fill(row: SweepRow) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         made, before = _planned(row)
@@ -198,7 +183,7 @@ def _fill(row: Row) -> None:
         row.outcome = "converted"
 
 
-def _planned(row: Row) -> tuple[Plan | None, Forward | None]:
+def _planned(row: SweepRow) -> tuple[Plan | None, Forward | None]:
     """On the meta device where the model can be built and run there, else on the CPU."""
     made, before = None, None
     for device in ("meta", "cpu"):
@@ -248,18 +233,18 @@ def _out_of_time(*_: object) -> None:
 # --- all of them -----------------------------------------------------------------------------------------------------
 
 
-def read(path: Path) -> list[Row]:
+def read(path: Path) -> list[SweepRow]:
     if not path.exists():
         return []
     kinds: dict[str, Callable[[str], Any]] = {
         field.name: {"int": int, "float": float}.get(str(getattr(field.type, "__name__", field.type)), str)
-        for field in fields(Row)
+        for field in fields(SweepRow)
     }
     with path.open(newline="", encoding="utf-8") as file:
-        return [Row(**{name: kinds[name](value) for name, value in row.items()}) for row in csv.DictReader(file)]
+        return [SweepRow(**{name: kinds[name](value) for name, value in row.items()}) for row in csv.DictReader(file)]
 
 
-def write(path: Path, rows: Sequence[Row]) -> None:
+def write(path: Path, rows: Sequence[SweepRow]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".tmp")
     with draft.open("w", newline="", encoding="utf-8") as file:
@@ -269,17 +254,17 @@ def write(path: Path, rows: Sequence[Row]) -> None:
     draft.replace(path)
 
 
-def append(path: Path, row: Row) -> None:
+def append(path: Path, row: SweepRow) -> None:
     with path.open("a", newline="", encoding="utf-8") as file:
         csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(asdict(row))
 
 
-def run_all(todo: Sequence[tuple[str, str, str]], workers: int) -> Generator[Row, None, None]:
+def run_all(todo: Sequence[tuple[str, str, str]], workers: int) -> Generator[SweepRow, None, None]:
     """Rows as they come. An architecture whose worker dies (of memory, say) is tried alone once, then reported."""
     suspects = yield from _run_pool(todo, workers)
     for one in suspects:
         for _ in (yield from _run_pool([one], 1)):
-            row = Row(*one, outcome="traceback", detail="the worker process died", **versions())
+            row = SweepRow(*one, outcome="traceback", detail="the worker process died", **versions())
             row.date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             yield row
 
@@ -308,33 +293,10 @@ def _start_worker() -> None:
     torch.set_num_threads(1)
 
 
-@contextmanager
-def progress(total: int) -> Iterator[Callable[[Row], None]]:
-    """A bar on a terminal, elsewhere a line per fifty rows."""
-    if sys.stdout.isatty():
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns) as bar:
-            task = bar.add_task("sweep", total=total)
-            yield lambda row: bar.update(task, advance=1, description=f"{row.source} {row.name}"[:40].ljust(40))
-        return
-    done = 0
-
-    def count(row: Row) -> None:
-        nonlocal done
-        done += 1
-        if done % 50 == 0 or done == total:
-            print(f"{done} of {total}: {row.source} {row.name}", flush=True)
-
-    yield count
-
-
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=OUT, help="the CSV; the summary goes beside it as .md")
     parser.add_argument("--only", action="append", metavar="PATTERN", help="names or families that match (shell style)")
-    parser.add_argument("--sample", action="store_true", help="one architecture per family")
     parser.add_argument("--fresh", action="store_true", help="do rows of the same versions again")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes")
     return parser.parse_args(argv)
@@ -345,8 +307,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = architectures()
     if args.only:
         chosen = [a for a in chosen if any(fnmatch.fnmatch(text, p) for p in args.only for text in a[1:])]
-    if args.sample:
-        chosen = sample(chosen)
     if not chosen:
         raise SystemExit(f"no architecture is called {args.only}")
     now = tuple(versions().values())
@@ -358,11 +318,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     write(args.out, list(kept.values()))
     interrupted = False
     try:
-        with progress(len(todo)) as tell, closing(run_all(todo, args.workers)) as done:
-            for row in done:
+        with closing(run_all(todo, args.workers)) as done:
+            for count, row in enumerate(done, 1):
                 kept[row.key] = row
                 append(args.out, row)
-                tell(row)
+                if count % 50 == 0 or count == len(todo):
+                    print(f"{count} of {len(todo)}: {row.source} {row.name}", flush=True)
     except KeyboardInterrupt:
         interrupted = True
         print("interrupted; the next run goes on from here")
@@ -379,8 +340,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _command(args: argparse.Namespace) -> str:
     """Rebuilt from the arguments: a typed one could hold a path."""
     only = "".join(f" --only '{pattern}'" for pattern in args.only or ())
-    switches = "".join(f" --{name}" for name in ("sample", "fresh") if getattr(args, name))
-    return f"python benchmarks/sweep.py --workers {args.workers}{only}{switches}"
+    return f"python benchmarks/sweep.py --workers {args.workers}{only}{' --fresh' * args.fresh}"
 
 
 if __name__ == "__main__":

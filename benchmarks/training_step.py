@@ -24,14 +24,11 @@ from micronorm.recipes.networks import build_network
 
 @dataclass(frozen=True)
 class Workload:
-    """A network and a batch, with the targets: time and peak memory of ours as multiples of BatchNorm's."""
+    """A network and a batch."""
 
     network: str
     samples: int
     size: tuple[int, int]
-    time_target: float | None = None
-    memory_target: float | None = None
-    recompute_target: float | None = None
 
     @property
     def name(self) -> str:
@@ -39,12 +36,12 @@ class Workload:
 
 
 WORKLOADS = (
-    Workload("resnet50", 64, (224, 224), 0.9, 1.0, 0.75),
-    Workload("resnet50", 2, (800, 1344), 0.9),
-    Workload("resnet50", 1, (224, 224), 1.1),
-    Workload("cifar-resnet110", 128, (32, 32), 1.0),
+    Workload("resnet50", 64, (224, 224)),
+    Workload("resnet50", 2, (800, 1344)),
+    Workload("resnet50", 1, (224, 224)),
+    Workload("cifar-resnet110", 128, (32, 32)),
 )
-TINY = (Workload("resnet18", 2, (64, 64), 0.9, 1.0, 0.75), Workload("cifar-resnet20", 4, (16, 16), 1.0))
+TINY = (Workload("resnet18", 2, (64, 64)), Workload("cifar-resnet20", 4, (16, 16)))
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ PUBLIC = {
         "observe",
         # inference
         "fold",
+        "load",
         # modules
         "export",
         "nn",

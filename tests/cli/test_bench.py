@@ -121,8 +121,6 @@ def test_what_cannot_be_written_is_said_before_anything_is_measured(monkeypatch,
         (["--out", str(file / "rows.csv")], f"--out cannot write into {file}: File exists; name another folder"),
         (["--out", str(file / "deeper" / "rows.csv")], f"--out cannot write into {file / 'deeper'}: Not a directory"),
         (["--out", str(folder)], f"--out writes a file, {folder} is a folder; name a file in it"),
-        (["--plot", str(file)], f"--plot cannot write into {file}: File exists"),
-        (["--plot", str(file / "plots")], f"--plot cannot write into {file / 'plots'}: Not a directory"),
     ):
         result = run(*TINY, *FEW, *arguments)
         assert result.exit_code == 2
@@ -147,14 +145,6 @@ def test_a_terminal_gets_a_table(monkeypatch):
     output = run(*TINY, *FEW).stdout
     assert "─" in output
     assert "\x1b[1m" in output
-
-
-def test_plots_are_drawn_from_the_rows(monkeypatch, tmp_path):
-    drawn = {}
-    monkeypatch.setattr(bench.plot, "draw", lambda rows, folder, caption: drawn.update(rows=rows, caption=caption))
-    assert run(*TINY, *FEW, "--plot", str(tmp_path)).exit_code == 0
-    assert len(drawn["rows"]) == 4
-    assert f"torch {torch.__version__}" in drawn["caption"]
 
 
 def test_the_list_names_every_case_and_method():

@@ -108,7 +108,7 @@ def test_a_terminal_gets_colours(monkeypatch):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["resnet18"], "package.module:factory, torchvision:NAME or timm:NAME"),
+        (["resnet18"], "write timm:NAME, torchvision:NAME, recipe:NAME, package.module:factory or file.py:factory"),
         (["torchvision:resnet81"], "near it: resnet18"),
         (["timm:resnet81"], "near it: resnet"),
         (["timm:" + "z" * 30], "and none of"),

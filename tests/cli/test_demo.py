@@ -211,13 +211,13 @@ def test_a_place_that_cannot_be_written_to_is_refused_with_one_sentence(monkeypa
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_within_a_run_leaves_what_has_finished(quick, monkeypatch, tmp_path, number, code):
-    class Press(demo.Row):
+    class Press(demo.BoardRow):
         def on_step(self, row):
             super().on_step(row)
             if self.name == "GroupNorm + WS, 1 at a time" and self.steps == 1:
                 signal.raise_signal(number)
 
-    monkeypatch.setattr(demo, "Row", Press)
+    monkeypatch.setattr(demo, "BoardRow", Press)
     result = invoke("demo", "--epochs", "2", "--out", str(tmp_path))
     assert result.exit_code == code
     table = rows(result.output)

@@ -169,8 +169,8 @@ def test_a_recipe_is_a_target_with_its_own_data():
     [
         (["nothing"], "has no 'nothing'"),
         (["failing"], "factories_of_diagnose:failing fails (KeyError: 'my own error')"),
-        ([":f"], "is not a target: write package.module:factory, torchvision:NAME, timm:NAME or recipe:"),
-        (["groups", "--checkpoint", "."], ". is a folder without model.safetensors"),
+        ([":f"], "is not a target: write timm:NAME, torchvision:NAME, recipe:NAME, package."),
+        (["groups", "--checkpoint", "."], "model.safetensors does not exist"),
         (["no_such_module_here:f"], "no module 'no_such_module_here'"),
         (["pair"], "must return a model or a tuple that starts with one, got int"),
         (["recipe:digit/bn"], "no table 'digit'"),
@@ -205,12 +205,12 @@ def test_of_bytes_that_are_no_tensors_no_advice_to_run_them_is_repeated(option, 
     assert "trust" not in line
 
 
-def test_a_folder_of_a_run_is_answered_with_the_checkpoint_in_it():
+def test_a_run_directory_stands_for_its_weights():
     Path("run").mkdir()
-    save_file(state_of("groups"), "run/model.safetensors")
-    result = invoke("groups", "--checkpoint", "run")
-    assert result.exit_code == 2
-    assert "run is a folder: did you mean run/model.safetensors?" in result.stderr
+    save_file(state_of("offset"), "run/model.safetensors")
+    result = invoke("groups", *DIGITS, "--checkpoint", "run")
+    assert result.exit_code == 1, result.output
+    assert "4 (GroupNorm)" in result.output
 
 
 def test_groups_that_are_not_those_asked_for_are_told():

@@ -4,6 +4,7 @@ import os
 import random
 import shlex
 import signal
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from micronorm.cli.train import _launcher
 from micronorm.engine.checkpoint import checkpoints
 from micronorm.engine.settings import Execution
 from micronorm.recipes import find
+from micronorm.recipes.networks import NETWORKS
 from micronorm.recipes.run import Variation, run_recipe
 from tests.engine.tiny import contents
 from tests.processes import finish, micronorm, start
@@ -228,9 +230,9 @@ def test_a_resumed_run_keeps_its_options_and_a_finished_one_is_left_alone(out):
     "arguments, message",
     [
         ((), "already holds a run"),
-        (("--resume", "--lr", "0.5"), "other settings: optimizer.lr was 0.1 and is 0.5;"),
-        (("--resume", "--step-batch", "64", "--seed", "1"), "step_batch was 200 and is 64, seed was 0 and is 1;"),
-        (("--resume", "--dtype", "float64"), "dtype was float32 and is float64;"),
+        (("--resume", "--lr", "0.5"), "other settings: optimizer.lr: 0.1 → 0.5;"),
+        (("--resume", "--step-batch", "64", "--seed", "1"), "step_batch: 200 → 64, seed: 0 → 1;"),
+        (("--resume", "--dtype", "float64"), "dtype: float32 → float64;"),
     ],
 )
 def test_what_contradicts_the_run_in_the_folder_is_refused(out, arguments, message):
@@ -331,3 +333,40 @@ def test_the_hint_of_ranks_on_one_machine_is_for_as_many(monkeypatch):
     assert shlex.join(_launcher()) == "torchrun --nproc-per-node 4 -m micronorm"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # two machines: what joins them is not known here
     assert _launcher() == ["micronorm"]
+
+
+OWN = """
+from dataclasses import replace
+from torch import nn
+from micronorm import recipes
+from micronorm.recipes.networks import NETWORKS
+
+def small(*, classes):
+    layers = nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    return nn.Sequential(*layers, nn.Linear(8, classes))
+
+NETWORKS["small"] = small
+first = replace(recipes.find("digits"), table="mine", row="first", network="small")
+"""
+
+
+def test_a_recipe_of_ones_own_is_trained_from_its_file(tmp_path, monkeypatch):
+    (tmp_path / "my_recipes.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    monkeypatch.setitem(NETWORKS, "small", None)
+
+    def command(*arguments: str) -> tuple[int, str]:
+        result = CliRunner().invoke(app, list(arguments))
+        return result.exit_code, " ".join(result.output.split())
+
+    code, output = command("train", "my_recipes.py:first", "--steps", "1")
+    assert code == 0, output
+    assert "to go on: micronorm train my_recipes.py:first --out runs/mine-first-0 --resume" in output
+    assert records.read("runs/mine-first-0").facts["recipe"] == "mine/first"
+    code, output = command("fold", "runs/mine-first-0", "--out", "x.safetensors")
+    assert (code, "give model=" in output) == (1, True), output
+    code, output = command("fold", "runs/mine-first-0", "--model", "my_recipes.py:first", "--out", "x.safetensors")
+    assert code == 0, output
+    assert command("train", "my_recipes.py:small")[0] == 2
+    assert "must be a recipes.Recipe, got function" in command("train", "my_recipes.py:small")[1]

@@ -108,7 +108,7 @@ def test_the_rate_of_an_optimizer_that_is_not_attached_is_known_from_its_first_s
 @pytest.mark.parametrize("name", ["a", "a_name_longer_than_its_heading"])
 def test_the_columns_of_the_report_stand_under_their_headings(name):
     head, line = str(mn.attach(nn.ModuleDict({name: layer()}), rate=0.05).report()).splitlines()
-    for heading, entry in (("statistics", "step"), ("rate", "0.05"), ("1/rate = steps", "20"), ("lost", "0 forwards")):
+    for heading, entry in (("statistics", "step"), ("rate", "0.05"), ("1/rate = steps", "20"), ("lost", "0 samples")):
         assert line.startswith(entry, head.index(heading))
 
 
@@ -156,6 +156,19 @@ def test_detaching_out_of_order_leaves_nothing_in_force(model):
     second.detach()
     assert model[1]._window.rate == "lr"
     second.detach()  # again: nothing
+
+
+def test_controls_of_deleted_handles_do_not_pile_up(model):
+    norm = model[1]
+    kept = mn.attach(model, rate=0.125)
+    for _ in range(50):
+        mn.attach(model, rate=0.25)
+    assert len(norm._window.controls) <= 2
+    last = mn.attach(model, rate=0.5)
+    last.detach()
+    assert norm._window.rate == 0.25  # its handle is gone, so it stays in force
+    kept.detach()
+    assert norm._window.rate == 0.25
 
 
 def test_layers_that_need_no_rate_need_no_optimizer_to_commit():

@@ -211,6 +211,70 @@ def test_a_layer_used_twice_gathers_both_uses():
     assert_estimates(norm, [x, y.detach()], 0.5)
 
 
+def test_a_shallow_copy_used_in_the_same_step_counts_like_the_original():
+    norm = layer(rate=0.5)
+    twin = copy.copy(norm)
+    optimizer = torch.optim.SGD(norm.parameters(), lr=0.0)
+    parts = [data(seed=k) for k in range(3)]
+    norm(parts[0])
+    twin(parts[1])
+    twin(parts[2])
+    optimizer.step()
+    assert_estimates(norm, parts, 0.5)
+    before = norm.running_mean.clone()
+    optimizer.step()  # both windows are empty now
+    assert torch.equal(norm.running_mean, before)
+
+
+# --- estimates that change in mid-window ----------------------------------------------------------------------------
+
+
+def copy_in_place(norm, state):
+    for name, tensor in norm.state_dict().items():
+        tensor.copy_(state[name])
+
+
+SWAPS = {
+    "load_state_dict": lambda norm, state: norm.load_state_dict(state),
+    "assign": lambda norm, state: norm.load_state_dict({k: v.clone() for k, v in state.items()}, assign=True),
+    "in place": copy_in_place,
+}
+swaps = pytest.mark.parametrize("swap", SWAPS.values(), ids=SWAPS.keys())
+
+
+@swaps
+def test_swapping_averaged_weights_in_to_evaluate_and_back_changes_no_commit(swap):
+    norm, control = layer(rate=0.5), layer(rate=0.5)
+    for net in (norm, control):
+        optimizer = torch.optim.SGD([net.weight], lr=0.0)
+        for k in range(2):
+            net(data(seed=2 * k))
+            if net is norm:
+                own = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+                swap(net, {name: tensor + 3 for name, tensor in own.items()})
+                net.eval()(data(seed=9))
+                swap(net.train(), own)
+            net(data(seed=2 * k + 1))
+            optimizer = torch.optim.SGD([net.weight], lr=0.0)  # "assign" replaces the weight
+            optimizer.step()
+    assert torch.equal(norm.running_mean, control.running_mean)
+    assert torch.equal(norm.running_var, control.running_var)
+
+
+@swaps
+def test_a_commit_moves_the_estimates_it_finds_by_the_whole_window(swap):
+    norm = layer(rate=0.25)
+    parts = [data(seed=k) for k in range(2)]
+    norm(parts[0])
+    swap(norm, {name: tensor + 3 for name, tensor in norm.state_dict().items()})
+    old = norm.running_mean.clone(), norm.running_var.clone()
+    norm(parts[1])
+    torch.optim.SGD([norm.weight], lr=0.0).step()
+    mean, var = expected_estimates(parts, 0.25, *old)
+    assert_close_to_max(norm.running_mean, mean, tol=1e-14)
+    assert_close_to_max(norm.running_var, var, tol=1e-14)
+
+
 # --- GradScaler ------------------------------------------------------------------------------------------------------
 
 
@@ -239,7 +303,7 @@ def test_a_skipped_step_commits_nothing_and_its_window_joins_the_next(fused):
 
 
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan, 1e30])
-def test_a_forward_that_is_not_finite_is_left_out_and_counted(bad):
+def test_a_sample_that_is_not_finite_is_left_out_and_counted(bad):
     norm = mn.nn.BatchChannelNorm(4, 2, rate=0.5)
     handle = mn.attach(norm)
     optimizer = torch.optim.SGD(norm.parameters(), lr=0.1)
@@ -248,12 +312,12 @@ def test_a_forward_that_is_not_finite_is_left_out_and_counted(bad):
     norm(good)
     norm(spoiled)
     optimizer.step()
-    mean, var = expected_estimates([good.double()], 0.5)
+    mean, var = expected_estimates([good.double(), spoiled[1:].double()], 0.5)
     assert_close_to_max(norm.running_mean, mean, tol=1e-6)
     assert_close_to_max(norm.running_var, var, tol=1e-6)
-    with pytest.warns(RuntimeWarning, match="BatchChannelNorm: 1 forwards and 0 windows"):
+    with pytest.warns(RuntimeWarning, match="BatchChannelNorm: 1 samples and 0 windows"):
         row = handle.report()[0]
-    assert (row.lost_forwards, row.lost_windows) == (1, 0)
+    assert (row.lost_samples, row.lost_windows) == (1, 0)
     handle.report()  # said once
     norm.state_dict()
 
@@ -267,7 +331,7 @@ def test_a_window_whose_estimates_would_overflow_is_dropped_whole_and_counted():
     optimizer.step()
     assert torch.equal(norm.running_mean, torch.zeros(4))
     assert torch.equal(norm.running_var, torch.ones(4))
-    with pytest.warns(RuntimeWarning, match="0 forwards and 1 windows"):
+    with pytest.warns(RuntimeWarning, match="0 samples and 1 windows"):
         norm.state_dict()
     norm(torch.ones(1, 4, 2, 2))  # the next window is a new one
     optimizer.step()

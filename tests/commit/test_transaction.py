@@ -10,6 +10,7 @@ import micronorm as mn
 from micronorm.commit.snapshot import Snapshot
 from micronorm.commit.transaction import Transaction, merge_states
 from micronorm.engine.checkpoint import digest
+from tests.tolerances import assert_close_to_max
 
 
 def layers(statistics="step"):
@@ -54,7 +55,7 @@ def test_losses_that_were_counted_are_taken_back():
     transaction = begun(model := layers())
     snapshot = Snapshot(model)
     model(images() * float("inf"))
-    assert transaction.windows[0].lost.tolist() == [1, 0]
+    assert transaction.windows[0].lost.tolist() == [3, 0]
     snapshot.restore()
     assert transaction.windows[0].lost.tolist() == [0, 0]
 
@@ -135,3 +136,21 @@ def test_windows_of_ranks_that_are_gone_are_taken_over_and_new_ranks_begin_with_
     none = begun(layers())
     none.load_state_dict(merge_states(kept, []))
     assert digest(none.state_dict()) == digest(begun(layers()).state_dict())
+
+
+def test_a_checkpoint_in_mid_window_holds_sums_around_the_estimates_it_was_saved_with():
+    model = layers()
+    transaction = begun(model)
+    model(images(1))
+    model.load_state_dict({name: tensor + 2 for name, tensor in model.state_dict().items()})
+    model(images(2))
+    resumed = layers()
+    resumed.load_state_dict(model.state_dict())
+    other = begun(resumed)
+    other.load_state_dict(transaction.state_dict())
+    for net, made in ((model, transaction), (resumed, other)):
+        assert made.handle is not None
+        made.handle.commit()
+        assert net[0].running_mean.any()
+    for name, tensor in model.state_dict().items():
+        assert_close_to_max(resumed.state_dict()[name], tensor, tol=1e-14)

@@ -8,7 +8,6 @@ import timm
 import torch
 import torchvision
 from torch import Tensor, nn
-from torchvision.ops import FrozenBatchNorm2d
 
 import micronorm as mn
 from tests.networks import SmallResNet, assert_same_state, pieces, samples
@@ -98,20 +97,6 @@ def test_a_norm_without_tensors_goes_where_the_model_is():
     mn.convert(model)
     assert model[1].weight.dtype == torch.float64
     assert model(torch.randn(1, 3, 8, 8, dtype=torch.float64)).dtype == torch.float64
-
-
-def test_a_frozen_batch_norm_trains_again_unless_the_layer_before_it_is_frozen():
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), FrozenBatchNorm2d(8), nn.Conv2d(8, 8, 3), FrozenBatchNorm2d(8))
-    model[1].running_mean.fill_(0.5)
-    model[0].requires_grad_(False)
-    plan = mn.plan(model)
-    reasons = {d.name: d.reason for d in plan.decisions}
-    assert "stays frozen" in reasons["1"]
-    assert "trains from here on" in reasons["3"]
-    plan.apply()
-    assert [p.requires_grad for p in model[1].parameters()] == [False] * 4
-    assert [p.requires_grad for p in model[3].parameters()] == [True] * 4
-    assert model[1].running_mean.eq(0.5).all()
 
 
 def test_timm_norm_act_layers_keep_their_keys_activation_and_dropout():

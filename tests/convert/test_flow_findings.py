@@ -187,18 +187,6 @@ def test_statistics_that_the_buffers_cannot_hold_are_refused():
     assert norm.running_var.eq(1).all()
 
 
-def test_a_frozen_convolution_and_its_norm_go_on_computing_what_they_did():
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).requires_grad_(False)
-    plan = mn.plan(model)
-    assert "frozen, so mean and scale are absorbed" in plan.decisions[0].reason
-    assert "stays frozen" in plan.decisions[1].reason
-    before = model[0].weight.clone()
-    plan.apply()
-    assert_close_to_max(model[0].effective_weight(), before, tol=1e-6)
-    cwn = mn.plan(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).requires_grad_(False), weight=mn.CWN())
-    assert cwn.decisions[0].becomes is None
-
-
 def test_calibrate_says_what_it_was_given_in_the_wrong_place():
     norm = mn.nn.BatchChannelNorm(4)
     with pytest.raises(TypeError, match="the model comes first, got list"):

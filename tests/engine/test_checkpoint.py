@@ -83,14 +83,6 @@ def test_a_damaged_file_without_another_says_so(tmp_path):
         load(path)
 
 
-def test_a_sharded_checkpoint_beside_it_is_offered_too(tmp_path):
-    (tmp_path / "step-00000001.sharded").mkdir()
-    path = save(tmp_path, 2, STATE)
-    path.write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"from the one before it, step-00000001\.sharded$"):
-        load(path)
-
-
 @pytest.mark.parametrize("foreign", [{"weight": torch.ones(2)}, [1, 2], torch.ones(2)])
 def test_a_file_of_something_else_under_a_right_name_is_refused(tmp_path, foreign):
     before = save(tmp_path, 1, STATE)

@@ -286,9 +286,23 @@ def test_a_damaged_checkpoint_stops_the_run_untouched_and_the_one_before_it_can_
 def test_other_settings_are_refused_by_name_before_and_after_the_first_checkpoint(tmp_path, step):
     kill_at(step, tmp_path)
     before = contents(tmp_path)
-    with pytest.raises(ValueError, match=r"other settings: optimizer\.lr was 0\.02 and is 0\.01, seed was 3 and is 4;"):
+    with pytest.raises(ValueError, match=r"other settings: optimizer\.lr: 0\.02 → 0\.01, seed: 3 → 4;"):
         run(tmp_path, resume=True, optimizer=SGD(0.01), seed=4)
     assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("step", [1, 5])
+def test_a_recipe_that_changed_is_refused_with_what_changed_before_and_after_the_first_checkpoint(tmp_path, step):
+    facts = {"recipe": "mine", "definition": {"norm": "BCN(eps=1e-05, rate='lr')", "weight": "WS()", "lr": 0.02}}
+    kill_at(step, tmp_path, facts=facts)
+    before = contents(tmp_path)
+    changed = {"recipe": "mine", "definition": {"norm": "BCN(eps=0.001, rate='lr')", "weight": None, "lr": 0.02}}
+    with pytest.raises(
+        ValueError, match=r"from before mine changed: norm: BCN\(eps=1e-05, .*001, .*, weight: WS\(\) → "
+    ):
+        run(tmp_path, resume=True, facts=changed)
+    assert contents(tmp_path) == before
+    assert run(tmp_path, resume=True, facts=facts).finished
 
 
 @pytest.mark.parametrize("other", ["wider", "longer"])

@@ -67,9 +67,9 @@ class Heard(Listener):
 
 
 def run(out: Path | None, *, model: nn.Module | None = None, listener: Heard | None = None, **options: Any) -> Outcome:
-    """Train the tiny model; options are those of Settings and Execution, `resume` and `observer`."""
+    """Train the tiny model; options are those of Settings and Execution, `resume`, `facts` and `observer`."""
     how = {"out": out, "listener": listener, "resume": options.pop("resume", False)}
-    how["observer"] = options.pop("observer", None)
+    how |= {"observer": options.pop("observer", None), "facts": options.pop("facts", None)}
     changes = {name: options.pop(name) for name in list(options) if name != "steps" and hasattr(SETTINGS, name)}
     execution = Execution(**{"save_steps": 2, "device": torch.device("cpu"), **options})
     settings = replace(SETTINGS, **changes)

@@ -17,6 +17,7 @@ NORMS = {
     "LN": mn.LN(),
     "BCN": mn.BCN(groups=4),
     "BCN at a float rate": mn.BCN(groups=4, rate=0.3),
+    "BCN with bias correction": mn.BCN(groups=4, bias_correction=True),
 }
 WEIGHTS = {"plain": None, "WS": mn.WS()}
 
@@ -149,3 +150,42 @@ def test_a_batch_norm_breaks_the_law_so_the_test_can_fail():
     whole = train(model, [SAMPLES], lr=0.1)
     with pytest.raises(AssertionError, match="relative error"):
         assert_same_state(train(model, [7, 17], lr=0.1), whole, tol=tolerance("one_step", torch.float64))
+
+
+@pytest.mark.parametrize("fused", [None, False, True], ids=["no scaler", "ordinary optimizer", "fused optimizer"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e300], ids=str)
+def test_a_sample_that_is_not_finite_is_left_out_of_the_estimates_whatever_the_cut(bad, fused):
+    """One bad image of four. With a GradScaler their step is skipped, and the other three join the next window."""
+    model = SmallResNet(mn.BCN(groups=4, rate=0.5), mn.WS()).double()
+    x, labels = (t[:8] for t in samples())
+    x[2, 1, 3, 3] = bad
+
+    def run(cut, first):
+        net = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=bool(fused))
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0, enabled=fused is not None)
+        windows = [module._window for module in net.modules() if isinstance(module, mn.nn.BatchChannelNorm)]
+        counts = []
+        for index in (first, [4, 5, 6, 7]) if scaler.is_enabled() else (first,):
+            optimizer.zero_grad()
+            for part in torch.tensor(index).split(cut):
+                scaler.scale(F.cross_entropy(net(x[part]), labels[part], reduction="sum")).backward()
+            counts += [int(window.split.elements) for window in windows]
+            if scaler.is_enabled():
+                net.head.weight.grad[0, 0] += torch.inf if index is first else 0  # skip this step in every run
+            else:
+                optimizer.zero_grad()  # the gradients are not finite, and this test is about the estimates
+            scaler.step(optimizer)
+            scaler.update()
+        lost = [window.lost[0].item() for window in windows]
+        return dict(net.named_buffers()), counts, lost
+
+    whole, counts, lost = run(4, [0, 1, 2, 3])
+    assert lost == [1] * 6
+    for cut in (2, 1):
+        pieces, *others = run(cut, [0, 1, 2, 3])
+        assert others == [counts, lost]
+        assert_same_state(pieces, whole, tol=tolerance("one_step", torch.float64))
+    without, clean_counts, _ = run(3, [0, 1, 3])
+    assert clean_counts == counts
+    assert_same_state(without, whole, tol=tolerance("one_step", torch.float64))

@@ -174,13 +174,17 @@ def test_the_blend_and_its_steps_travel_in_the_state_dict_of_a_warmed_layer():
 # --- state -----------------------------------------------------------------------------------------------------------
 
 
-def test_loading_a_state_dict_clears_the_window():
+def test_loading_a_state_dict_keeps_the_window_and_an_empty_one_follows_the_estimates():
     layer = BatchChannelNorm(4, 2)
+    state = {name: tensor + 1 for name, tensor in layer.state_dict().items()}
+    layer.load_state_dict(state)
+    assert torch.equal(layer._window.reference, torch.ones(4, dtype=torch.float64))
     layer(torch.randn(2, 4, 3, 3))
-    address = layer._window.sums.data_ptr()
-    layer.load_state_dict(layer.state_dict())
-    assert layer._window.forwards == 0
-    assert not layer._window.sums.any()
+    sums, address = layer._window.sums.clone(), layer._window.sums.data_ptr()
+    layer.load_state_dict({name: tensor + 1 for name, tensor in state.items()})
+    assert layer._window.forwards == 1
+    assert torch.equal(layer._window.sums, sums)
+    assert torch.equal(layer._window.reference, torch.ones(4, dtype=torch.float64))
     assert layer._window.sums.data_ptr() == address
 
 

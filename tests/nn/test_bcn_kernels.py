@@ -75,7 +75,7 @@ def test_a_sequential_step_is_the_same_in_pieces_of_whole_micro_batches(device):
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # numpy, in the interpreter
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_forward_that_is_not_finite_is_left_out_and_counted(device, bad):
+def test_a_sample_that_is_not_finite_is_left_out_and_counted(device, bad):
     layer = norm().to(device, torch.float64)
     twin = twin_of(layer)
     x = torch.randn(2, 4, 3, 3, dtype=torch.float64, device=device)

@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from micronorm.bench import cases, methods, plot, results
+from micronorm.bench import cases, methods, results
 from micronorm.bench.cases import CASES, GPU_GROUPS, LAYOUTS, Case
 from micronorm.bench.measure import BenchSettings, measure
 from micronorm.bench.results import ROUTES, BenchResult
@@ -39,7 +39,6 @@ def bench(
     threads: Annotated[int | None, typer.Option(help="Number of torch threads; default: torch's choice.")] = None,
     no_compile: Annotated[bool, typer.Option("--no-compile", help="Leave out the torch.compile methods.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the results to this CSV file.")] = None,
-    plots: Annotated[Path | None, typer.Option("--plot", help="Write plots to this folder.")] = None,
     listed: Annotated[bool, typer.Option("--list", help="List cases and methods, and measure nothing.")] = False,
 ) -> None:
     """Time norm + ReLU, forward and backward: our layer beside BatchNorm, GroupNorm and their compositions.
@@ -62,8 +61,6 @@ def bench(
         settings = _settings(where, routes, dtype=dtype, rounds=rounds, threads=threads)
         if out is not None:
             _check_file(out)
-        if plots is not None:
-            _check_folder("--plot", plots)
     except ValueError as fault:
         typer.echo(f"micronorm bench: {fault}", err=True)
         raise typer.Exit(MISUSE) from None
@@ -83,9 +80,6 @@ def bench(
         found += new
     if out is not None:
         results.write_csv(out, [results.as_record(result, facts) for result in found])
-    if plots is not None:
-        caption = f"{facts['gpu'] or facts['cpu']}, torch {facts['torch']}, {str(facts['date'])[:10]}"
-        plot.draw(found, plots, caption=caption)
     faults = [result for result in found if result.method.is_ours and result.fault]
     if faults:
         names = dict.fromkeys(f"{result.method.key} at {result.case.name}" for result in faults)
@@ -135,21 +129,17 @@ def _check_file(out: Path) -> None:
         raise ValueError(f"--out writes CSV, got {out.name!r}; name it something.csv")
     if out.is_dir():
         raise ValueError(f"--out writes a file, {out} is a folder; name a file in it, {out / 'rows.csv'}")
-    _check_folder("--out", out.parent)
-
-
-def _check_folder(option: str, folder: Path) -> None:
-    """Make the folder and write to it once. This comes before the measurement, which may take an hour."""
-    try:
+    folder = out.parent
+    try:  # before the measurement, which may take an hour
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".micronorm-"):
             pass
     except OSError as fault:
-        raise ValueError(f"{option} cannot write into {folder}: {fault.strerror}; name another folder") from None
+        raise ValueError(f"--out cannot write into {folder}: {fault.strerror}; name another folder") from None
 
 
 def _command(options: Mapping[str, Any]) -> str:
-    """Return the command that repeats the measurement, without --out and --plot, which name paths."""
+    """Return the command that repeats the measurement, without --out, which names a path."""
     words = ["micronorm", "bench"]
     for name, value in options.items():
         if value is True:

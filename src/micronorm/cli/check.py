@@ -25,8 +25,8 @@ def check(
     target: Annotated[
         str,
         typer.Argument(
-            help="package.module:factory, torchvision:NAME or timm:NAME. A factory returns (model, batch, loss) or a "
-            "model. A model alone is checked with random images and a summed cross-entropy."
+            help="timm:NAME, torchvision:NAME, recipe:NAME or package.module:factory. A factory returns (model, batch, "
+            "loss) or a model. A model alone is checked with random images and a summed cross-entropy."
         ),
     ],
     batch: Annotated[int, typer.Option(min=2, help="The number of random images.")] = 6,

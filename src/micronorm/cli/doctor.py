@@ -11,7 +11,7 @@ import torch
 import typer
 from torch import nn
 
-from micronorm.cli.selftest import Result, run_tests, self_tests
+from micronorm.cli.selftest import SelfTestResult, run_tests, self_tests
 from micronorm.cli.targets import MISUSE
 from micronorm.data.search import find_data, search_folders
 from micronorm.engine.environment import environment
@@ -112,7 +112,7 @@ def _describe_extra(packages: Sequence[str], extra: str, purpose: str) -> dict[s
     return {"packages": versions, "purpose": purpose, "install": install}
 
 
-def _print(found: dict[str, Any], results: Sequence[Result]) -> None:
+def _print(found: dict[str, Any], results: Sequence[SelfTestResult]) -> None:
     own, data = found["environment"], found["data"]
     revision = f", revision {own['revision']}" if own["revision"] else ""
     versions = {"micronorm": f"{own['micronorm']}{revision}", "python": own["python"], "torch": own["torch"]}

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from micronorm.cli.targets import TargetError
-from micronorm.convert.foreign import loading_fault
+from micronorm.convert.checkpoint import loading_fault
 from micronorm.data.folders import SUFFIXES
 from micronorm.data.pixels import IMAGENET, Standardization
 

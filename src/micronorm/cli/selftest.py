@@ -42,7 +42,7 @@ class Absent(Exception):
 
 
 @dataclass(frozen=True)
-class Result:
+class SelfTestResult:
     """The result of one self-test."""
 
     name: str
@@ -69,7 +69,7 @@ def self_tests(devices: Sequence[torch.device]) -> list[SelfTest]:
     return tests if gpu is None else [*tests, ("process group (nccl)", partial(check_group, "nccl", gpu))]
 
 
-def run_tests(tests: Sequence[SelfTest]) -> list[Result]:
+def run_tests(tests: Sequence[SelfTest]) -> list[SelfTestResult]:
     """Run all tests in order and return their results. An exception counts as a failure of that test."""
     results = []
     for name, test in tests:
@@ -82,7 +82,7 @@ def run_tests(tests: Sequence[SelfTest]) -> list[Result]:
             status, detail = "failed", str(fault)
         except Exception as error:  # a broken installation may raise anything
             status, detail = "failed", " ".join(f"{type(error).__name__}: {error}".split())
-        results.append(Result(name, status, detail, time.perf_counter() - started))  # type: ignore[arg-type]
+        results.append(SelfTestResult(name, status, detail, time.perf_counter() - started))  # type: ignore[arg-type]
     return results
 
 

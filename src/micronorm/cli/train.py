@@ -12,10 +12,9 @@ import typer
 from rich.console import Console
 
 from micronorm.cli.progress import TrainingProgress
-from micronorm.cli.targets import MISUSE
+from micronorm.cli.targets import MISUSE, TargetError, find_recipe
 from micronorm.engine.loop import Diverged
 from micronorm.engine.settings import DTYPES, Execution, Outcome
-from micronorm.recipes import find
 from micronorm.recipes.run import Variation, run_recipe
 
 FAILED = 1
@@ -23,7 +22,10 @@ DIVERGED = 3
 
 
 def train(
-    recipe: Annotated[str, typer.Argument(help="A recipe, such as digits or cifar1/c10-bcn-ws; see `reproduce`.")],
+    recipe: Annotated[
+        str,
+        typer.Argument(help="digits, cifar1/c10-bcn-ws, …, see `reproduce`; or file.py:name for a recipe of your own."),
+    ],
     step_batch: Annotated[int | None, typer.Option(min=1, help="Samples per optimizer step, over all ranks.")] = None,
     micro_batch: Annotated[
         str, typer.Option(help="Samples per forward and backward; auto starts with what fits into memory.")
@@ -73,7 +75,7 @@ def train(
     not finite. 130, 143: interrupted.
     """
     try:
-        found = find(recipe)
+        found = find_recipe(recipe)
         variation = Variation(
             step_batch=step_batch,
             epochs=epochs,
@@ -102,7 +104,7 @@ def train(
             evaluate_epochs=evaluate_every,
             observe=observe,
         )
-    except ValueError as fault:
+    except (TargetError, ValueError) as fault:
         raise _fail(fault, MISUSE) from None
     folder = out or Path("runs") / f"{found.name.replace('/', '-')}-{seed or 0}"
     console = Console(highlight=False)
@@ -126,7 +128,7 @@ def train(
     except (OSError, ImportError, MemoryError) as fault:  # a download, a full disk; no torchvision
         raise _fail(fault, FAILED) from None
     if outcome.first:
-        again = ["train", found.name, "--out", str(folder), "--resume"]
+        again = ["train", recipe if ":" in recipe else found.name, "--out", str(folder), "--resume"]
         again += [] if data is None else ["--data", str(data)]  # the record does not contain the data folder
         _print_outcome(console, outcome, folder, [*_launcher(), *again, *execution_options(execution, workers)])
     if outcome.signal is not None:

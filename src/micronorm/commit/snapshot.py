@@ -87,7 +87,7 @@ class Snapshot:
         self._windows = [module._window for module in modules if isinstance(module, BatchChannelNorm)]
         held = [*(self.model.parameters() if self.parameters else ()), *self.model.buffers()]
         self._tensors = [tensor.detach() for tensor in held]
-        self._tensors += [tensor for window in self._windows for tensor in (window.sums, window.lost)]
+        self._tensors += [tensor for window in self._windows for tensor in (window.sums, window.reference, window.lost)]
         if list(map(_layout, self._tensors)) != list(map(_layout, self._copies)):
             self._copies = [torch.empty_like(tensor) for tensor in self._tensors]
         if self._copies:

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -36,7 +37,8 @@ class Transaction:
     def state_dict(self) -> dict[str, Any]:
         """Return what was gathered and not yet committed, on the CPU, for a checkpoint between two steps."""
         return {
-            "sums": [window.sums.to("cpu", copy=True) for window in self.windows],
+            # Measured from the estimates, which the checkpoint contains, and not from each rank's reference.
+            "sums": [torch.cat(window.sums_around(window.layer.running_mean)).cpu() for window in self.windows],
             "lost": [window.lost.to("cpu", copy=True) for window in self.windows],
             "forwards": [window.forwards for window in self.windows],
         }
@@ -52,6 +54,7 @@ class Transaction:
         for window, sums, lost, forwards in zip(
             self.windows, state["sums"], state["lost"], state["forwards"], strict=True
         ):
+            window.clear()
             window.sums.copy_(sums)
             window.lost.copy_(lost)
             window.counter[0] = forwards

@@ -15,6 +15,7 @@ from micronorm.convert.flow.trace import by_order
 from micronorm.convert.fusion import Fusions, activation_name, find_fusions
 from micronorm.convert.plan import Decision, Plan
 from micronorm.convert.pooling import can_pool
+from micronorm.convert.residual import last_norms
 from micronorm.convert.rules import SourceNorm, describe_norm, looks_like_a_norm, refuse_reparameterized
 from micronorm.convert.surgery import is_rewritten, names_of
 from micronorm.nn.bcn import BCN, BatchChannelNorm
@@ -22,9 +23,11 @@ from micronorm.nn.group import GroupNorm
 from micronorm.nn.norm_act import FUSIBLE, BatchChannelNormAct, activation_inside
 from micronorm.nn.reparameterized import Reparameterized
 from micronorm.nn.spec import GroupedSpec, NormSpec, WeightSpec
-from micronorm.nn.weight import CONVOLUTIONS, CWN, WS, counterpart_kind, is_standardized_by_timm
+from micronorm.nn.weight import CONVOLUTIONS, counterpart_kind, is_standardized_by_timm
 
 Filter = Callable[[nn.Module, str], bool]
+
+_BATCH_STATISTICS = "; in train mode a BatchNorm uses the batch's statistics, so keep it in eval mode"
 
 
 class Planner:
@@ -41,14 +44,16 @@ class Planner:
         warm_steps: int,
         layer_norm: bool,
         fuse: bool,
+        zero_init_residual: bool,
     ) -> None:
         self.model, self.norm, self.weight = model, norm, weight
         self.absorb, self.warm_steps, self.layer_norm = absorb, warm_steps, layer_norm
-        self.fuse = fuse
+        self.fuse, self.zero_init_residual = fuse, zero_init_residual
         self.names = {module: tuple(names) for module, names in names_of(model).items()}
         self.allowed = {
             module: filter is None or bool(filter(module, names[0])) for module, names in self.names.items()
         }
+        self.parameters = dict(model.named_parameters(remove_duplicate=False))
         self.norms = {module: old for module in self.names if (old := describe_norm(module)) is not None}
 
     def plan(self, example_inputs: Any) -> Plan:
@@ -64,6 +69,8 @@ class Planner:
         decisions = [
             (norms | convolutions)[module] for module in self.names if module in norms or module in convolutions
         ]
+        if self.zero_init_residual:
+            decisions = self._with_zero_start(decisions, flow)
         fusions, pools = Fusions(), []
         if self.fuse:
             fusions = find_fusions(self.model, self._fusible(decisions))
@@ -84,6 +91,26 @@ class Planner:
             return type(self.norm(old.channels)) in FUSIBLE and not old.tail and not old.channels_last
 
         return list(filter(is_fusible, self.names))
+
+    def _with_zero_start(self, decisions: list[Decision], flow: Flow) -> list[Decision]:
+        """Return the decisions with a zero start for the last norm of each residual branch."""
+        norms = {d.module for d in decisions if d.role == "norm" and self._removes_scale(d.module, d)}
+        ends = last_norms(flow, set(filter(self._can_start_at_zero, norms)))
+        if not ends:
+            hint = "; pass example_inputs for the real data flow" if flow.method == "order" else ""
+            raise ValueError(
+                "zero_init_residual=True, but the data flow has no residual branch that ends in a trainable norm, "
+                f"as x + norm(conv(...)) does{hint}"
+            )
+        reason = "ends a residual branch: starts at zero"
+        return [replace(d, zero=True, reason=f"{d.reason}; {reason}") if d.module in ends else d for d in decisions]
+
+    def _can_start_at_zero(self, module: Any) -> bool:
+        """Return whether a norm is trainable and has no activation, whose gradient at zero may be zero."""
+        weight = getattr(module, "weight", None)
+        frozen = isinstance(weight, nn.Parameter) and not weight.requires_grad
+        plain = isinstance(getattr(module, "act", None), nn.Identity | None)
+        return self.allowed[module] and not frozen and plain and getattr(module, "activation", None) is None
 
     # --- norms -------------------------------------------------------------------------------------------------------
 
@@ -131,7 +158,38 @@ class Planner:
             return leave(f"the forward of {type(module).__name__} is not known")
         if old.family == "layer" and not self.layer_norm:
             return leave("a layer norm normalizes each sample by itself; layer_norm=True converts it")
+        frozen = self._frozen_source(old, flow)
+        if frozen is not None:
+            remark = _BATCH_STATISTICS if old.family == "batch" else ""
+            return leave(f"keeps its function: it is behind {frozen.label}, which is frozen{remark}")
         return self._convert_norm(old, self.norm, flow)
+
+    def _frozen_source(self, old: SourceNorm, flow: Flow) -> Node | None:
+        """Return a convolution before the norm if both belong to the frozen part of the model, otherwise None.
+
+        They do if the nearest layers with parameters before the norm are all frozen. A norm with a trainable weight
+        counts only right behind the convolution: further away, as after the addition of a pre-activation network, it
+        begins the part that trains.
+        """
+        weight = old.tensor("weight")
+        trains = isinstance(weight, nn.Parameter) and weight.requires_grad
+
+        def passes(node: Node) -> bool:
+            return isinstance(node.module, nn.Identity) if trains else not self._parameters(node)
+
+        before = [node for call in self._calls(old.module, flow) for node in flow.upstream(call, passes)]
+        if any(parameter.requires_grad for node in before for parameter in self._parameters(node)):
+            return None
+        return next((node for node in before if isinstance(node.module, CONVOLUTIONS)), None)
+
+    def _parameters(self, node: Node) -> list[nn.Parameter]:
+        if node.module is not None:
+            return list(node.module.parameters())
+        return [self.parameters[name] for name in node.reads if name in self.parameters]
+
+    def _calls(self, module: nn.Module, flow: Flow) -> list[Node]:
+        """Return the calls of a norm; for one that the data flow does not reach, its place in the registration."""
+        return flow.calls.get(module) or [node for node in self._registered if node.module is module]
 
     def _convert_norm(self, old: SourceNorm, wanted: NormSpec, flow: Flow) -> Decision:
         calls = flow.calls.get(old.module, [])
@@ -142,11 +200,13 @@ class Planner:
         remarks += self._remarks(old, groups)
         if self.warm_steps and old.tensor("running_mean") is None:
             remarks.append("no warm start: there are no statistics to start from")
-        trainable = self._trains(old, inputs)
-        if old.family != "frozen" and not trainable:
+        weight = old.tensor("weight")
+        trainable = weight.requires_grad if isinstance(weight, nn.Parameter) else True
+        if not trainable:
             remarks.append("stays frozen: its estimates too")
         if old.family == "frozen":
-            remarks.append("was frozen, trains from here on" if trainable else "stays frozen like the layer before it")
+            start = "starts from its old function and " if self.warm_steps else ""
+            remarks.append(f"was frozen; {start}trains from here on, as the layer before it does")
         built = spec(old.channels, dims=old.dims)
         inside, unfused = computed_inside(built, old)
         name = type(built).__name__ + ("Act" if old.tail and isinstance(built, BatchChannelNorm) else "")
@@ -180,13 +240,6 @@ class Planner:
             remarks.append("was synchronized over a group of its own: give it to mn.attach(process_group=…)")
         return remarks
 
-    def _trains(self, old: SourceNorm, inputs: list[Node]) -> bool:
-        weight = old.tensor("weight")
-        if isinstance(weight, nn.Parameter):
-            return weight.requires_grad
-        before = [node.module for node in inputs if isinstance(node.module, CONVOLUTIONS)]
-        return all(module.weight.requires_grad for module in before)
-
     def _neighbour(self, inputs: list[Node]) -> Tensor:
         """Return a tensor on the device of the layer's input, for layers without tensors of their own."""
         before = [node.module.weight for node in inputs if isinstance(node.module, CONVOLUTIONS)]
@@ -208,6 +261,8 @@ class Planner:
             return decide(None, f"the forward of {type(module).__name__} is not known")
         if module.weight.numel() // module.out_channels < 2:
             return decide(None, "fan-in 1: one weight per output channel has nothing to standardize")
+        if not module.weight.requires_grad:
+            return decide(None, "keeps its function: it is frozen")
         calls = flow.calls.get(module, [])
         if not calls and flow.method != "order":
             follower = self._registered_after.get(module)
@@ -232,38 +287,36 @@ class Planner:
         return self._convert_convolution(module, kind, f"its output meets {norm.label}")
 
     @cached_property
+    def _registered(self) -> list[Node]:
+        """The layers in the order of registration, for branches that the data flow does not reach."""
+        return by_order(self.model, self._is_leaf, self._could_pair)
+
+    @cached_property
     def _registered_after(self) -> dict[nn.Module, nn.Module]:
-        """The norm registered after each convolution, for branches that the data flow does not reach."""
-        nodes = by_order(self.model, self._is_leaf, self._could_pair)
-        return {node.inputs[0].module: node.module for node in nodes if node.inputs}  # type: ignore[misc]
+        """The norm registered after each convolution."""
+        return {node.inputs[0].module: node.module for node in self._registered if node.inputs}  # type: ignore[misc]
 
     def _convert_convolution(self, module: nn.Module, kind: str, reason: str) -> Decision:
         assert self.weight is not None
-        layer: Any = module
-        frozen = not layer.weight.requires_grad
-        if frozen and isinstance(self.weight, CWN):
-            why = f"{reason}, but is frozen, and CWN would drop its kernels' means"
-            return Decision(self.names[module], "convolution", type(module).__name__, None, why, module)
-        absorb = self.absorb
         if is_standardized_by_timm(module):
             reason += "; timm's standardization goes on as ours, eps kept"
-        elif frozen and isinstance(self.weight, WS):  # a frozen kernel cannot adapt to being standardized
-            absorb, reason = True, f"{reason}; frozen, so mean and scale are absorbed and it computes what it did"
-        elif absorb:
+        elif self.absorb:
             reason += "; mean and scale absorbed"
-        make = partial(_reparameterize, self.weight, module, absorb=absorb)
+        make = partial(_reparameterize, self.weight, module, absorb=self.absorb)
         becomes = f"{type(self.weight).__name__}{kind}"
         return Decision(self.names[module], "convolution", type(module).__name__, becomes, reason, module, make)
 
     def _refuse_no_change(self, decisions: list[Decision]) -> None:
-        if any(decision.make is not None for decision in decisions):
+        if any(decision.make is not None or decision.zero for decision in decisions):
             return
         if not decisions:
             kinds = sorted({type(module).__name__ for module in self.names})[:8]
             raise ValueError(f"nothing to convert: no convolution and no normalization among {', '.join(kinds)}")
         seen = "; ".join(f"{d.name or '(the model)'} ({d.type}): {d.reason}" for d in decisions[:4])
         more = f"; and {len(decisions) - 4} more" if len(decisions) > 4 else ""
-        raise ValueError(f"nothing to convert. Looked at {seen}{more}")
+        frozen = not any(p.requires_grad for p in self.model.parameters())
+        hint = ". Every parameter of the model is frozen; convert first, then freeze" if frozen else ""
+        raise ValueError(f"nothing to convert. Looked at {seen}{more}{hint}")
 
 
 def _with_fusion(decision: Decision, fusions: Fusions) -> Decision:

@@ -14,6 +14,7 @@ from micronorm.diagnostics.activations import ZERO_BELOW_ZERO
 from micronorm.diagnostics.criteria import LIMITS, Problem, advise, has_enough_data, measure_problems
 from micronorm.diagnostics.norm_stats import NormStatistics, StatisticsSource, measure_norms
 from micronorm.diagnostics.weights import PAPER_RESNET50, input_uses
+from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.nn.weight import WSConv1d, WSConv2d, WSConv3d
 
 TITLES: dict[Problem, str] = {
@@ -174,6 +175,12 @@ def diagnose(
     """
     measured = measure_norms(model, batches, statistics=statistics, forward=forward)
     diagnosis = judge(measured, standardized=_is_standardized(model), trained=trained)
+    unmoved = _unmoved_estimates(model) if trained else []
+    if unmoved:
+        diagnosis.notes.append(
+            f"the estimates of {len(unmoved)} BatchChannelNorm layers have never moved from (0, 1), at first "
+            f"{unmoved[0]!r}: no optimizer that holds their weights has stepped; see mn.attach"
+        )
     uses = input_uses(model)
     if uses:
         mean = sum(uses.values()) / len(uses)
@@ -218,6 +225,16 @@ def judge(measured: Mapping[str, NormStatistics], *, standardized: bool = False,
     if followed < len(measured):
         notes.append(f"{len(measured) - followed} norms have no known activation behind them: listed, but not judged")
     return Diagnosis(findings, dict(measured), followed - len(few), severities, notes=notes)
+
+
+def _unmoved_estimates(model: nn.Module) -> list[str]:
+    """Return the names of the layers that train with estimates and still have their initial ones."""
+    return [
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, BatchChannelNorm) and layer.statistics != "batch"
+        if bool((layer.running_mean == 0).all() and (layer.running_var == 1).all())
+    ]
 
 
 def _is_standardized(model: nn.Module) -> bool:

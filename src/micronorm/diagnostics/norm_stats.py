@@ -54,6 +54,7 @@ class NormStatistics:
         activation: the first activation function after the layer, such as "relu"; None if none was found.
         residual: whether something was added to the output before the activation.
         by_estimates: whether the layer normalized by its running estimates.
+        trained_by_estimates: whether the layer does so in training too: BCN in "step" and "sequential" mode.
         eps: the layer's eps.
         not_finite: the names of what is not finite: "input", parameters, estimates in use, "output".
         not_finite_channels: which channels of the output are not finite somewhere (C booleans).
@@ -73,6 +74,7 @@ class NormStatistics:
     activation: str | None
     residual: bool
     by_estimates: bool
+    trained_by_estimates: bool
     eps: float
     not_finite: tuple[str, ...]
     not_finite_channels: Tensor
@@ -334,6 +336,7 @@ class _NormRecorder:
             activation=next(iter(self.activations)) if known else None,
             residual=self.residual and known,
             by_estimates=self.by_estimates,
+            trained_by_estimates=self.norm.trained_by_estimates,
             eps=self.norm.eps,
             not_finite=(*([] if self.finite_input else ["input"]), *held, *(["output"] if not_finite.any() else [])),
             not_finite_channels=not_finite.expand(self.norm.channels),

@@ -58,6 +58,11 @@ class NormLayer:
         return not self.uses_batch
 
     @property
+    def trained_by_estimates(self) -> bool:
+        """Return whether the layer normalizes by its running estimates in training too."""
+        return self.family == "batch-channel" and self.module.statistics != "batch"
+
+    @property
     def uses_batch(self) -> bool:
         """Return whether the layer now normalizes channels by the moments of the batch."""
         if self.family == "batch-channel":

@@ -2,15 +2,15 @@
 
 import errno
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from micronorm.engine import checkpoint
 from micronorm.engine.environment import environment
 from micronorm.engine.events import Events
-from micronorm.engine.parallel import ShardedRanks, on_rank_0
-from micronorm.engine.settings import Outcome, Settings, describe
+from micronorm.engine.parallel import on_rank_0
+from micronorm.engine.settings import Outcome, Settings, changes, describe
 from micronorm.engine.state import check_model, load_rest_of_state, load_whole_state, rest_of_state, whole_state
 from micronorm.engine.step import Step
 from micronorm.engine.weights import save_weights
@@ -98,7 +98,7 @@ class Journal:
             known = {"recipe": "", "command": "", "revision": found["revision"], "date": found["date"]}
             self.record = Run.create(folder, {**known, "environment": found, **facts})
         remove_partials(folder)
-        checkpoint.remove_unfinished(folder / CHECKPOINTS)
+        remove_partials(folder / CHECKPOINTS)
         self.events = Events(folder / EVENTS, resumed_at=done if resume else None)
 
     def has_ended(self) -> bool:
@@ -132,9 +132,10 @@ class Journal:
     def end(self, outcome: Outcome, *, average: dict[str, Any] | None = None) -> None:
         """Write the weights, their moving average if there is one, and the outcome. Collective."""
         if self.folder is not None:
-            save_weights(self.step, self.folder / WEIGHTS)
+            recipe = "" if self.record is None else self.record.facts["recipe"]
+            save_weights(self.step, self.folder / WEIGHTS, recipe=recipe)
             if average is not None:
-                save_weights(self.step, self.folder / AVERAGE, average)
+                save_weights(self.step, self.folder / AVERAGE, average, recipe=recipe)
         if self.record is not None:
             kept = ("steps", "figures", "digest", "finished")
             self.record.finish({name: getattr(outcome, name) for name in kept})
@@ -164,18 +165,14 @@ class Journal:
         if self.record is not None and self.events is not None:  # steps before the checkpoint are not repeated
             self.record.sync()
             self.events.flush()
-        if isinstance(self.parallel, ShardedRanks):
-            from micronorm.engine import sharded  # torch's DCP takes a second to import, and few runs need it
+        folder, whole = self.folder / CHECKPOINTS, whole_state(self.step)
+        self.saved = on_rank_0(self.parallel, lambda: checkpoint.save(folder, done, whole | state))
 
-            self.saved = sharded.save(self.folder / CHECKPOINTS, done, self.step, state)
-        else:
-            folder, whole = self.folder / CHECKPOINTS, whole_state(self.step)
-            self.saved = on_rank_0(self.parallel, lambda: checkpoint.save(folder, done, whole | state))
-
-    def load_newest(self, *, samples: int) -> dict[str, Any] | None:
+    def load_newest(self, facts: Mapping[str, Any]) -> dict[str, Any] | None:
         """Restore the newest checkpoint and return its state, with "step" and `rest`; None without a checkpoint.
 
-        Nothing is changed unless the checkpoint is valid, has these settings, and trains on `samples` samples.
+        Nothing is changed unless the checkpoint is valid and belongs to a run of the same settings, definition and
+        number of samples as `facts`.
         """
         if self.folder is None:
             return None
@@ -189,49 +186,32 @@ class Journal:
                 "file system that all machines share"
             )
         if (self.folder / FACTS).exists():  # also if the run was killed before its first checkpoint
-            facts = Run.open(self.folder).facts
-            self._check_settings(self.folder / FACTS, facts["settings"])
-            self._check_samples(facts["data"].get("train"), samples)
+            self._check_facts(Run.open(self.folder).facts, facts)
         if path is None:
             return None
-        state = self._load_sharded(path) if path.is_dir() else self._load_file(path)
+        state = checkpoint.load(path)
+        _check_settings(path.name, state["settings"], facts["settings"])
+        check_model(self.step, state["model"], source=path.name)
+        load_whole_state(self.step, state)
         self.saved = path
         return {**state, "step": load_rest_of_state(self.step, state)}
 
-    def _load_file(self, path: Path) -> dict[str, Any]:
-        state = checkpoint.load(path)
-        self._check_settings(path, state["settings"])
-        check_model(self.step, {name: value.shape for name, value in state["model"].items()}, source=path.name)
-        load_whole_state(self.step, state)
-        return state
-
-    def _load_sharded(self, path: Path) -> dict[str, Any]:
-        from micronorm.engine import sharded
-
-        state = sharded.load_rest(path)
-        self._check_settings(path, state["settings"])
-        check_model(self.step, sharded.model_shapes(path), source=path.name)
-        sharded.load(path, self.step)
-        return state
-
-    def _check_settings(self, path: Path, theirs: Mapping[str, Any]) -> None:
-        mine, was = dict(_flat(describe(self.settings))), dict(_flat(theirs))
-        changes = [
-            f"{key} was {was.get(key)} and is {mine.get(key)}"
-            for key in {**was, **mine}
-            if mine.get(key) != was.get(key)
-        ]
-        if changes:
+    def _check_facts(self, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        """Raise ValueError if the run in the folder computes something else than this one."""
+        if "definition" in was and "definition" in now:
+            changed = changes(was["definition"], now["definition"])
+            if changed:
+                raise ValueError(
+                    f"{self.folder} holds a run from before {now.get('recipe') or 'its recipe'} changed: "
+                    f"{', '.join(changed)}; finish it with revision {was['revision'] or 'of micronorm that began it'}, "
+                    "or move the folder away (or give another --out) to train the present recipe"
+                )
+        _check_settings(FACTS, was["settings"], now["settings"])
+        samples = was["data"].get("train")
+        if samples not in (None, now["data"]["train"]):  # a step's number says which samples it takes
             raise ValueError(
-                f"{path.name} belongs to a run with other settings: {', '.join(changes)}; use those, or another --out"
-            )
-
-    def _check_samples(self, was: int | None, now: int) -> None:
-        """Raise ValueError if the number of samples has changed: a step's number says which samples it takes."""
-        if was not in (None, now):
-            raise ValueError(
-                f"{self.folder} holds a run of {was} training samples, here are {now}: its steps would take other "
-                "samples; use the same data, or another --out"
+                f"{self.folder} holds a run of {samples} training samples, here are {now['data']['train']}: its steps "
+                "would take other samples; use the same data, or another --out"
             )
 
     # --- memory --------------------------------------------------------------------------------------------------
@@ -247,10 +227,9 @@ class Journal:
         return int(file.read_text()) if file is not None and file.exists() else None
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield nested values by dotted names."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+def _check_settings(source: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    changed = changes(was, now)
+    if changed:
+        raise ValueError(
+            f"{source} belongs to a run with other settings: {', '.join(changed)}; use those, or another --out"
+        )

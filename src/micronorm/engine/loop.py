@@ -197,7 +197,14 @@ class _TrainingRun:
 
     def _begin(self, *, resume: bool, facts: dict[str, Any]) -> None:
         """Restore the newest checkpoint if the run is resumed, and open the run directory."""
-        state = self.journal.load_newest(samples=len(self.task.train)) if resume else None
+        known = {
+            "settings": describe(self.settings),
+            "execution": describe(self.execution) | {"ranks": self.parallel.world, "device": str(self.device)},
+            "data": {"train": len(self.task.train), "test": len(self.task.test)},
+            "chance": self.randomness or "keyed by sample",
+            **facts,
+        }
+        state = self.journal.load_newest(known) if resume else None
         if state is not None:
             self.done, self.figures = state["step"], state["figures"]
             self.meter.load_state_dict(state["epoch_sums"])
@@ -208,15 +215,9 @@ class _TrainingRun:
             self.listener.on_message(f"no checkpoint in {self.journal.folder}: the run starts with its first step")
         if resume:
             self._limit_micro_batch(self.journal.remembered_size())
-        known = {
-            "settings": describe(self.settings),
-            "execution": describe(self.execution) | {"ranks": self.parallel.world, "device": str(self.device)},
-            "data": {"train": len(self.task.train), "test": len(self.task.test)},
-            "chance": self.randomness or "keyed by sample",
-        }
         self.already_complete = resume and self.done >= self.last and self.journal.has_ended()
         if not self.already_complete:
-            self.journal.begin({**known, **facts}, resume=resume, done=self.done)
+            self.journal.begin(known, resume=resume, done=self.done)
 
     def _limit_micro_batch(self, size: int | None) -> None:
         """Start with the size that fitted into memory before, unless the user has chosen one."""

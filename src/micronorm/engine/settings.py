@@ -1,5 +1,6 @@
 """What a run computes, and how: two values, because only the first may change its result."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -159,3 +160,16 @@ def _plain(item: Any) -> Any:
     if isinstance(item, (list, tuple)):
         return [_plain(v) for v in item]
     return item if item is None or isinstance(item, (bool, int, float, str)) else str(item).removeprefix("torch.")
+
+
+def changes(was: Any, now: Any, name: str = "") -> list[str]:
+    """Return "name: was → now" for each value that differs between two records. Nested values have dotted names.
+
+    Example:
+        >>> changes({"seed": 0, "optimizer": {"lr": 0.1}}, {"seed": 0, "optimizer": {"lr": 0.2}})
+        ['optimizer.lr: 0.1 → 0.2']
+    """
+    if isinstance(was, Mapping) and isinstance(now, Mapping):
+        prefix = f"{name}." if name else ""
+        return [text for key in {**was, **now} for text in changes(was.get(key), now.get(key), f"{prefix}{key}")]
+    return [] if was == now else [f"{name}: {was} → {now}"]

@@ -19,28 +19,39 @@ from micronorm.engine.step import Step
 
 def whole_state(step: Step) -> dict[str, Any]:
     """Return model and optimizer with every tensor whole. Collective if the model is sharded; rank 0 gets it."""
-    if isinstance(step.parallel, ShardedRanks):
-        from micronorm.engine import sharded  # torch's DCP takes a second to import, and few runs need it
+    if not isinstance(step.parallel, ShardedRanks):
+        return {"model": step.model.state_dict(), "optimizer": _optimizer_state(step)}
+    # This module of torch takes a second to import, and few runs need it.
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-        return sharded.gather_whole(step)
-    return {"model": step.model.state_dict(), "optimizer": _optimizer_state(step)}
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    model, optimizer = get_state_dict(step.model, step.optimizer, options=options)
+    return {"model": model, "optimizer": optimizer.get("state", {})}
 
 
 def load_whole_state(step: Step, state: dict[str, Any]) -> None:
     """Restore what `whole_state` returned, on every rank, however the model is distributed now."""
-    if isinstance(step.parallel, ShardedRanks):
-        from micronorm.engine import sharded
-
-        sharded.scatter_whole(step, state)
-    else:
+    if not isinstance(step.parallel, ShardedRanks):
         groups = step.optimizer.state_dict()["param_groups"]
         step.optimizer.load_state_dict({"state": _by_number(step, state["optimizer"]), "param_groups": groups})
         step.model.load_state_dict(state["model"])
+        return
+    from torch.distributed.checkpoint import state_dict as torch_state
+
+    options = torch_state.StateDictOptions(full_state_dict=True)
+    # The optimizer first: torch takes a step with a learning rate of zero to create its state.
+    groups = torch_state.get_optimizer_state_dict(step.model, step.optimizer)["param_groups"]  # on every rank
+    optimizer: Any = {"state": state["optimizer"], "param_groups": groups}
+    torch_state.set_optimizer_state_dict(step.model, step.optimizer, optimizer, options=options)
+    torch_state.set_model_state_dict(step.model, state["model"], options=options)
 
 
-def check_model(step: Step, theirs: Mapping[str, torch.Size], *, source: str) -> None:
-    """Raise ValueError if the tensors of a checkpoint, given by name and shape, are not those of the model."""
-    mine = {name: value.shape for name, value in step.model.state_dict().items() if isinstance(value, Tensor)}
+def check_model(step: Step, state: Mapping[str, Any], *, source: str) -> None:
+    """Raise ValueError if the tensors of a state dict do not have the names and shapes of the model's."""
+    mine, theirs = (
+        {name: value.shape for name, value in found.items() if isinstance(value, Tensor)}
+        for found in (step.model.state_dict(), state)
+    )
     different = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
     if different:
         name, shapes = different[0], (theirs.get(different[0]), mine.get(different[0]))

@@ -1,6 +1,5 @@
 """Weights in files: `model.safetensors` at the end of a run, and a checkpoint of any origin to start from."""
 
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from micronorm.convert.checkpoint import header_of, pack_state
 from micronorm.engine.parallel import ShardedRanks
+from micronorm.engine.state import whole_state
 from micronorm.engine.step import Step
-from micronorm.records import PARTIAL, write_atomically
+from micronorm.records import write_atomically
 
 _WRAPPERS = ("model", "state_dict", "model_state_dict", "module")
 
@@ -103,20 +104,13 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> LoadedWeigh
     )
 
 
-def save_weights(step: Step, path: Path, tensors: dict[str, Tensor] | None = None) -> None:
-    """Write the model, or `tensors`, as safetensors, atomically. Collective; shared memory is written once."""
-    import safetensors.torch
+def save_weights(step: Step, path: Path, tensors: dict[str, Tensor] | None = None, *, recipe: str = "") -> None:
+    """Write the model, or `tensors`, as safetensors, atomically. Collective.
 
+    The metadata hold the recipe's name, and what the layers compute.
+    """
     if tensors is None and isinstance(step.parallel, ShardedRanks):
-        from micronorm.engine import sharded
-
-        tensors = sharded.gather_whole(step)["model"]
+        tensors = whole_state(step)["model"]
     if step.parallel.rank == 0:
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
-        if tensors is None:
-            safetensors.torch.save_model(step.model, str(temporary))
-        else:
-            safetensors.torch.save_file(tensors, str(temporary))
-        # Not renamed: safetensors neither waits for the disk nor lets other users read the file.
-        write_atomically(path, temporary.read_bytes())
-        temporary.unlink()
+        metadata = header_of(step.model) | ({"model": f"recipe:{recipe}"} if recipe else {})
+        write_atomically(path, pack_state(step.model if tensors is None else tensors, metadata))

@@ -23,6 +23,7 @@ from micronorm.export.layers import (
 from micronorm.nn.batch import GhostBatchNorm
 from micronorm.nn.batch_renorm import BatchRenorm
 from micronorm.nn.bcn import BatchChannelNorm
+from micronorm.nn.fingerprint import unmark
 from micronorm.nn.group import GroupNorm, InstanceNorm
 from micronorm.nn.norm_act import BatchChannelNormAct, ChannelsLast, NormAct
 from micronorm.nn.weight import counterpart_kind
@@ -88,6 +89,8 @@ def fold(model: nn.Module, *, example_inputs: Any = None) -> nn.Module:
     left = [f"{name!r} ({type(module).__name__})" for name, module in folded.named_modules() if is_ours(module)]
     if left:
         raise ValueError(f"cannot be folded: {', '.join(left[:8])} would stay, a layer within a layer of ours")
+    for module in folded.modules():
+        unmark(module)
     return folded.eval()
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from micronorm.nn.backends import check_backend, resolve_backend
+from micronorm.nn.fingerprint import Fingerprinted
 from micronorm.nn.gather import (
     estimates_from_input,
     gather,
@@ -23,7 +24,7 @@ from micronorm.nn.gather import (
     sequential_estimates,
     track_batch,
 )
-from micronorm.nn.inputs import check_count, check_eps, check_groups, check_input, check_residual
+from micronorm.nn.inputs import check_count, check_eps, check_flag, check_groups, check_input, check_residual
 from micronorm.nn.per_step.recorder import active, remember
 from micronorm.nn.running import WideBuffers
 from micronorm.nn.spec import GroupedSpec
@@ -44,7 +45,7 @@ Statistics = Literal["batch", "sequential", "step"]
 STATISTICS = ("batch", "sequential", "step")
 
 
-class BatchChannelNorm(WideBuffers):
+class BatchChannelNorm(Fingerprinted, WideBuffers):
     r"""Normalize each channel by estimated statistics, then each group of channels of a sample by its own statistics.
 
     .. math::
@@ -63,6 +64,9 @@ class BatchChannelNorm(WideBuffers):
         rate: how far the estimates move: `"lr"`, the learning rate of the weight's parameter group, or a float in
             [0, 1]. In `"batch"` mode `"lr"` means nn.BatchNorm2d's momentum of 0.1.
         micro_batch: the number of samples in one micro-batch of `"sequential"`.
+        bias_correction: for `"step"`. Estimates are the weighted average of the windows seen so far, without the
+            initial values (0, 1): the first window sets them, and the k-th moves them by r/(1 − (1−r)^k). The state
+            dict then contains `estimates_weight`, 1 − (1−r)^k.
         eps: added to both variances, inside the roots.
         backend: `"triton"`, fused kernels for CUDA devices; `"one-pass"`, the same passes in PyTorch operations;
             `"reference"`, the plain equations differentiated by autograd; `"auto"`, kernels where they run, else
@@ -83,9 +87,11 @@ class BatchChannelNorm(WideBuffers):
         torch.Size([1, 64, 8, 8])
     """
 
+    function = ("BCN", "num_groups", "eps")
     running_mean: Tensor
     running_var: Tensor
     blend: Tensor
+    estimates_weight: Tensor
 
     def __init__(
         self,
@@ -95,6 +101,7 @@ class BatchChannelNorm(WideBuffers):
         statistics: Statistics = "step",
         rate: float | str = "lr",
         micro_batch: int = 1,
+        bias_correction: bool = False,
         eps: float = 1e-5,
         backend: str = "auto",
         activation: str | None = None,
@@ -108,6 +115,7 @@ class BatchChannelNorm(WideBuffers):
         self.statistics: Statistics = statistics
         self.rate = rate
         self.micro_batch = micro_batch
+        self.bias_correction = bias_correction
         self.eps = eps
         self.backend = backend
         self.activation = activation
@@ -124,6 +132,8 @@ class BatchChannelNorm(WideBuffers):
         self.register_buffer("running_var", torch.empty(num_channels, **estimates))
         # α, see `warm`. Not persistent: only the state dict of a layer that is warmed up contains it.
         self.register_buffer("blend", torch.empty((), **estimates), persistent=False)
+        if bias_correction:
+            self.register_buffer("estimates_weight", torch.empty((), **estimates))
         self._window = self._new_window()
         self.reset_parameters()
 
@@ -138,6 +148,9 @@ class BatchChannelNorm(WideBuffers):
             raise ValueError(
                 f'micro_batch={self.micro_batch} is for statistics="sequential"; "{self.statistics}" has no use for it'
             )
+        check_flag("bias_correction", self.bias_correction)
+        if self.bias_correction and self.statistics != "step":
+            raise ValueError(f'bias_correction=True is for statistics="step", got {self.statistics!r}')
         check_eps(self.eps)
 
     @property
@@ -167,6 +180,16 @@ class BatchChannelNorm(WideBuffers):
             nn.init.constant_(tensor, value)
         self.warm_steps = 0
         self._window.clear()
+        self.update_estimates_weight()
+
+    def update_estimates_weight(self) -> None:
+        """After the estimates were set: start anew if they are (0, 1), otherwise regard them as an average of windows.
+
+        Reads the device. It has an effect only with `bias_correction`.
+        """
+        if self.bias_correction and not self.running_mean.is_meta:
+            fresh = (self.running_mean == 0).all() & (self.running_var == 1).all()
+            nn.init.constant_(self.estimates_weight, 0.0 if fresh else 1.0)
 
     def warm(self, steps: int) -> None:
         """Start as a BatchNorm in eval mode and become BCN over `steps` commits.
@@ -217,13 +240,29 @@ class BatchChannelNorm(WideBuffers):
             device = state_dict[prefix + "running_mean"].device if self.blend.is_meta else self.blend.device
             value = torch.ones(()) if blend is None else blend
             self.blend = value.detach().to(device=device, dtype=self.blend.dtype, copy=True)
+        weightless = self.bias_correction and prefix + "estimates_weight" not in state_dict
+        if weightless:  # the state of a BatchNorm, or of a layer without the correction
+            state_dict[prefix + "estimates_weight"] = torch.ones((), device=self.estimates_weight.device)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self.widen_buffers()  # load_state_dict(assign=True) may assign half-precision tensors
         self._window.to(self.running_mean.device)
-        self._window.clear()
+        self._window.follow_estimates()
+        if weightless:
+            self.update_estimates_weight()
         if prefix + "weight" in state_dict and self.has_zero_weight():
             # Without the layer's name: Python shows equal warnings once, and a network has many such layers.
             warn_of_zero_weights(["a BatchChannelNorm in the state dict"])
+
+    def weight_parameters(self) -> Sequence[nn.Parameter]:
+        """Return the weight, or the parameters it is computed from (nn.utils.parametrize, prune, weight_norm, …)."""
+        own = self._parameters.get("weight")
+        if own is not None:
+            return (own,)
+        return [p for name, p in self.named_parameters() if name.startswith(("weight", "parametrizations.weight."))]
+
+    def is_trainable(self) -> bool:
+        """Return whether the weight requires grad. A layer whose weight does not is frozen: its estimates stay."""
+        return any(p.requires_grad for p in self.weight_parameters())
 
     def has_zero_weight(self) -> bool:
         """Return whether a trainable γ^b is all zero, so that gradients are divided by sqrt(eps). Reads the device."""
@@ -301,16 +340,16 @@ class BatchChannelNorm(WideBuffers):
             return activation(self._normalize_by_kernel(x, IDENTITY, None) + residual)
         elements = x.numel() // (x.shape[0] * self.num_channels)
         running_mean, running_var, blend, *affine = self._tensors()
-        training = self.training and (self.statistics == "batch" or affine[0].requires_grad)
+        training = self.training and (self.statistics == "batch" or self._gathers())
         parts = None
         estimates = Moments(running_mean, running_var)
         if training and self.statistics != "step":
             micro_batch = self.micro_batch if self.statistics == "sequential" else None
             state = (self._window.lost, self._window.counter)
-            parts, found = run(
+            parts, *found = run(
                 estimates_from_input, x.detach(), running_mean, running_var, self.num_groups, micro_batch, *state
             )
-            estimates = Moments(found[0], found[1])
+            estimates = Moments(*found)
         y, numbers = batch_channel_norm_fused(
             x,
             estimates,
@@ -328,7 +367,7 @@ class BatchChannelNorm(WideBuffers):
             remember(y, partial(elementwise_fused, activation=activation), sources, (numbers,))
         if training and self.statistics == "step":
             sizes = (x.shape[0], self.num_channels, elements)
-            gather_by_kernel(self._window, numbers.detach(), running_mean, sizes, self.num_groups)
+            gather_by_kernel(self._window, numbers.detach(), sizes, self.num_groups)
         return y
 
     def _tensors(self) -> tuple[Any, ...]:
@@ -356,13 +395,20 @@ class BatchChannelNorm(WideBuffers):
         if self.statistics == "batch":
             run(track_batch, *data, *running, elements, group_elements, window.lost, window.counter)
             return None
-        if not self.weight.requires_grad:  # a frozen layer keeps its estimates
+        if not self._gathers():
             return running
         if self.statistics == "sequential":
             options = (self.micro_batch, group_elements, window.lost, window.counter)
             return Moments(*run(sequential_estimates, *data, *running, *options))
-        run(gather, *data, running.mean, elements, group_elements, window.sums, window.lost, window.counter)
+        run(gather, *data, window.reference, elements, group_elements, window.sums, window.lost, window.counter)
         return running
+
+    def _gathers(self) -> bool:
+        """Return whether a training forward is gathered. A frozen layer only notes that it ran, for a warning."""
+        trainable = self.is_trainable()
+        if not trainable and not torch.compiler.is_compiling() and not self._window.paused:
+            self._window.ran = True
+        return trainable
 
     def _empty(self, x: Tensor) -> Tensor:
         """Return the output for an empty batch, with zero gradients for every parameter."""
@@ -371,6 +417,7 @@ class BatchChannelNorm(WideBuffers):
 
     def extra_repr(self) -> str:
         shown = ["statistics", "rate", *(["micro_batch"] if self.statistics == "sequential" else []), "eps"]
+        shown += ["bias_correction"] if self.bias_correction else []
         shown += ["backend"] if self.backend != "auto" else []
         shown += ["activation"] if self.activation else []
         shown += ["negative_slope"] if self.activation == "leaky_relu" else []
@@ -424,3 +471,9 @@ class BCN(GroupedSpec):
     rate: float | str = "lr"
     eps: float = 1e-5
     micro_batch: int = 1
+    bias_correction: bool = False
+
+    def __repr__(self) -> str:
+        # Recorded definitions of recipes contain this text, and those from before `bias_correction` must stay valid.
+        shown = {name: value for name, value in vars(self).items() if name != "bias_correction" or value}
+        return f"BCN({', '.join(f'{name}={value!r}' for name, value in shown.items())})"

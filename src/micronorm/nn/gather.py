@@ -8,6 +8,7 @@ recompilation. Eager code calls the functions directly.
 
 import warnings
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -44,15 +45,14 @@ def gather(
     lost: Tensor,
     counter: Tensor,
 ) -> None:
-    """Add one forward to the window of a "step" layer, unless its sums are not finite."""
+    """Add one forward to the window of a "step" layer, without the samples whose sums are not finite."""
     window = find_window(counter)
     if window is None or not _gathers(window, group_elements):
         return
     _count_forward(window, counter)
-    contribution = torch.cat(window_sums(Moments(mean, var), elements=elements, around=around))
-    finite = contribution.isfinite().all()
-    sums.add_(torch.where(finite, contribution, 0.0))
-    lost[0].add_(finite.logical_not())
+    contribution, left_out = window_sums(Moments(mean, var), elements=elements, around=around)
+    sums.add_(torch.cat(contribution))
+    lost[:1].add_(left_out)
 
 
 def gather_numbers(
@@ -74,13 +74,14 @@ def gather_numbers(
         gather_fused(numbers, around, sums, lost, (samples, channels, elements), groups)
 
 
-def gather_by_kernel(window: Window, numbers: Tensor, around: Tensor, sizes: tuple[int, int, int], groups: int) -> None:
+def gather_by_kernel(window: Window, numbers: Tensor, sizes: tuple[int, int, int], groups: int) -> None:
     """Add a forward of N×C×S elements to the window of a "step" layer, by a kernel."""
     if torch.compiler.is_compiling():
-        torch.ops.micronorm.gather_numbers(numbers, around, *sizes, groups, window.sums, window.lost, window.counter)
+        state = (window.sums, window.lost, window.counter)
+        torch.ops.micronorm.gather_numbers(numbers, window.reference, *sizes, groups, *state)
     elif _gathers(window, sizes[2] * (sizes[1] // groups)):
         _count_forward(window, window.counter)
-        gather_fused(numbers, around, window.sums, window.lost, sizes, groups)
+        gather_fused(numbers, window.reference, window.sums, window.lost, sizes, groups)
 
 
 def sequential_estimates(
@@ -100,8 +101,9 @@ def sequential_estimates(
     if window is not None and _gathers(window, group_elements):
         rate = _sequential_rate(window)
         rate = rate.clamp(0, 1) if isinstance(rate, Tensor) else rate
-        per_sample, last = scan(running, data, rate=rate, micro_batch=micro_batch)
-        _move(running, last, lost)
+        per_sample, left_out = scan(running, data, rate=rate, micro_batch=micro_batch)
+        lost[0].add_(left_out)
+        _move(running, Moments(*(e[-1] for e in per_sample)), lost, samples=mean.shape[0])
         window.scanned.append(ScannedForward(data, per_sample))
         counter[0] += 1
     elif window is not None and inside_backward() and not window.paused:
@@ -128,7 +130,8 @@ def track_batch(
     running = Moments(running_mean, running_var)
     momentum = _batch_momentum(window)
     batch = Moments(*(s.squeeze(0) for s in batch_statistics(bounded(Moments(mean, var), running_var.dtype))))
-    _move(running, move_by_batch(running, batch, elements=elements * mean.shape[0], momentum=momentum), lost)
+    moved = move_by_batch(running, batch, elements=elements * mean.shape[0], momentum=momentum)
+    _move(running, moved, lost, samples=mean.shape[0])
     counter[0] += 1
 
 
@@ -140,7 +143,7 @@ def estimates_from_input(
     micro_batch: int | None,
     lost: Tensor,
     counter: Tensor,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Do `track_batch` (if `micro_batch` is None) or `sequential_estimates` by kernels, which read x themselves.
 
     Returns:
@@ -148,23 +151,23 @@ def estimates_from_input(
     """
     running = Moments(running_mean, running_var)
     window = find_window(counter)
-    elements = x.numel() // (x.shape[0] * x.shape[1])
-    moves = window is not None and _gathers(window, elements * (x.shape[1] // groups))
+    moves = window is not None and _gathers(window, x.numel() // (x.shape[0] * groups))
     rate: float | Tensor = 0.0
     if window is not None and moves:
         rate = _batch_momentum(window) if micro_batch is None else _sequential_rate(window)
         counter.numpy()[0] += 1
-    options: dict[str, Any] = {"groups": groups, "micro_batch": micro_batch, "moves": moves}
-    parts, found, data = estimates_by_kernel(x, running, lost, rate=rate, **options)
-    if micro_batch is None:
-        return parts, found
+    parts, found, data = estimates_by_kernel(
+        x, running, lost, rate=rate, groups=groups, micro_batch=micro_batch, moves=moves
+    )
+    if data is None:
+        return parts, *found
     if window is not None and moves:
-        window.scanned.append(ScannedForward(Moments(*data), Moments(*found)))
+        window.scanned.append(ScannedForward(data, found))
     elif window is not None and inside_backward() and not window.paused:
-        found = torch.stack(_estimates_of_first_pass(window, Moments(*data)))
+        found = _estimates_of_first_pass(window, data)
     else:
-        found[0], found[1] = running
-    return parts, found
+        found = Moments(*(r.to(f.dtype).expand_as(f).clone() for r, f in zip(running, found, strict=True)))
+    return parts, *found
 
 
 def run(function: Callable, *args: object) -> Any:
@@ -210,6 +213,7 @@ def _count_forward(window: Window, counter: Tensor) -> None:
             "the limit: mn.attach(model, max_forwards=...)."
         )
     counts[0] += 1
+    window.ran = True
 
 
 def _batch_momentum(window: Window) -> float:
@@ -228,13 +232,13 @@ def _sequential_rate(window: Window) -> float | Tensor:
     return window.control.learning_rate()
 
 
-def _move(running: Moments, new: Moments, lost: Tensor) -> None:
-    """Write both estimates, or neither if any number is not finite in the buffers' dtype."""
+def _move(running: Moments, new: Moments, lost: Tensor, *, samples: int) -> None:
+    """Write both estimates, or neither if any number is not finite in the buffers' dtype; then count the samples."""
     mean, var = new.mean.to(running.mean.dtype), new.var.to(running.var.dtype)
     finite = mean.isfinite().all() & var.isfinite().all()
     running.mean.copy_(torch.where(finite, mean, running.mean))
     running.var.copy_(torch.where(finite, var, running.var))
-    lost[0].add_(finite.logical_not())
+    lost[0].add_(finite.logical_not(), alpha=samples)
 
 
 def _estimates_of_first_pass(window: Window, data: Moments) -> Moments:
@@ -266,27 +270,18 @@ _register(
 )
 
 
-def _estimates_for_graphs(
-    x: Tensor,
-    running_mean: Tensor,
-    running_var: Tensor,
-    groups: int,
-    micro_batch: int | None,
-    lost: Tensor,
-    counter: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Do `estimates_from_input` and copy the result: compiled code may overwrite it, and the window keeps it."""
-    parts, found = estimates_from_input(x, running_mean, running_var, groups, micro_batch, lost, counter)
-    return parts, found.clone()
-
-
 def _fake_estimates(
     x: Tensor, running_mean: Tensor, running_var: Tensor, groups: int, micro_batch: int | None, *rest: Tensor
-) -> tuple[Tensor, Tensor]:
-    shape = x.shape[1:2] if micro_batch is None else x.shape[:2]
+) -> tuple[Tensor, Tensor, Tensor]:
     parts = x.new_empty(parts_size(x, groups), dtype=compute_dtype(x.dtype))
-    return parts, x.new_empty((2, *shape), dtype=wide_dtype(x.device))
+    shape = x.shape[1:2] if micro_batch is None else x.shape[:2]
+    return parts, *(x.new_empty(shape, dtype=wide_dtype(x.device)) for _ in range(2))
 
 
-_estimates_for_graphs.__name__ = estimates_from_input.__name__
-_register(_estimates_for_graphs, "running_mean running_var lost counter", _fake_estimates)
+@wraps(estimates_from_input)
+def _with_copies(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    parts, mean, var = estimates_from_input(*args)
+    return parts, mean.clone(), var.clone()  # compiled code may overwrite its results, and the window keeps these
+
+
+_register(_with_copies, "running_mean running_var lost counter", _fake_estimates)

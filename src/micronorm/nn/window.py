@@ -4,10 +4,14 @@ A BatchChannelNorm in "step" mode normalizes with estimates μ̂ and σ̂² that
 training forward adds to the layer's window: the number of elements n, s₁ = Σ(x − μ̂) and s₂ = Σ(x − μ̂)². When the
 optimizer steps, `micronorm.commit` moves the estimates by these sums and empties the window. That is a commit.
 
+The sums are measured from a copy of μ̂ that belongs to the window. So μ̂ itself may change in mid-window, for example
+when a loop swaps averaged weights in to evaluate and swaps the old ones back.
+
 How a forward fills the window is in `micronorm.nn.gather`.
 """
 
 import itertools
+import threading
 import warnings
 import weakref
 from collections import deque
@@ -18,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from micronorm.ops.bcn import Sums
+from micronorm.ops.bcn import Sums, shift_sums
 from micronorm.ops.moments import Moments, wide_dtype
 
 MAX_FORWARDS = 1024
@@ -38,8 +42,10 @@ class Control:
     optimizers: tuple[weakref.ref, ...] = ()
     """The only optimizers that commit the layer; if empty, any optimizer that holds its weight does."""
     process_group: object = ...
-    """The ranks to merge with: `...` for all of them, None for this rank alone."""
+    """The ranks to merge with: `...` for those of DDP, else all; None for this rank alone."""
     max_forwards: int = MAX_FORWARDS
+    handle: weakref.ref | None = None
+    """The handle that can detach this control; None for the default control, which nothing detaches."""
 
 
 @dataclass
@@ -58,7 +64,8 @@ class Window:
     keep their addresses from commit to commit.
 
     - `sums`: n, s₁ and s₂ in one vector of 1 + 2C numbers, so that a commit moves it in one piece.
-    - `lost`: two counts on the device, of the forwards and the windows left out because they were not finite.
+    - `reference`: the C numbers that s₁ and s₂ are measured from, μ̂ as the last commit left it.
+    - `lost`: two counts on the device, of the samples and the windows left out because they were not finite.
     - `device_rate`: the rate of the next commit, on the device. A captured commit reads it at each replay.
     - `counter`: two integers on the CPU: the forwards gathered since the last commit, and the number under which
       `find_window` finds this object.
@@ -72,27 +79,39 @@ class Window:
     """The default, and the control of each `mn.attach` that was not detached. The last one is in force."""
     scanned: deque[ScannedForward] = field(default_factory=lambda: deque(maxlen=MAX_SCANNED))
     """The latest forwards of a "sequential" layer since the last commit."""
-    agreed_layer_lists: set[tuple] = field(default_factory=set)
-    """The pairs of process group and list of layers which all ranks were found to share."""
+    agreements: dict[tuple, int] = field(default_factory=dict)
+    """For a process group and a list of layers, how often all ranks were found to share it."""
+    data_parallel: weakref.ref | None = None
+    """The DistributedDataParallel module around the layer."""
+    searched: bool = False
+    """Whether such a module was searched for."""
     paused: int = 0
     """How many `Handle.paused` blocks are open."""
     reported_losses: int = 0
-    """How many of the lost forwards and windows a warning was given for."""
+    """How many of the lost samples and windows a warning was given for."""
     warned: bool = False
     """Whether the warning about small groups was given."""
+    ran: bool = False
+    """Whether the layer ran in training mode since the last optimizer step; "step" layers and frozen ones set it."""
+    idle_steps: int = 0
+    """How many optimizer steps followed such forwards without a commit; see `micronorm.commit.idle`."""
+    checked: bool = False
+    """Whether the search for the reason of idle steps was made."""
     written_rate: float | None = None
     """The number that `device_rate` was last filled with; None after it was copied from a tensor."""
 
     def __post_init__(self) -> None:
         wide = wide_dtype(self.device)
         self.sums = torch.zeros(1 + 2 * self.channels, dtype=wide, device=self.device)
+        self.reference = torch.zeros(self.channels, dtype=wide, device=self.device)
         self.lost = torch.zeros(2, dtype=torch.int64, device=self.device)
         self.device_rate = torch.zeros((), dtype=wide, device=self.device)
-        number = next(_numbers)
-        self.counter = torch.tensor([0, number], dtype=torch.int64, device="cpu")
-        _live[number] = self
-        while _first_window_callbacks:
-            _first_window_callbacks.pop()()
+        with _lock:
+            number = next(_numbers)
+            self.counter = torch.tensor([0, number], dtype=torch.int64, device="cpu")
+            _live[number] = weakref.ref(self)
+            while _first_window_callbacks:
+                _first_window_callbacks.pop()()
 
     @property
     def control(self) -> Control:
@@ -124,15 +143,39 @@ class Window:
     def clear(self) -> None:
         """Empty the window. The tensors keep their addresses."""
         self.sums.zero_()
+        self.follow_estimates()
         self.restart()
+
+    @torch.no_grad()
+    def follow_estimates(self) -> None:
+        """Measure from the layer's present μ̂, if the window is empty. A window with sums keeps its reference."""
+        mean = self.layer.running_mean.to(self.reference.dtype)
+        self.reference.copy_(torch.where(self.sums[0] > 0, self.reference, mean))
+
+    @torch.no_grad()
+    def sums_around(self, mean: Tensor) -> Sums:
+        """Return n, s₁ and s₂ measured from `mean`."""
+        return shift_sums(self.split, self.reference - mean)
+
+    def absorb(self, other: "Window") -> None:
+        """Add the sums of another window over the same estimates, and empty it."""
+        self.sums.add_(torch.cat(other.sums_around(self.reference)))
+        self.counter[0] += other.forwards
+        other.clear()
 
     def restart(self) -> None:
         """Set the number of forwards to zero and forget the forwards that checkpointing might repeat."""
         self.counter[0] = 0
         self.scanned.clear()
+        self.ran, self.idle_steps = False, 0
+
+    def attach(self, control: Control) -> None:
+        """Put a control in force. Drop those that can never be in force again: below one whose handle is gone."""
+        gone = [i for i, c in enumerate(self.controls) if c.handle is not None and c.handle() is None]
+        self.controls[:] = [*self.controls[max(gone, default=0) :], control]
 
     def host_state(self) -> tuple[Any, ...]:
-        """Return what is not in `sums` and `lost`, for `restore_host_state`."""
+        """Return what is not in `sums`, `reference` and `lost`, for `restore_host_state`."""
         return self.forwards, list(self.scanned), self.reported_losses, self.warned
 
     def restore_host_state(self, state: tuple[Any, ...]) -> None:
@@ -147,7 +190,7 @@ class Window:
             return
         from_meta = self.device.type == "meta"
         self.device = device
-        for name in ("sums", "lost", "device_rate"):
+        for name in ("sums", "reference", "lost", "device_rate"):
             old: Tensor = getattr(self, name)
             dtype = wide_dtype(device) if old.is_floating_point() else old.dtype
             new = torch.zeros_like(old, dtype=dtype, device=device) if from_meta else old.to(device, dtype)
@@ -161,11 +204,11 @@ class Window:
         """Warn, with the layer's name, if anything was left out since the last warning. Reads the device."""
         if self.device.type == "meta":
             return
-        forwards, windows = self.lost.tolist()
-        if forwards + windows > self.reported_losses:
-            self.reported_losses = forwards + windows
+        samples, windows = self.lost.tolist()
+        if samples + windows > self.reported_losses:
+            self.reported_losses = samples + windows
             warnings.warn(
-                f"{self.control.name or name or self.describe()}: {forwards} forwards and {windows} windows were left "
+                f"{self.control.name or name or self.describe()}: {samples} samples and {windows} windows were left "
                 "out of the estimates because their statistics were not finite. Look for overflow in the activations "
                 "(fp16 range, learning rate).",
                 RuntimeWarning,
@@ -174,18 +217,30 @@ class Window:
 
 
 _numbers = itertools.count()
-_live: weakref.WeakValueDictionary[int, Window] = weakref.WeakValueDictionary()
+# Not a WeakValueDictionary, which may lose an entry at any moment: here only holders of the lock change the table.
+_live: dict[int, weakref.ref[Window]] = {}
+_lock = threading.Lock()
 _first_window_callbacks: list[Callable[[], None]] = []
 
 
-def live_windows() -> list[Window]:
-    """Return the windows of all layers alive in this process, oldest first."""
-    return [window for _, window in sorted(_live.items()) if window.owner() is not None]
+def live_windows() -> list[tuple[Window, Any]]:
+    """Return the windows of all layers alive in this process, oldest first, each with its layer.
+
+    Threads may make and delete layers at any time. Those in the list stay alive as long as the list does.
+    """
+    with _lock:
+        windows = [(number, ref()) for number, ref in _live.items()]
+        for number, window in windows:
+            if window is None:
+                del _live[number]
+    found = [(window, window.owner()) for _, window in windows if window is not None]
+    return [(window, layer) for window, layer in found if layer is not None]
 
 
 def find_window(counter: Tensor) -> Window | None:
     """Return the window with this `counter`; None if its layer is gone, as in an exported graph."""
-    return _live.get(int(counter.numpy()[1]))
+    ref = _live.get(int(counter.numpy()[1]))
+    return None if ref is None else ref()
 
 
 def call_at_first_window(callback: Callable[[], None]) -> None:

@@ -1,6 +1,6 @@
 """The graph of a model's calls: its layers, and the functions between them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -73,16 +73,11 @@ class Flow:
 
     def downstream(self, start: Node, passes: Callable[[Node], bool]) -> Iterator[Node]:
         """Yield the first nodes after `start` for which `passes` is False, each once, in order of distance."""
-        queue, seen = list(self.consumers[start]), set()
-        while queue:
-            node = queue.pop(0)
-            if node in seen:
-                continue
-            seen.add(node)
-            if passes(node):
-                queue.extend(self.consumers[node])
-            else:
-                yield node
+        return _search(start, self.consumers.__getitem__, passes)
+
+    def upstream(self, start: Node, passes: Callable[[Node], bool]) -> Iterator[Node]:
+        """Yield the first nodes before `start` for which `passes` is False, each once, in order of distance."""
+        return _search(start, lambda node: node.inputs, passes)
 
     def sole_source(self, node: Node) -> Node | None:
         """Return the call whose output goes into `node` alone, skipping Identity layers, or None."""
@@ -95,3 +90,18 @@ class Flow:
                 return source
             node = source
         return None
+
+
+def _search(
+    start: Node, neighbours: Callable[[Node], Iterable[Node]], passes: Callable[[Node], bool]
+) -> Iterator[Node]:
+    queue, seen = list(neighbours(start)), set()
+    while queue:
+        node = queue.pop(0)
+        if node in seen:
+            continue
+        seen.add(node)
+        if passes(node):
+            queue.extend(neighbours(node))
+        else:
+            yield node

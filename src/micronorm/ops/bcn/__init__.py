@@ -1,6 +1,6 @@
 """Batch-Channel Normalization: the plain equations, the one-pass form, the kernels, and the estimates' updates."""
 
-from micronorm.ops.bcn.estimates import Sums, move_by_batch, move_by_window, scan, window_sums
+from micronorm.ops.bcn.estimates import Sums, move_by_batch, move_by_window, scan, shift_sums, window_sums
 from micronorm.ops.bcn.fused import (
     batch_channel_norm_fused,
     elementwise_fused,
@@ -29,5 +29,6 @@ __all__ = [
     "parts_size",
     "scan",
     "watched_if_traced",
+    "shift_sums",
     "window_sums",
 ]

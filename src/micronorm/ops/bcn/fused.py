@@ -200,13 +200,13 @@ def estimates_by_kernel(
     groups: int,
     micro_batch: int | None = None,
     moves: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Moments, Moments | None]:
     """Compute the statistics to normalize x with from x itself, and move the running ones in place.
 
     Args:
         x: N×C×….
         running: mean and variance, C numbers each.
-        lost: an integer on the device; it is incremented instead if a running number would not be finite.
+        lost: integers on the device; the first counts samples that do not contribute to the running statistics.
         rate: how far the running statistics move, limited to [0, 1].
         groups: G of the normalization that follows.
         micro_batch: samples per micro-batch of Algorithm 1, as `scan`. None: the moments of the whole batch, by which
@@ -214,10 +214,10 @@ def estimates_by_kernel(
         moves: whether the running statistics move. If not, Algorithm 1's estimates are not computed.
 
     Returns:
-        `parts` for `batch_channel_norm_fused`; mean and variance to normalize with, 2×C or 2×N×C; and the moments of
-        the samples, 2×N×C (empty for a whole batch). All are without gradient and all but `parts` in float64.
+        `parts` for `batch_channel_norm_fused`; mean and variance to normalize with, C numbers each or N×C; and the
+        moments of the ⌈N/m⌉ micro-batches, or None for a whole batch. All but `parts` are float64, without gradient.
     """
-    return _kernels().estimates(x.detach(), running, lost, rate, groups, micro_batch or 0, moves)
+    return _kernels().estimates(x, running, lost, rate, groups, micro_batch or 0, moves)
 
 
 def parts_size(x: Tensor, groups: int) -> int:

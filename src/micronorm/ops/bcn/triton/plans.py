@@ -126,6 +126,14 @@ def _alike(layer: Layer, *strides: Strides | None) -> bool:
     return {c if last else s for _, c, s in (layer.strides, *(s for s in strides if s is not None))} == {1}
 
 
+class EstimatesLaunches(NamedTuple):
+    """The launches that derive statistics from the input; the first and the last only if there are many channels."""
+
+    check: Launch | None
+    compute: Launch
+    write: Launch | None
+
+
 class Forward:
     """The launches of a forward. Each is made when it is first used.
 
@@ -149,6 +157,7 @@ class Forward:
         self.finishing = tiling.finish(shape, count, self.moments.pieces)
         self.units = _units(layer, residual, output)
         self.scalars = self.units.scalars(layer, layer.strides, residual, output)
+        self._estimates: dict[tuple[Any, ...], EstimatesLaunches] = {}
 
     @cached_property
     def parts(self) -> int:
@@ -179,6 +188,34 @@ class Forward:
         constants |= {"GROUPS": tile.groups, "CHANNELS": tile.channels}
         scalars = (*layer.counts, *layer.strides[:2], *self.moments.cut[:2])
         return Launch(forward.forward_numbers, (tile.programs,), scalars, constants, 4)
+
+    def estimates(self, micro_batch: int, moves: bool, has_rate: bool, *dtypes: torch.dtype) -> EstimatesLaunches:
+        """Return the launches that derive statistics from x; `dtypes` are those of the estimates and the rate.
+
+        `micro_batch` is the number of samples in a micro-batch, or 0 for the moments of the whole batch.
+        """
+        key = (micro_batch, moves, has_rate, *dtypes)
+        if key not in self._estimates:
+            self._estimates[key] = self._new_estimates(micro_batch, moves, has_rate)
+        return self._estimates[key]
+
+    def _new_estimates(self, micro_batch: int, moves: bool, has_rate: bool) -> EstimatesLaunches:
+        layer, cut = self.layer, self.moments.cut[:2]
+        batches = -(-layer.samples // max(micro_batch, 1))
+        rows, width = tiling.over_estimates(batches, layer.channels)
+        programs = -(-layer.channels // width)
+        tile = {"ROWS": rows, "CHANNELS": width, "UNROLLED": min(tiling.next_power(cut[0]), 8)}
+        constants = {"HAS_RATE": has_rate, "MOVES": moves, "ALONE": programs == 1}
+        scalars = (*layer.counts, *layer.strides[:2], *cut, *([micro_batch] if micro_batch else []))
+        kernel = estimates.scan_estimates if micro_batch else estimates.batch_estimates
+        compute, check, write = Launch(kernel, (programs,), scalars, constants | tile, 8), None, None
+        if programs > 1 and moves:
+            every = {"CHANNELS": tiling.next_power(layer.channels)}
+            write = Launch(estimates.write_estimates, (1,), layer.counts[:2], every, 8)
+            if micro_batch:
+                tile |= {"ROWS": 16, "CHANNELS": min(tiling.next_power(layer.channels), 128)}
+                check = Launch(estimates.check_batches, (-(-batches // 16),), scalars, tile, 8)
+        return EstimatesLaunches(check, compute, write)
 
     @cached_property
     def finish(self) -> Launch:
@@ -295,35 +332,5 @@ class Backward:
 def gather_plan(samples: int, channels: int, space: int, groups: int, *kinds: torch.device | torch.dtype) -> Launch:
     """Return the launch that adds `numbers` to the layer's window; `kinds` are the device and dtypes of its tensors."""
     rows, width = tiling.over_samples(samples, channels)
-    constants = {"SAMPLES": rows, "CHANNELS": width, "FLAGS": min(tiling.next_power(samples * groups), 4096)}
+    constants = {"SAMPLES": rows, "CHANNELS": width, "FLAGS": min(tiling.next_power(groups), 4096 // rows)}
     return Launch(sums.gather_window, (-(-channels // width),), (samples, channels, space, groups), constants, 4)
-
-
-class EstimatesKey(NamedTuple):
-    """What the launches of a layer's estimates depend on; `kinds` are the device and the dtypes of the tensors."""
-
-    counts: tuple[int, int, int]
-    strides: tuple[int, int]
-    cut: tuple[int, int]
-    micro_batch: int
-    """Samples per micro-batch; 0 for the moments of the whole batch."""
-    moves: bool
-    has_rate: bool
-    kinds: tuple[torch.device | torch.dtype, ...]
-
-
-@lru_cache(maxsize=1024)
-def estimates_plan(key: EstimatesKey) -> tuple[Launch, Launch | None]:
-    """Return the launch that computes the estimates, and the one that writes the layer's if the first does not."""
-    samples, channels, _ = key.counts
-    rows, width = tiling.over_estimates(-(-samples // max(key.micro_batch, 1)), channels)
-    programs = -(-channels // width)
-    constants = {"HAS_RATE": key.has_rate, "MOVES": key.moves, "ALONE": programs == 1, "ROWS": rows, "CHANNELS": width}
-    constants |= {"UNROLLED": min(tiling.next_power(key.cut[0]), 8)}
-    scalars = (*key.counts, *key.strides, *key.cut, *([key.micro_batch] if key.micro_batch else []))
-    kernel = estimates.scan_estimates if key.micro_batch else estimates.batch_estimates
-    compute = Launch(kernel, (programs,), scalars, constants, 8)
-    if programs == 1 or not key.moves:
-        return compute, None
-    every = {"CHANNELS": tiling.next_power(channels)}
-    return compute, Launch(estimates.write_estimates, (1,), (channels,), every, 8)

@@ -15,11 +15,9 @@ from micronorm.ops.bcn.triton.layout import Affine, Estimates, Strides, laid_out
 from micronorm.ops.bcn.triton.plans import (
     MOST_KEPT,
     Backward,
-    EstimatesKey,
     Forward,
     Layer,
     Rule,
-    estimates_plan,
     gather_plan,
     rule,
 )
@@ -160,33 +158,37 @@ def parts_size(x: Tensor, groups: int) -> int:
 @on_its_device
 def estimates(
     x: Tensor, running: Moments, lost: Tensor, rate: Tensor | float, groups: int, micro_batch: int, moves: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Moments, Moments | None]:
     """Compute statistics from x itself, and move the running ones by them if `moves`.
 
     With `micro_batch` 0 they are the moments of the whole batch (C numbers each), otherwise Algorithm 1's estimates
-    after each micro-batch (N×C each). The running ones are not written if any would not be finite; `lost` then counts.
+    after each micro-batch (N×C each). `lost` counts the samples that do not contribute to the running ones.
 
     Returns:
-        `parts`, which `forward` takes; the statistics, mean and variance; and the moments of the samples (N×C each;
-        without a micro-batch, empty).
+        `parts`, which `forward` takes; the statistics; and the moments of the micro-batches (T×C each) if there are.
     """
     x, plan = _parts_plan(x, groups)
-    wide, layer, shape = wide_dtype(x.device), plan.layer, x.shape[:2]
+    samples, channels, _ = plan.layer.counts
+    wide = wide_dtype(x.device)
     parts = x.new_empty(plan.parts, dtype=plan.compute)
     plan.reduce(x, parts)
     if isinstance(rate, Tensor) and rate.device != x.device:
         rate = float(rate)
-    has_rate = isinstance(rate, Tensor)
     pointer, values = (rate, (0.0, 0.0)) if isinstance(rate, Tensor) else (parts, _split_number(rate))
-    mean, var = (r.contiguous() for r in running)
-    kinds = (x.device, x.dtype, mean.dtype, var.dtype, pointer.dtype)
-    cut = plan.moments.cut[:2]
-    key = EstimatesKey(layer.counts, layer.strides[:2], cut, micro_batch, moves, has_rate, kinds)
-    compute, write = estimates_plan(key)
-    found = x.new_empty((2, *(shape if micro_batch else shape[1:])), dtype=wide)
-    data = x.new_empty((2, *shape) if micro_batch else 0, dtype=wide)
-    new = x.new_empty((2, shape[1]), dtype=wide)
-    compute(x, parts, *([data] if micro_batch else []), found, new, mean, var, lost, pointer, values=values)
+    mean, var = (r if r.is_contiguous() else r.contiguous() for r in running)
+    check, compute, write = plan.estimates(
+        micro_batch, moves, isinstance(rate, Tensor), mean.dtype, var.dtype, pointer.dtype
+    )
+    batches = -(-samples // micro_batch) if micro_batch else 0
+    shape = (samples, channels) if micro_batch else (channels,)
+    found = Moments(x.new_empty(shape, dtype=wide), x.new_empty(shape, dtype=wide))
+    new = found.mean if write is None else x.new_empty(2 * channels + 1 + batches, dtype=wide)
+    data = None
+    if micro_batch:
+        data = Moments(*(x.new_empty((batches, channels), dtype=wide) for _ in range(2)))
+    if check is not None:
+        check(x, parts, new, var)
+    compute(x, parts, *(data or ()), *found, new, mean, var, lost, pointer, values=values)
     if write is not None:
         write(new, mean, var, lost)
     if moves:

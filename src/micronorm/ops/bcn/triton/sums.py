@@ -9,7 +9,7 @@ The legend of names, shapes and pointers is in pieces.py.
 import triton
 import triton.language as tl
 
-from micronorm.ops.bcn.triton.pieces import COUNTS, begin, flags_at, load_moments
+from micronorm.ops.bcn.triton.pieces import COUNTS, begin, both, flags_at, load_moments
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -17,22 +17,15 @@ def gather_window(
     numbers_ptr,  # packed.numbers_size entries in F
     around_ptr,  # C, the layer's running mean, any floating dtype
     sums_ptr,  # 1 + 2·C in float64 (or the window's dtype): n, Σ(x − μ̂), Σ(x − μ̂)²
-    lost_ptr,  # 1 or more integers; the first counts forwards that were left out
+    lost_ptr,  # 1 or more integers; the first counts samples that were left out
     samples, channels, space, groups,
     SAMPLES: tl.constexpr, CHANNELS: tl.constexpr, FLAGS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Add a forward to its layer's window, or count it as lost if a moment is not finite; see `nn.window`."""
+    """Add a forward to its layer's window, and count the samples left out because a moment is not finite."""
     begin(EARLY)
     wide: tl.constexpr = sums_ptr.dtype.element_ty
     sizes = (samples, channels)
-    flags = samples * groups
     flag_ptr = flags_at(numbers_ptr, sizes)
-    broken = tl.zeros([FLAGS], numbers_ptr.dtype.element_ty)
-    for first in range(0, flags, FLAGS):
-        at = first + tl.arange(0, FLAGS)
-        broken += tl.load(flag_ptr + at, at < flags, 0)
-    whole = tl.sum(broken, 0) == 0
-
     c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     valid_c = c < channels
     around_c = tl.load(around_ptr + c, valid_c, 0).to(wide)
@@ -42,23 +35,31 @@ def gather_window(
     before_second_c = tl.load(second_ptr, valid_c, 0)
     first_nc = tl.zeros([SAMPLES, CHANNELS], wide)
     second_nc = tl.zeros([SAMPLES, CHANNELS], wide)
+    left_out_n = tl.zeros([SAMPLES], tl.int32)
     for start in range(0, samples, SAMPLES):
         n = start + tl.arange(0, SAMPLES)
-        valid_nc = (n < samples)[:, None] & valid_c[None, :]
+        broken_nf = tl.zeros([SAMPLES, FLAGS], numbers_ptr.dtype.element_ty)
+        for first in range(0, groups, FLAGS):
+            g = first + tl.arange(0, FLAGS)
+            valid_ng = both((n < samples)[:, None], (g < groups)[None, :])
+            broken_nf += tl.load(flag_ptr + n[:, None] * groups + g[None, :], valid_ng, 0)
+        whole_n = tl.sum(broken_nf, 1) == 0
+        left_out_n += tl.where(whole_n, 0, 1)
+        valid_nc = both((n < samples)[:, None], valid_c[None, :])
         pivot_nc, residue_nc, var_nc = load_moments(numbers_ptr, n[:, None], c[None, :], valid_nc, sizes)
         distance_nc = (pivot_nc.to(wide) - around_c[None, :]) + residue_nc.to(wide)
-        distance_nc = tl.where(valid_nc, distance_nc, 0.0)
+        counted_nc = both(valid_nc, whole_n[:, None])
+        distance_nc = tl.where(counted_nc, distance_nc, 0.0)
         first_nc += distance_nc
-        second_nc += var_nc.to(wide) + distance_nc * distance_nc
-    first_c = tl.where(whole, tl.sum(first_nc, 0) * space, 0.0)
-    second_c = tl.where(whole, tl.sum(second_nc, 0) * space, 0.0)
-    tl.store(first_ptr, before_first_c + first_c, valid_c)
-    tl.store(second_ptr, before_second_c + second_c, valid_c)
+        second_nc += tl.where(counted_nc, var_nc.to(wide), 0.0) + distance_nc * distance_nc
+    tl.store(first_ptr, before_first_c + tl.sum(first_nc, 0) * space, valid_c)
+    tl.store(second_ptr, before_second_c + tl.sum(second_nc, 0) * space, valid_c)
     if tl.program_id(0) == 0:
         one = tl.arange(0, 1)
-        count = (tl.zeros([1], wide) + samples) * space
-        tl.store(sums_ptr + one, tl.load(sums_ptr + one) + tl.where(whole, count, 0.0))
-        tl.store(lost_ptr + one, tl.load(lost_ptr + one) + tl.where(whole, 0, 1))
+        left_out = tl.sum(left_out_n, 0)
+        count = (tl.zeros([1], wide) + (samples - left_out)) * space
+        tl.store(sums_ptr + one, tl.load(sums_ptr + one) + count)
+        tl.store(lost_ptr + one, tl.load(lost_ptr + one) + left_out)
 
 
 @triton.jit(do_not_specialize=COUNTS)

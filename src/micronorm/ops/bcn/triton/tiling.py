@@ -270,7 +270,7 @@ def over_estimates(rows: int, channels: int) -> tuple[int, int]:
     One program takes all of up to 64 channels, which saves a launch. Otherwise tiles are narrow, to have more programs.
     """
     width = next_power(channels) if channels <= 64 else 16
-    return min(next_power(rows), ESTIMATES_TILE // width), width
+    return max(2, min(next_power(rows), ESTIMATES_TILE // width)), width
 
 
 def finishing_width(shape: Shape) -> int | None:
