@@ -15,7 +15,7 @@ which everything else follows.
 import triton
 import triton.language as tl
 
-from micronorm.ops.bcn.triton.loops import spread, sums, write_gradient
+from micronorm.ops.bcn.triton.loops import gated, store_gradient, sums, write_gradient
 from micronorm.ops.bcn.triton.pieces import (
     COUNTS,
     FIRST,
@@ -25,7 +25,6 @@ from micronorm.ops.bcn.triton.pieces import (
     SECOND,
     begin,
     both,
-    gate,
     gradients,
     load_coefficients,
     number_at,
@@ -75,59 +74,37 @@ def backward_whole(
     dx_ptr += far * d[0]
     dr_ptr += far * d[0]
     norm = (mean_ptr, var_ptr, weight_ptr, bias_ptr, group_weight_ptr)
-    place, sizes = (n, c, valid_c, valid_c), (samples, channels)
+    place, sizes, span = (n, c, valid_c, valid_c), (samples, channels), (c, valid_c, 0, space)
     s = tl.arange(0, SPACE)
     valid_cs = valid_c[:, None] & (s < space)[None, :]
     if TWICE:
         coefficients = load_coefficients(numbers_ptr, n, c, valid_c, sizes)
-        pointers, strides = (x_ptr, g_ptr, y_ptr, dr_ptr), (x, g, y, d)
         sum_g_c, sum_gt_c = sums(
-            pointers,
-            strides,
-            coefficients,
-            c,
-            valid_c,
-            0,
-            space,
-            ACTIVATION,
-            SLOPE,
-            HAS_RESIDUAL,
-            CHANNELS,
-            SPACE,
-            STAGES,
-        )
+            (x_ptr, g_ptr, y_ptr, dr_ptr), (x, g, y, d), coefficients, span,
+            ACTIVATION, SLOPE, HAS_RESIDUAL, CHANNELS, SPACE, STAGES,
+        )  # fmt: skip
     else:
         x_cs = tl.load(tile_at(x_ptr, x, c, s), valid_cs, 0).to(dtype)
         g_cs = tl.load(tile_at(g_ptr, g, c, s), valid_cs, 0).to(dtype)
         coefficients = load_coefficients(numbers_ptr, n, c, valid_c, sizes)
         t_cs = tl.where(valid_cs, x_cs - coefficients[0][:, None], 0.0)
-        if HAS_RESIDUAL:
-            u_cs = tl.load(tile_at(y_ptr, y, c, s), valid_cs, 0).to(dtype)
-        else:
-            # The forward's own expression, so that the mask equals the forward's to the last bit.
-            u_cs = tl.fma(t_cs, coefficients[1][:, None], spread(coefficients[2], t_cs))
-        g_cs = tl.where(valid_cs, gate(g_cs, u_cs, ACTIVATION, SLOPE), 0.0)
+        g_cs = gated(g_cs, t_cs, coefficients, tile_at(y_ptr, y, c, s), valid_cs, ACTIVATION, SLOPE, HAS_RESIDUAL)
         sum_g_c = tl.sum(g_cs, 1)
         sum_gt_c = tl.sum(tl.fma(g_cs, t_cs, tl.zeros_like(g_cs)), 1)
     slopes = gradients(
         sum_g_c, sum_gt_c, numbers_ptr, shares_ptr, norm, place, sizes, space, EPS, ESTIMATES, AFFINE, GROUPS, SIZE
     )
-    if TWICE:
-        if HAS_RESIDUAL:  # other threads have gated the gradient and stored it
-            tl.debug_barrier()
-            incoming, incoming_strides = dr_ptr, d
-            LATER: tl.constexpr = IDENTITY
-        else:
-            incoming, incoming_strides = g_ptr, g
-            LATER: tl.constexpr = ACTIVATION
-        pointers, strides = (x_ptr, incoming, dx_ptr), (x, incoming_strides, d)
-        write_gradient(pointers, strides, coefficients, slopes, c, valid_c, 0, space, LATER, SLOPE, SPACE, STAGES)
+    if TWICE and HAS_RESIDUAL:
+        tl.debug_barrier()  # other threads have gated the gradient and stored it
+        pointers, strides = (x_ptr, dr_ptr, dx_ptr), (x, d, d)
+        write_gradient(pointers, strides, coefficients, slopes, span, IDENTITY, SLOPE, SPACE, STAGES)
+    elif TWICE:
+        pointers, strides = (x_ptr, g_ptr, dx_ptr), (x, g, d)
+        write_gradient(pointers, strides, coefficients, slopes, span, ACTIVATION, SLOPE, SPACE, STAGES)
     else:
-        slope_c, curve_c, shift_c = slopes
         if HAS_RESIDUAL:
             tl.store(tile_at(dr_ptr, d, c, s), g_cs.to(dr_ptr.dtype.element_ty), valid_cs)
-        dx_cs = tl.fma(g_cs, slope_c[:, None], tl.fma(t_cs, curve_c[:, None], spread(shift_c, t_cs)))
-        tl.store(tile_at(dx_ptr, d, c, s), dx_cs.to(dx_ptr.dtype.element_ty), valid_cs)
+        store_gradient(g_cs, t_cs, slopes, dx_ptr, d, c, s, valid_cs)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -160,22 +137,10 @@ def backward_part(
     end = start + tl.minimum(piece, space - start)
     far = n.to(tl.int64)
     pointers = (x_ptr + far * x[0], g_ptr + far * g[0], y_ptr + far * y[0], dr_ptr + far * d[0])
-    strides = (x, g, y, d)
     sum_g_c, sum_gt_c = sums(
-        pointers,
-        strides,
-        coefficients,
-        c,
-        valid_c,
-        start,
-        end,
-        ACTIVATION,
-        SLOPE,
-        HAS_RESIDUAL,
-        CHANNELS,
-        SPACE,
-        STAGES,
-    )
+        pointers, (x, g, y, d), coefficients, (c, valid_c, start, end),
+        ACTIVATION, SLOPE, HAS_RESIDUAL, CHANNELS, SPACE, STAGES,
+    )  # fmt: skip
     row, sizes = n * pieces + p, (samples, channels)
     tl.store(part_at(parts_ptr, FIRST, row, c, sizes, pieces), sum_g_c, valid_c)
     tl.store(part_at(parts_ptr, SECOND, row, c, sizes, pieces), sum_gt_c, valid_c)
@@ -294,4 +259,5 @@ def backward_apply(
     end = start + tl.minimum(piece, space - start)
     far = n.to(tl.int64)
     pointers, strides = (x_ptr + far * x[0], g_ptr + far * g[0], dx_ptr + far * d[0]), (x, g, d)
-    write_gradient(pointers, strides, coefficients, slopes, c, valid_c, start, end, ACTIVATION, SLOPE, SPACE, STAGES)
+    span = (c, valid_c, start, end)
+    write_gradient(pointers, strides, coefficients, slopes, span, ACTIVATION, SLOPE, SPACE, STAGES)

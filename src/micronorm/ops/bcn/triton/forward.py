@@ -61,7 +61,7 @@ def forward_whole(
     s = tl.arange(0, SPACE)
     valid_cs = valid_c[:, None] & (s < space)[None, :]
     if TWICE:
-        first_c, mean_c, square_c = moments(pointers[0], x, c, valid_c, 0, space, dtype, CHANNELS, SPACE, STAGES)
+        first_c, mean_c, square_c = moments(pointers[0], x, (c, valid_c, 0, space), dtype, CHANNELS, SPACE, STAGES)
         raw_var_c = square_c / space
     else:
         x_cs = tl.load(tile_at(pointers[0], x, c, s), valid_cs, 0).to(dtype)
@@ -79,9 +79,8 @@ def forward_whole(
     coefficients = load_coefficients(numbers_ptr, n, c, valid_c, sizes)
     strides = (x, r, y)
     if TWICE:
-        write_output(
-            pointers, strides, coefficients, c, valid_c, 0, space, ACTIVATION, SLOPE, HAS_RESIDUAL, SPACE, STAGES
-        )
+        span = (c, valid_c, 0, space)
+        write_output(pointers, strides, coefficients, span, ACTIVATION, SLOPE, HAS_RESIDUAL, SPACE, STAGES)
     else:
         store_output(x_cs, pointers, strides, coefficients, c, s, valid_cs, ACTIVATION, SLOPE, HAS_RESIDUAL)
 
@@ -110,7 +109,7 @@ def moments_part(
     start = p * piece
     end = start + tl.minimum(piece, space - start)
     x_ptr += n.to(tl.int64) * x[0]
-    _, mean_c, square_c = moments(x_ptr, x, c, valid_c, start, end, dtype, CHANNELS, SPACE, STAGES)
+    _, mean_c, square_c = moments(x_ptr, x, (c, valid_c, start, end), dtype, CHANNELS, SPACE, STAGES)
     row, sizes = n * pieces + p, (samples, channels)
     tl.store(part_at(parts_ptr, FIRST, row, c, sizes, pieces), mean_c, valid_c)
     tl.store(part_at(parts_ptr, SECOND, row, c, sizes, pieces), square_c, valid_c)
@@ -215,6 +214,5 @@ def forward_apply(
     end = start + tl.minimum(piece, space - start)
     far = n.to(tl.int64)
     pointers = (x_ptr + far * x[0], residual_ptr + far * r[0], y_ptr + far * y[0])
-    write_output(
-        pointers, (x, r, y), coefficients, c, valid_c, start, end, ACTIVATION, SLOPE, HAS_RESIDUAL, SPACE, STAGES
-    )
+    span = (c, valid_c, start, end)
+    write_output(pointers, (x, r, y), coefficients, span, ACTIVATION, SLOPE, HAS_RESIDUAL, SPACE, STAGES)
