@@ -209,13 +209,10 @@ def test_a_killed_process_leaves_a_folder_that_another_may_write_to_and_a_living
     assert shown(out, "step/loss") == list(range(1, STEPS + 1))  # those before the kill were not lost in a buffer
 
 
-def test_a_lock_can_be_released_twice(tmp_path):
-    held = journal.Lock(tmp_path)
-    held.release()
-    held.release()
-    again = journal.Lock(tmp_path)
-    assert (tmp_path / journal.LOCK).exists()
-    again.release()
+def test_a_folder_can_be_locked_again_once_it_was_released(tmp_path):
+    journal.lock_folder(tmp_path).close()
+    with journal.lock_folder(tmp_path):
+        assert (tmp_path / journal.LOCK).exists()
 
 
 @pytest.mark.parametrize("absent", ["in this file system", "in this system"])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from micronorm.commit.snapshot import RandomState
 from micronorm.commit.transaction import merge_states
+from micronorm.convert.checkpoint import load_state
 from micronorm.engine.checkpoint import digest
 from micronorm.engine.parallel import ShardedRanks
 from micronorm.engine.settings import is_huge
@@ -35,7 +36,7 @@ def load_whole_state(step: Step, state: dict[str, Any]) -> None:
     if not isinstance(step.parallel, ShardedRanks):
         groups = step.optimizer.state_dict()["param_groups"]
         step.optimizer.load_state_dict({"state": _by_number(step, state["optimizer"]), "param_groups": groups})
-        step.model.load_state_dict(state["model"])
+        load_state(step.model, state["model"])
         return
     from torch.distributed.checkpoint import state_dict as torch_state
 
