@@ -138,8 +138,9 @@ class Journal:
             self._write_scalars(row["step"], {f"{split}/{name}": v for name, v in row.get(split, {}).items()})
 
     def _write_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items() if self.events is not None else ():
-            self.events.add_scalar(name, value, step)
+        if self.events is not None:
+            for name, value in values.items():
+                self.events.add_scalar(name, value, step)
 
     def write_diagnostics(self, row: Mapping[str, Any]) -> None:
         """Append a row of `diagnostics.jsonl`. The observer writes the events itself."""
