@@ -360,6 +360,20 @@ def test_a_folder_that_holds_a_run_is_refused_without_resume(tmp_path):
     assert all(left[name] == before[name] for name in left)
 
 
+@pytest.mark.parametrize("text", [b"", b"x", b"-1", b"1" * 400, b"\xff"])
+def test_a_remembered_micro_batch_that_is_no_number_is_refused_by_name(tmp_path, text):
+    run(tmp_path, steps=2)
+    (tmp_path / journal.MICRO_BATCH).write_bytes(text)
+    with pytest.raises(ValueError, match=r"micro_batch must hold a number of samples, got .*; delete it"):
+        run(tmp_path, resume=True)
+
+
+def test_rows_of_steps_without_a_loss_are_resumed_from(tmp_path):
+    run(tmp_path, steps=2)
+    (tmp_path / records.STEPS).write_text('{"step": 1, "samples": 8}\n{"step": 2, "loss": 1.0}\n')
+    assert run(tmp_path, resume=True).finished
+
+
 # --- the edges -------------------------------------------------------------------------------------------------------
 
 

@@ -245,7 +245,12 @@ class Journal:
     def remembered_size(self) -> int | None:
         """Return what `remember_size` wrote, or None."""
         file = None if self.folder is None else self.folder / MICRO_BATCH
-        return int(file.read_text()) if file is not None and file.exists() else None
+        if file is None or not file.exists():
+            return None
+        text = file.read_bytes().decode("utf-8", "replace")
+        if not (text.isdecimal() and len(text) < 10):
+            raise ValueError(f"{file} must hold a number of samples, got {text[:20]!r}; delete it")
+        return int(text)
 
 
 def _check_settings(source: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -222,7 +222,8 @@ class _TrainingRun:
         if not self.already_complete:
             self.journal.begin(known, resume=resume, done=self.done)
             for row in self.journal.steps():
-                self.collapse_watch.add(row.get("loss", 0.0), samples=row["samples"])
+                if row.get("loss") is not None and row.get("samples") is not None:
+                    self.collapse_watch.add(row["loss"], samples=row["samples"])
 
     def _limit_micro_batch(self, size: int | None) -> None:
         """Start with the size that fitted into memory before, unless the user has chosen one."""
