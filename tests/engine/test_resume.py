@@ -315,6 +315,17 @@ def test_another_model_is_refused_and_left_as_it_is(tmp_path, other):
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 
+def test_a_model_of_the_same_tensors_and_another_function_is_refused(tmp_path):
+    kill_at(5, tmp_path)
+    before, model = contents(tmp_path), tiny_model()
+    model[1].eps = 1e-3
+    with pytest.raises(
+        ValueError, match=r"^step-\S+ is of another model: .*eps=1e-05.* but the model has .*eps=0\.001"
+    ):
+        run(tmp_path, resume=True, model=model)
+    assert contents(tmp_path) == before
+
+
 @pytest.mark.parametrize("step", [1, 5])
 def test_other_samples_are_refused_before_and_after_the_first_checkpoint(tmp_path, monkeypatch, step):
     kill_at(step, tmp_path)

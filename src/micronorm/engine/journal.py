@@ -213,7 +213,10 @@ class Journal:
         if fault is not None:
             raise checkpoint.refusal(path, f"is not a valid checkpoint: {fault}")
         _check_settings(path.name, state["settings"], facts["settings"])
-        load_whole_state(self.step, state)
+        try:
+            load_whole_state(self.step, state)
+        except ValueError as error:
+            raise ValueError(f"{path.name} is of another model: {error}") from error
         self.saved = path
         return {**state, "step": load_rest_of_state(self.step, state)}
 

@@ -32,11 +32,15 @@ def whole_state(step: Step) -> dict[str, Any]:
 
 
 def load_whole_state(step: Step, state: dict[str, Any]) -> None:
-    """Restore what `whole_state` returned, on every rank, however the model is distributed now."""
+    """Restore what `whole_state` returned, on every rank, however the model is distributed now.
+
+    Raises:
+        ValueError: the model's layers compute something else than those that were saved.
+    """
     if not isinstance(step.parallel, ShardedRanks):
+        load_state(step.model, state["model"])
         groups = step.optimizer.state_dict()["param_groups"]
         step.optimizer.load_state_dict({"state": _by_number(step, state["optimizer"]), "param_groups": groups})
-        load_state(step.model, state["model"])
         return
     from torch.distributed.checkpoint import state_dict as torch_state
 
