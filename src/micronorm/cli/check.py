@@ -87,7 +87,7 @@ def _subject(made: nn.Module | tuple, *, batch: int, size: int, classes: int | N
     if classes is not None and classes > outputs[1]:
         raise TargetError(f"--classes {classes} is above the model's {outputs[1]} outputs")
     labels = torch.randint(classes or outputs[1], (batch, *outputs[2:]), generator=generator)
-    return model, (images, labels), _summed_cross_entropy
+    return model, (images, labels), summed_cross_entropy
 
 
 def _switch_dropout_off(model: nn.Module) -> None:
@@ -121,7 +121,8 @@ def _logits(output: Any) -> Tensor:
     return output
 
 
-def _summed_cross_entropy(model: nn.Module, part: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+def summed_cross_entropy(model: nn.Module, part: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    """Return the sum of the cross-entropies and the number of labels."""
     images, labels = part
     return F.cross_entropy(_logits(model(images)), labels, reduction="sum"), labels.numel()
 
