@@ -179,6 +179,8 @@ def _images(
 def _examine(model: nn.Module, images: Tensor, device: str, *, by: str, fresh: bool) -> Diagnosis:
     try:
         place = torch.device(device)
+        if place.type == "meta":
+            raise TargetError("--device meta computes no values; use cpu or cuda")
         model.to(place)
     except (RuntimeError, AssertionError) as error:
         raise TargetError(f"--device {device}: {error}") from error
