@@ -11,10 +11,10 @@ from micronorm.engine.environment import environment
 from micronorm.engine.events import Events
 from micronorm.engine.parallel import on_rank_0
 from micronorm.engine.settings import Outcome, Settings, changes, describe
-from micronorm.engine.state import check_model, load_rest_of_state, load_whole_state, rest_of_state, whole_state
+from micronorm.engine.state import check_state, load_rest_of_state, load_whole_state, rest_of_state, whole_state
 from micronorm.engine.step import Step
 from micronorm.engine.weights import save_weights
-from micronorm.records import FACTS, OUTCOME, Run, remove_partials, write_atomically
+from micronorm.records import FACTS, OUTCOME, Run, read, remove_partials, write_atomically
 
 try:
     import fcntl
@@ -101,6 +101,15 @@ class Journal:
         remove_partials(folder / CHECKPOINTS)
         self.events = Events(folder / EVENTS, resumed_at=done if resume else None)
 
+    def add_facts(self, **facts: Any) -> None:
+        """Add facts to the record, replacing those of the same names."""
+        if self.record is not None:
+            self.record.add_facts(**facts)
+
+    def steps(self) -> list[dict[str, Any]]:
+        """Return the rows of `steps.jsonl`, on rank 0."""
+        return [] if self.record is None else read(self.record.path).steps
+
     def has_ended(self) -> bool:
         """Return whether the folder holds a run with weights and outcome."""
         folder = self.folder
@@ -114,7 +123,7 @@ class Journal:
             self.record.append_steps(rows)
         for row in rows if self.events is not None else ():
             assert self.events is not None
-            self.events.scalars(row["step"], {"step/loss": row["loss"], "step/lr": row["lr"]})
+            self.events.scalars(row["step"], {"step/loss": row.get("loss"), "step/lr": row["lr"]})
 
     def write_epoch(self, row: Mapping[str, Any]) -> None:
         """Append a row of `epochs.jsonl`."""
@@ -190,8 +199,10 @@ class Journal:
         if path is None:
             return None
         state = checkpoint.load(path)
+        fault = check_state(self.step, state, ema=self.settings.ema is not None)
+        if fault is not None:
+            raise checkpoint.refusal(path, f"is not a valid checkpoint: {fault}")
         _check_settings(path.name, state["settings"], facts["settings"])
-        check_model(self.step, state["model"], source=path.name)
         load_whole_state(self.step, state)
         self.saved = path
         return {**state, "step": load_rest_of_state(self.step, state)}

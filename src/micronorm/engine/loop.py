@@ -36,6 +36,7 @@ from micronorm.engine.task import Share, Task, check_task
 from micronorm.engine.trial import check_loss_is_a_sum, choose_micro_batch
 from micronorm.nn.per_step.recompute import Recomputation, recompute
 from micronorm.ops.keyed import permutation, sample_keys
+from micronorm.records import CollapseWatch
 
 
 class Diverged(ArithmeticError):
@@ -141,6 +142,7 @@ class _TrainingRun:
         self.take_step = GraphedStep(self.step, settings.step_batch) if execution.cuda_graph else self.step
         self.average = None if settings.ema is None else MovingAverage(self.step, settings.ema)
         self.meter = Meter(task, self.device)
+        self.collapse_watch = CollapseWatch()
         self.journal = Journal(out, self.step, settings)
 
     def _make_step(self, model: nn.Module) -> Step:
@@ -218,6 +220,8 @@ class _TrainingRun:
         self.already_complete = resume and self.done >= self.last and self.journal.has_ended()
         if not self.already_complete:
             self.journal.begin(known, resume=resume, done=self.done)
+            for row in self.journal.steps():
+                self.collapse_watch.add(row.get("loss", 0.0), samples=row["samples"])
 
     def _limit_micro_batch(self, size: int | None) -> None:
         """Start with the size that fitted into memory before, unless the user has chosen one."""
@@ -343,8 +347,13 @@ class _TrainingRun:
         self.journal.write_steps(rows)
         for row in rows:
             self.listener.on_step(row)
-            if not math.isfinite(row.get("loss", 0.0)):
-                raise Diverged(f"the loss is {row['loss']} at step {row['step']}{self._last_checkpoint()}")
+            loss = row.get("loss", 0.0)
+            if not math.isfinite(loss):
+                raise Diverged(f"the loss is {loss} at step {row['step']}{self._last_checkpoint()}")
+            collapse = self.collapse_watch.add(loss, samples=row["samples"])
+            if collapse is not None:
+                self.listener.on_message(collapse)
+                self.journal.add_facts(collapse=collapse)
 
     def _save(self) -> None:
         """Write a checkpoint, unless a weight is not finite. Collective."""

@@ -122,7 +122,7 @@ def _require(*packages: str) -> None:
         try:
             importlib.import_module(package)
         except ImportError as fault:
-            raise ImportError(f"exporting to ONNX needs {package}: pip install 'micronorm[onnx]'") from fault
+            raise ImportError(f"exporting to ONNX needs {package}: pip install onnx onnxruntime onnxscript") from fault
 
 
 def _check_arguments(model: nn.Module, opset: int, dynamic: Dynamic, other_inputs: Any) -> None:
