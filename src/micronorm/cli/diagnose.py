@@ -71,8 +71,8 @@ def diagnose(
     """Run a network over images, and report layers near an elimination singularity with a remedy.
 
     It finds channels that a ReLU keeps inactive, channels that are normalized together although their statistics differ
-    too much (StatDiff), and estimates that do not fit the images. With --norm or --weight the model is converted before
-    the checkpoint is loaded.
+    too much (StatDiff), and running statistics that do not fit the images. With --norm or --weight the model is
+    converted before the checkpoint is loaded.
 
     Exit code 0: no layer has a problem. 1: some have. 2: the model, the checkpoint, the data or an option is wrong.
     """

@@ -190,4 +190,4 @@ def _print_outcome(console: Console, outcome: Outcome, folder: Path, again: list
     say(f"{outcome.steps} steps; {figures or 'not evaluated'}")
     say(f"state {outcome.digest[:16]}; {folder / 'model.safetensors'}")
     if not outcome.finished:
-        say(f"to go on: {shlex.join(again)}")
+        say(f"to continue: {shlex.join(again)}")

@@ -38,7 +38,7 @@ are read back exactly as they were.
 
 from micronorm.records.atomic import PARTIAL, remove_partials, sync_folder, write_atomically
 from micronorm.records.collapse import CollapseWatch, find_collapse
-from micronorm.records.encoding import Row
+from micronorm.records.encoding import Row, is_number
 from micronorm.records.record import (
     DIAGNOSTICS,
     EPOCHS,
@@ -69,6 +69,7 @@ __all__ = [
     "Run",
     "find_collapse",
     "find_runs",
+    "is_number",
     "read",
     "remove_partials",
     "sync_folder",
