@@ -81,8 +81,9 @@ def test_a_training_step_does_not_synchronize(statistics):
     assert all(torch.isfinite(v).all() for v in net.state_dict().values())
 
 
-def test_a_captured_step_replays_its_commit_with_the_rate_of_the_moment():
-    net = SmallResNet(mn.BCN(groups=4), mn.WS()).double().cuda()
+@pytest.mark.parametrize("bias_correction", [False, True])
+def test_a_captured_step_replays_its_commit_with_the_rate_of_the_moment(bias_correction):
+    net = SmallResNet(mn.BCN(groups=4, bias_correction=bias_correction), mn.WS()).double().cuda()
     twin = copy.deepcopy(net)
     lr = torch.tensor(0.1, device="cuda")
     batches = [tuple(t.cuda() for t in samples(seed=k)) for k in range(4)]
