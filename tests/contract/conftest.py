@@ -12,6 +12,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    for target in config.getoption("--spec", default=[]):  # absent if this folder was not named on the command line
+    for target in (
+        config.getoption("--spec", default=None) or ()
+    ):  # absent if this folder was not named on the command line
         module, _, name = target.partition(":")
         register(getattr(importlib.import_module(module), name))

@@ -203,8 +203,10 @@ def _print_table(console: Console, case: Case, found: Sequence[BenchResult]) -> 
 
 def _register(target: str) -> str:
     """Register the user's norm spec `module:Spec`, and return the key of its method."""
-    spec = register(type(norm_spec(target)))
-    return spec.__name__.lower()
+    spec = norm_spec(target)
+    if spec is None:
+        raise TargetError(f"{target} names no norm; write module:Spec")
+    return register(type(spec)).__name__.lower()
 
 
 def _list() -> None:

@@ -130,7 +130,7 @@ def refresh_rate(window: Window, rate: float | Tensor) -> None:
     capturing = window.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if isinstance(rate, Tensor):
         if not capturing or rate.device == window.device:
-            window.device_rate.copy_(limited(rate))
+            window.device_rate.copy_(rate.clamp(0, 1))
             window.written_rate = None
     elif not capturing and rate != window.written_rate:  # for a captured commit, `Handle.refresh` writes it
         window.device_rate.fill_(rate)

@@ -149,14 +149,14 @@ def estimates_from_input(
         x, running, lost, rate=rate, groups=groups, micro_batch=micro_batch, moves=window is not None
     )
     if data is None:
-        return parts, *found
+        return parts, found.mean, found.var
     if window is not None:
         window.scanned.append(ScannedForward(data, found))
     elif inside_backward() and (repeated := find_window(counter)) is not None and not repeated.paused:
         found = _estimates_of_first_pass(repeated, data)
     else:
         found = Moments(*(r.to(f.dtype).expand_as(f).clone() for r, f in zip(running, found, strict=True)))
-    return parts, *found
+    return parts, found.mean, found.var
 
 
 def run(function: Callable, *args: object) -> Any:
@@ -271,7 +271,8 @@ def _fake_estimates(
 ) -> tuple[Tensor, Tensor, Tensor]:
     parts = x.new_empty(parts_size(x, groups), dtype=compute_dtype(x.dtype))
     shape = x.shape[1:2] if micro_batch is None else x.shape[:2]
-    return parts, *(x.new_empty(shape, dtype=wide_dtype(x.device)) for _ in range(2))
+    wide = wide_dtype(x.device)
+    return parts, x.new_empty(shape, dtype=wide), x.new_empty(shape, dtype=wide)
 
 
 @wraps(estimates_from_input)
