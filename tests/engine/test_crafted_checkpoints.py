@@ -99,6 +99,7 @@ def test_a_crafted_field_gives_one_line_or_is_harmless(good, family):
             "optimizer.0.weight.momentum_buffer does not have",
         ),
         (("optimizer",), {"other": {}}, "the optimizer holds 'other', which the model lacks"),
+        (("model",), {7: torch.ones(1)}, "the keys of model must be strings"),
         (("windows", 0, "sums"), ..., "windows[0] lacks 'sums'"),
         (("windows", 0, "forwards", 0), 10**400, "windows[0].forwards[0] is an integer of more than 64 bits"),
         (("windows", 0, "lost", 0), torch.ones(3, 3), "the windows are not those of the model's layers"),

@@ -85,6 +85,8 @@ def _wrong_type(value: Any, wanted: Any, name: str) -> str | None:
         if lacking:
             return f"{name} lacks {lacking[0]!r}".lstrip()
         keys = value if str in wanted else wanted
+        if not all(isinstance(key, str) for key in keys):
+            return f"the keys of {name} must be strings"
         inner = [(f"{name}.{key}".lstrip("."), value[key], wanted.get(key, wanted.get(str))) for key in keys]
     return next(filter(None, (_wrong_type(item, kind, where) for where, item, kind in inner)), None)
 
