@@ -4,6 +4,7 @@ Wrong input and failing disks end in a line. Everything else is a bug of ours an
 can paste into a report.
 """
 
+import io
 import sys
 from typing import Any
 
@@ -29,7 +30,7 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run the command. Print the error that wrong input causes, and exit."""
         for stream in (sys.stdout, sys.stderr):
-            if hasattr(stream, "reconfigure"):  # names of files may hold bytes that are no text
+            if isinstance(stream, io.TextIOWrapper):  # names of files may hold bytes that are no text
                 stream.reconfigure(errors="backslashreplace")
         try:
             return super().invoke(ctx)
