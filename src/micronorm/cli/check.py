@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor, nn
 
-from micronorm.check import CutsReport, check_cuts
+from micronorm.check import CutsReport, check_cuts, check_start
 from micronorm.cli.specs import Groups, Norm, Weight, norm_spec, weight_spec
 from micronorm.cli.targets import TargetError, resolve
 from micronorm.convert import convert
@@ -41,11 +41,16 @@ def check(
     no_dropout: Annotated[
         bool, typer.Option("--no-dropout", help="Switch off dropout and drop-path, which hide other faults.")
     ] = False,
+    lr: Annotated[
+        float | None,
+        typer.Option(help="Also take 20 steps of SGD at this learning rate on a copy, and warn if the loss jumps."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Run one step whole, in halves and one image at a time. Name the first module that makes them differ, and why.
 
-    With --norm or --weight the model is converted first.
+    With --norm or --weight the model is converted first. With --lr, a jump of the loss in the first steps is a note: it
+    does not change the exit code.
 
     Exit code 0: the step does not depend on the split. 1: it does. 2: the target or an option is wrong.
     """
@@ -56,6 +61,8 @@ def check(
     if no_dropout:
         _switch_dropout_off(model)
     report = check_cuts(model, data, loss)
+    jump = None if lr is None else check_start(model, data, loss, lr=lr)
+    report.notes.extend([jump] if jump else [])
     if as_json:
         typer.echo(json.dumps({"target": target, **report.to_dict()}, indent=2))
     else:

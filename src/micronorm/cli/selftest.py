@@ -20,7 +20,8 @@ from micronorm.data.memory import MemorySamples
 from micronorm.data.pixels import Standardization
 from micronorm.engine import checkpoint
 from micronorm.engine.loop import train
-from micronorm.engine.optimization import SGD, Cosine
+from micronorm.engine.optimization import SGD
+from micronorm.engine.schedules import Cosine
 from micronorm.engine.settings import Execution, Settings
 from micronorm.nn import BatchChannelNorm
 from micronorm.nn.backends import KERNELS, kernel_problem
