@@ -113,20 +113,7 @@ def write_page(
 
 
 def write_plots(folder: str | os.PathLike[str], *, runs: Runs) -> list[Path]:
-    """Write every chart of a page about the runs as SVG and PNG, and return the files.
-
-    Example:
-        >>> import tempfile
-        >>> from micronorm.records import Run
-        >>> place = tempfile.TemporaryDirectory()
-        >>> facts = {"recipe": "digits", "settings": {}, "execution": {}, "data": {}, "environment": {}}
-        >>> facts |= {"revision": None, "command": "micronorm train digits", "date": "2025-01-01"}
-        >>> run = Run.create(f"{place.name}/run", facts)
-        >>> run.append_epoch({"epoch": 0, "step": 41, "train": {"loss": 0.8}})
-        >>> [file.name for file in write_plots(f"{place.name}/plots", runs=[run.path])]
-        ['training-loss.svg', 'training-loss.png']
-        >>> place.cleanup()
-    """
+    """Write every chart of a page about the runs as SVG and PNG into `folder`, and return the files."""
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     return [
