@@ -30,7 +30,8 @@ ALLOWED: Mapping[str, frozenset[str] | None] = {
     "convert": frozenset({"ops", "nn"}),
     # convert for the data flow of a model and for replacing its modules
     "export": frozenset({"ops", "nn", "convert"}),
-    "check": frozenset({"ops", "nn", "commit", "convert"}),
+    # records for recognizing a collapse in losses
+    "check": frozenset({"ops", "nn", "commit", "convert", "records"}),
     # commit for running a model elsewhere in weight space and putting it back
     "diagnostics": frozenset({"ops", "nn", "commit", "convert"}),
     "records": frozenset(),

@@ -165,3 +165,11 @@ def test_dropout_can_be_switched_off_to_see_what_lies_behind_it(tmp_path):
     arguments = ["check", "dropping_of_check:model", "--size", "8"]
     assert CliRunner().invoke(app, arguments).exit_code == 1
     assert CliRunner().invoke(app, [*arguments, "--no-dropout"]).exit_code == 0
+
+
+def test_a_loss_that_jumps_at_the_given_learning_rate_is_a_note():
+    runner = CliRunner()
+    for lr, jumps in (("0.001", False), ("100", True)):
+        result = runner.invoke(app, ["check", "factories_of_check:clean", "--size", "8", "--lr", lr])
+        assert result.exit_code == 0, result.output
+        assert ("the loss rose from" in " ".join(result.output.split())) == jumps

@@ -21,7 +21,7 @@ def image(dims: int = 2, *, samples: int = 3, channels: int = 4, size: int = 6) 
 
 
 def layer(method: str, kind: str, *args, **kwargs) -> nn.Module:
-    return getattr(mn.nn, method + kind)(*args, **kwargs)
+    return getattr(mn.nn.weight, method + kind)(*args, **kwargs)
 
 
 def pair(channels: int = 12, **kwargs) -> nn.Sequential:

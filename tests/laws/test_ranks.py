@@ -18,7 +18,12 @@ SHARES = {
     2: [[2, 4, 1], [9, 1, 7]],  # 7 + 17
     4: [[1], [3], [13], [7]],
 }
-NETWORKS = {"GN": (mn.GN(groups=4), None), "BCN": (mn.BCN(groups=4), None), "BCN+WS": (mn.BCN(groups=4), mn.WS())}
+NETWORKS = {
+    "GN": (mn.GN(groups=4), None),
+    "BCN": (mn.BCN(groups=4), None),
+    "BCN+WS": (mn.BCN(groups=4), mn.WS()),
+    "BCN with bias correction": (mn.BCN(groups=4, bias_correction=True), None),
+}
 
 
 @pytest.mark.parametrize("world", SHARES)

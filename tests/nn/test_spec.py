@@ -95,7 +95,7 @@ def test_the_layers_of_a_registered_norm_are_observed(registered):
     with mn.observe(model, every=1) as observer:
         model(torch.randn(2, 3, 8, 8)).sum().backward()
         optimizer.step()
-    row = observer.latest["layers"]["1"]
+    row = observer.rows[-1]["layers"]["1"]
     assert row["norm"] == "Root"
     assert row["dead"] == 0
     x = torch.randn(2, 8, 4, 4)

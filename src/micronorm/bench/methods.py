@@ -154,7 +154,9 @@ def choose_methods(wanted: Sequence[str], *, on_gpu: bool, compiled: bool = True
         >>> [method.label for method in choose_methods(["bcn-step", "bn"], on_gpu=False)]
         ['BCN+ReLU (step)', 'BN>ReLU (train)']
     """
-    known = {method.key: method for method in (*_registered(), *METHODS)}
+    known = {method.key: method for method in METHODS}
+    for method in _registered():
+        known.setdefault(method.key, method)
     for key in wanted:
         if key not in known:
             raise ValueError(f"no method {key!r}; there are {', '.join(known)}")

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor, nn
 
-from micronorm.check import CutsReport, check_cuts
+from micronorm.check import CutsReport, check_cuts, check_start
 from micronorm.cli.specs import Groups, Norm, Weight, norm_spec, weight_spec
 from micronorm.cli.targets import TargetError, resolve
 from micronorm.convert import convert
@@ -41,11 +41,16 @@ def check(
     no_dropout: Annotated[
         bool, typer.Option("--no-dropout", help="Switch off dropout and drop-path, which hide other faults.")
     ] = False,
+    lr: Annotated[
+        float | None,
+        typer.Option(help="Also take 20 steps of SGD at this learning rate on a copy, and warn if the loss jumps."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Run one step whole, in halves and one image at a time. Name the first module that makes them differ, and why.
 
-    With --norm or --weight the model is converted first.
+    With --norm or --weight the model is converted first. With --lr, a jump of the loss in the first steps is a note: it
+    does not change the exit code.
 
     Exit code 0: the step does not depend on the split. 1: it does. 2: the target or an option is wrong.
     """
@@ -56,6 +61,8 @@ def check(
     if no_dropout:
         _switch_dropout_off(model)
     report = check_cuts(model, data, loss)
+    jump = None if lr is None else check_start(model, data, loss, lr=lr)
+    report.notes.extend([jump] if jump else [])
     if as_json:
         typer.echo(json.dumps({"target": target, **report.to_dict()}, indent=2))
     else:
@@ -68,7 +75,7 @@ def _subject(made: nn.Module | tuple, *, batch: int, size: int, classes: int | N
         if len(made) != 3:
             raise TargetError(f"a factory must return a model or (model, batch, loss), got {len(made)} values")
         model, data, loss = made
-        _try(lambda: loss(copy.deepcopy(model), data), "the loss fails on the whole batch")
+        _try(lambda: loss(copy.deepcopy(model), data), "the loss fails on the whole batch", "correct it")
         return model, data, loss
     model = made.train()
     channels = next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), 3)
@@ -76,14 +83,18 @@ def _subject(made: nn.Module | tuple, *, batch: int, size: int, classes: int | N
     images = torch.randn(batch, channels, size, size, generator=generator)
     with torch.no_grad():
         shape = f"1×{channels}×{size}×{size}"
-        output = _try(lambda: copy.deepcopy(model).eval()(images[:1]), f"the model fails on an image of {shape}")
+        output = _try(
+            lambda: copy.deepcopy(model).eval()(images[:1]),
+            f"the model fails on an image of {shape}",
+            "try --size, or use a factory of (model, batch, loss)",
+        )
     outputs = _logits(output).shape
     if len(outputs) < 2:
         raise TargetError(f"the model returns {tuple(outputs)}, not logits; use a factory of (model, batch, loss)")
     if classes is not None and classes > outputs[1]:
         raise TargetError(f"--classes {classes} is above the model's {outputs[1]} outputs")
     labels = torch.randint(classes or outputs[1], (batch, *outputs[2:]), generator=generator)
-    return model, (images, labels), _summed_cross_entropy
+    return model, (images, labels), summed_cross_entropy
 
 
 def _switch_dropout_off(model: nn.Module) -> None:
@@ -96,12 +107,11 @@ def _switch_dropout_off(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def _try(call: Callable[[], Any], fault: str) -> Any:
-    """Return what code of the user returns. Turn any of its errors into a TargetError that begins with `fault`."""
+def _try(call: Callable[[], Any], fault: str, hint: str) -> Any:
+    """Return what code of the user returns. Turn any error into a TargetError with `fault` and `hint`."""
     try:
         return call()
     except Exception as error:
-        hint = "try --size, or use a factory of (model, batch, loss)"
         raise TargetError(f"{fault} ({type(error).__name__}: {error}); {hint}") from error
 
 
@@ -118,7 +128,8 @@ def _logits(output: Any) -> Tensor:
     return output
 
 
-def _summed_cross_entropy(model: nn.Module, part: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+def summed_cross_entropy(model: nn.Module, part: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    """Return the sum of the cross-entropies and the number of labels."""
     images, labels = part
     return F.cross_entropy(_logits(model(images)), labels, reduction="sum"), labels.numel()
 

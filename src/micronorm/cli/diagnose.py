@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor, nn
 
+from micronorm import records
 from micronorm.cli.pictures import read_images
 from micronorm.cli.specs import Groups, Norm, Weight, norm_spec, weight_spec
 from micronorm.cli.targets import TargetError, resolve
@@ -74,7 +76,10 @@ def diagnose(
     too much (StatDiff), and running statistics that do not fit the images. With --norm or --weight the model is
     converted before the checkpoint is loaded.
 
-    Exit code 0: no layer has a problem. 1: some have. 2: the model, the checkpoint, the data or an option is wrong.
+    If the checkpoint lies in a run directory, a collapse at the start of its training is reported too.
+
+    Exit code 0: no problem. 1: a layer has one, or training collapsed. 2: the model, the checkpoint, the data or an
+    option is wrong.
     """
     subject = _resolve(target)
     model, wanted = subject.model, (norm_spec(norm, groups=groups), weight_spec(weight))
@@ -85,7 +90,8 @@ def diagnose(
     if checkpoint is not None:
         _load(model, checkpoint)
     source, batch = _images(subject, target, data, images, size, notes)
-    diagnosis = _examine(model, batch, device, by=by, fresh=fresh)
+    collapse = None if checkpoint is None else _collapse(checkpoint)
+    diagnosis = replace(_examine(model, batch, device, by=by, fresh=fresh), collapse=collapse)
     diagnosis.notes.extend(notes)
     if checkpoint is None and (fresh or target.split(":")[0] in ("torchvision", "timm", "recipe")):
         by_batches = ", and batch normalization used its batches" if fresh else ""
@@ -127,6 +133,15 @@ def _other_groups(model: nn.Module, norm: str, groups: int | None) -> list[str]:
     taken = {number: found.count(number) for number in sorted({*found} - {groups})}
     layers = ", ".join(f"{number} in {count} {'layer' if count == 1 else 'layers'}" for number, count in taken.items())
     return [f"--groups {groups} does not divide the channels of all layers; groups used: {layers}"] if layers else []
+
+
+def _collapse(checkpoint: Path) -> str | None:
+    """Return how the run that wrote the checkpoint collapsed at its start; None if it did not or there is no record."""
+    folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
+    if not (folder / records.FACTS).is_file():
+        return None
+    found = records.read(folder, rows=False).facts.get("collapse")
+    return found if isinstance(found, str) else None
 
 
 def _load(model: nn.Module, checkpoint: Path) -> None:
@@ -173,6 +188,8 @@ def _images(
 def _examine(model: nn.Module, images: Tensor, device: str, *, by: str, fresh: bool) -> Diagnosis:
     try:
         place = torch.device(device)
+        if place.type == "meta":
+            raise TargetError("--device meta computes no values; use cpu or cuda")
         model.to(place)
     except (RuntimeError, AssertionError) as error:
         raise TargetError(f"--device {device}: {error}") from error

@@ -117,10 +117,11 @@ def _commit_step(windows: Sequence[Window], group: Any, skip: Tensor | None) -> 
     lost = (broken_l & (skip == 0)).to(torch.int64).split(1)
     foreach_add_([window.lost[1:] for window in windows], list(lost))
     foreach_mul_([window.sums for window in windows], (skip != 0).to(count_l.dtype).squeeze())
+    if seen_l is not None:
+        weights = [layer.estimates_weight for layer in layers]
+        before = torch.stack(weights)
+        foreach_copy_(weights, list(torch.where(taken_l, seen_l.to(before.dtype), before).unbind()))
     for i, layer in enumerate(layers):
-        if seen_l is not None:
-            weight = layer.estimates_weight
-            weight.copy_(torch.where(taken_l[i], seen_l[i].to(weight.dtype), weight))
         if layer.warm_steps:
             _advance_blend(layer, taken_l[i], None)
 

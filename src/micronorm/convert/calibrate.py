@@ -56,10 +56,7 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, forward: Forward | No
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"calibrate(model, batches): the model comes first, got {type(model).__name__}")
-    if isinstance(batches, Tensor):
-        raise TypeError(
-            f"batches must be an iterable of batches, got one tensor of {tuple(batches.shape)}; write [batch]"
-        )
+    check_batches(batches)
     norms = [
         _Norm(name, module)
         for name, module in model.named_modules()
@@ -69,7 +66,7 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, forward: Forward | No
         raise ValueError("no layer with running statistics in the model; there is nothing to calibrate")
     batches = list(batches) if isinstance(batches, Iterator) else batches
     with torch.no_grad(), eval_mode(model), _undone_on_error(norms):
-        count = _set_in_order(norms, partial(_run, model, batches, forward or _call), batches)
+        count = _set_in_order(norms, partial(_run, model, batches, forward or call_model), batches)
     for norm in norms:
         if isinstance(norm.module, BatchChannelNorm) and norm.calls:
             norm.module._window.clear()  # it was gathered around the old statistics
@@ -106,7 +103,16 @@ def calibration_callback(batches: int = 16, *, forward: Forward | None = None) -
     return Calibration()
 
 
-def _call(model: nn.Module, batch: Any) -> Any:
+def check_batches(batches: Iterable[Any]) -> None:
+    """Raise TypeError for a tensor, whose single samples would be taken for batches."""
+    if isinstance(batches, Tensor):
+        raise TypeError(
+            f"batches must be an iterable of batches, got one tensor of {tuple(batches.shape)}; write [batch]"
+        )
+
+
+def call_model(model: nn.Module, batch: Any) -> Any:
+    """Call the model on a batch, or on the first entry of a tuple or list."""
     return model(batch[0] if isinstance(batch, tuple | list) else batch)
 
 

@@ -27,8 +27,8 @@ from micronorm.nn.weight import CONVOLUTIONS, counterpart_kind, is_standardized_
 
 Filter = Callable[[nn.Module, str], bool]
 
-_CONVERTED = ("is what was asked for", "has a reparameterized weight already")
-"""Why a layer stays that an earlier conversion has changed."""
+_CONVERTED = "already converted"
+"""How the reason begins for a layer that is already what the options ask for."""
 _BATCH_STATISTICS = "; in train mode a BatchNorm uses the batch's statistics, so keep it in eval mode"
 
 
@@ -205,7 +205,7 @@ class Planner:
         weight = old.tensor("weight")
         trainable = weight.requires_grad if isinstance(weight, nn.Parameter) else True
         if not trainable:
-            remarks.append("stays frozen: its estimates too")
+            remarks.append("stays frozen, and its estimates do not move")
         if old.family == "frozen":
             start = "starts from its old function and " if self.warm_steps else ""
             remarks.append(f"was frozen; {start}trains from here on, as the layer before it does")
@@ -232,7 +232,7 @@ class Planner:
             return ["affine carried over" if weight is not None else "no affine to carry over"]
         if mean is None:
             carried = "affine carried over; " if weight is not None else ""
-            return [f"{carried}no statistics to carry: estimates start at (0, 1), mn.calibrate finds them"]
+            return [f"{carried}no statistics to carry: estimates start at (0, 1), mn.calibrate sets them"]
         remarks = ["statistics and affine carried over" if weight is not None else "statistics carried over, no affine"]
         if weight is not None and not weight.is_meta and not bool(weight.detach().ne(0).any()):
             if zero_initialized(old, groups) is not None:
@@ -267,7 +267,7 @@ class Planner:
             return decide(None, "keeps its function: it is frozen")
         calls = flow.calls.get(module, [])
         if not calls and flow.method != "order":
-            follower = self._registered_after.get(module)
+            follower = next((n.module for n in self._registered if n.inputs and n.inputs[0].module is module), None)
             if follower not in targets or follower in flow.calls:
                 return decide(None, "not reached by the data flow")
             label = f"{type(follower).__name__} {self.names[follower][0]!r}"
@@ -292,11 +292,6 @@ class Planner:
     def _registered(self) -> list[Node]:
         """The layers in the order of registration, for branches that the data flow does not reach."""
         return by_order(self.model, self._is_leaf, self._could_pair)
-
-    @cached_property
-    def _registered_after(self) -> dict[nn.Module, nn.Module]:
-        """The norm registered after each convolution."""
-        return {node.inputs[0].module: node.module for node in self._registered if node.inputs}  # type: ignore[misc]
 
     def _convert_convolution(self, module: nn.Module, kind: str, reason: str) -> Decision:
         assert self.weight is not None

@@ -54,7 +54,7 @@ class LayerFinding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The findings of `diagnose`, in the order in which the layers run. It is true if it has no findings.
+    """The findings of `diagnose`, in the order in which the layers run. It is true if it has none, and no collapse.
 
     Fix the first finding first: the later ones may follow from it. `judged` counts the norms with enough samples and a
     known activation; for the others, only finite values and estimates are checked. `severities` holds each layer's
@@ -67,17 +67,22 @@ class Diagnosis:
     severities: dict[str, float] = field(default_factory=dict)
     input_uses: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    collapse: str | None = None
+    """How training collapsed at its start and what to do, from the losses of its run (`records.collapse`)."""
 
     @property
     def ok(self) -> bool:
-        """Return whether there are no findings."""
-        return not self.findings
+        """Return whether there are no findings and no collapse."""
+        return not self.findings and self.collapse is None
 
     def __bool__(self) -> bool:
         return self.ok
 
     def summary(self) -> str:
         """Return the diagnosis in a sentence or two."""
+        return f"TRAINING FAILED: {self.collapse}. {self._judgement()}" if self.collapse else self._judgement()
+
+    def _judgement(self) -> str:
         norms = len(self.statistics)
         behind_relu = [stats for stats in self.statistics.values() if stats.activation in ZERO_BELOW_ZERO]
         dead, rare = (sum(int(getattr(stats, kind).sum()) for stats in behind_relu) for kind in ("dead", "rare"))
@@ -130,6 +135,7 @@ class Diagnosis:
         data = {
             "ok": self.ok,
             "summary": self.summary(),
+            "collapse": self.collapse,
             "judged": self.judged,
             "severities": self.severities,
             "findings": [asdict(finding) for finding in self.findings],

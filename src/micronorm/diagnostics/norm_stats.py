@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from micronorm.commit.snapshot import preserved
-from micronorm.convert.surgery import refuse_wrappers
+from micronorm.convert.calibrate import call_model, check_batches
+from micronorm.convert.surgery import eval_mode, refuse_wrappers
 from micronorm.diagnostics.activations import ActivationTracker
 from micronorm.diagnostics.channels import (
     RARE,
@@ -169,10 +170,7 @@ def measure_norms(
     """
     refuse_wrappers(model, _WRAPPERS)
     refuse_compiled(model)
-    if isinstance(batches, Tensor):
-        raise TypeError(
-            f"batches must be an iterable of batches, got one tensor of {tuple(batches.shape)}; write [batch]"
-        )
+    check_batches(batches)
     if statistics not in ("estimates", "batch"):
         raise ValueError(f'statistics must be "estimates" or "batch", got {statistics!r}')
     norms = {name: norm for name, module in model.named_modules() if (norm := as_norm_layer(module)) is not None}
@@ -181,9 +179,7 @@ def measure_norms(
     called: dict[str, _NormRecorder] = {}
     with contextlib.ExitStack() as stack:
         stack.enter_context(preserved(model, parameters=False))
-        for module in model.modules():
-            stack.callback(setattr, module, "training", module.training)
-        model.eval()
+        stack.enter_context(eval_mode(model))
         if statistics == "batch":
             for norm in norms.values():
                 if norm.family == "batch" or (norm.family == "batch-channel" and norm.module.statistics == "batch"):
@@ -194,15 +190,11 @@ def measure_norms(
             stack.callback(_NormRecorder(name, norm, tracker, called).close)
         for batch in batches:
             with tracker:
-                (forward or _call)(model, batch)
+                (forward or call_model)(model, batch)
         found = {name: recorder.statistics() for name, recorder in called.items()}
     if not found:
         raise ValueError("no batch reached a normalization; are there batches, and do they have samples?")
     return found
-
-
-def _call(model: nn.Module, batch: Any) -> Any:
-    return model(batch[0] if isinstance(batch, tuple | list) else batch)
 
 
 class _NormRecorder:

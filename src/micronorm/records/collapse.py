@@ -9,7 +9,7 @@ SAMPLES = 32  # losses of fewer samples are averaged: a single image says little
 
 # Measured on ResNet-18 and ResNet-110 with BN, GN+WS and BCN+WS: collapsed networks peak at 7 to 13 times the first
 # loss, end at 0.48 to 0.92 of it, and fall by less than 6 % in the last quarter; healthy ones fall by a quarter.
-_JUMP = 3.0  # the peak over the first loss
+JUMP = 3.0  # the peak over the first loss
 _LEVEL = 0.3  # the last quarter of the losses over the first loss
 _PROGRESS = 0.9  # the last quarter over the quarter before it
 
@@ -35,7 +35,7 @@ def find_collapse(losses: Sequence[float]) -> str | None:
         return None
     first, peak = losses[0], max(losses)
     before, last = (statistics.median(part) for part in (losses[-2 * quarter : -quarter], losses[-quarter:]))
-    if not (peak > _JUMP * first and last > _LEVEL * first and last > _PROGRESS * before):
+    if not (peak > JUMP * first and last > _LEVEL * first and last > _PROGRESS * before):
         return None
     return (
         f"the network collapsed: its loss rose from {first:.3g} to {peak:.3g} at step {losses.index(peak) + 1}, and "
