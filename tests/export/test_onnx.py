@@ -132,7 +132,7 @@ def test_a_place_that_cannot_be_written_is_named_before_the_export(tmp_path):
     for path, message in ((tmp_path, "is a folder"), (tmp_path / "none" / "net.onnx", "no folder .*none for net.onnx")):
         with pytest.raises(ValueError, match=message):
             mn.export.onnx(small(), path, torch.randn(1, 3, 8, 8))
-    with pytest.raises(OSError, match=r"needed\): '/proc/net\.onnx'"):
+    with pytest.raises(OSError, match=r"'/proc/net\.onnx'"):
         mn.export.onnx(small(), "/proc/net.onnx", torch.randn(1, 3, 8, 8))
 
 

@@ -1,5 +1,6 @@
 """`mn.export.onnx`: write a model as an ONNX file, and verify the file with onnxruntime before it appears."""
 
+import errno
 import importlib
 import os
 import tempfile
@@ -111,8 +112,9 @@ def onnx(
             for part in sorted(Path(folder).iterdir(), reverse=True):  # the ".data" file first
                 os.replace(part, path.parent / part.name)
     except OSError as fault:
-        needed = f"{fault.strerror or fault} (about {_size(folded):,} bytes are needed)"
-        raise OSError(fault.errno, needed, str(path)) from fault
+        full = fault.errno in (errno.ENOSPC, errno.EDQUOT)
+        needed = f" (about {_size(folded):,} bytes are needed)" if full else ""
+        raise OSError(fault.errno, f"{fault.strerror or fault}{needed}", str(path)) from fault
     shapes = tuple(tuple(t.shape) for example in inputs for t in tensors_in(example))
     return OnnxReport(path, opset, found, shapes, worst)
 
