@@ -63,6 +63,7 @@ def test_a_plan_prints_every_decision_and_turns_into_json():
         "norms fused": 1,
         "norms with the activation inside the layer": 0,
         "max-pooling layers by kernel on a GPU": 0,
+        "residual branches that start at zero": 0,
     }
     assert record["pairing"] == "fx"
     assert [d["name"] for d in record["decisions"]] == ["0", "1", "3", "5"]

@@ -152,7 +152,7 @@ class Planner:
             return leave("left out by the filter")
         if self._is_asked_for(module):
             inside = activation_inside(module.drop, module.act) if isinstance(module, BatchChannelNormAct) else None
-            return leave(_CONVERTED[0], inside=inside and activation_name(inside))
+            return leave(f"{_CONVERTED}: it is the requested norm", inside=inside and activation_name(inside))
         if self.norm is None:
             return leave("norm=None")
         old = self.norms.get(module)
@@ -257,7 +257,7 @@ class Planner:
         if self.weight is None:
             return decide(None, "weight=None")
         if isinstance(module, Reparameterized):
-            return decide(None, _CONVERTED[1])
+            return decide(None, f"{_CONVERTED}: its weight is reparameterized")
         kind = counterpart_kind(module)
         if kind is None:
             return decide(None, f"the forward of {type(module).__name__} is not known")
