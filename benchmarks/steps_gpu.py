@@ -2,11 +2,13 @@
 
     python benchmarks/steps_gpu.py --out benchmarks/results/steps_gpu.csv
     python benchmarks/steps_gpu.py --tiny --device cpu          # the same logic in seconds, without graphs
+    python benchmarks/steps_gpu.py --statistics step batch sequential --workload cifar-resnet110-128x32x32
 
 A step is that of training_step.py. cuDNN searches for its fastest algorithms. Methods take turns, round by round.
 BatchNorm's baseline is its best of eager, captured, compiled, and both; ours is compiled too. Captured steps are
 measured first, then compiled ones until `--budget` seconds have passed, then one image at a time, then eager steps.
-The report lists eager steps first.
+The report lists eager steps first. With `--statistics`, BatchNorm and these statistics of BCN are measured, with
+weights that are not shared, and nothing else; the report compares the statistics with "step".
 
 Peak memory is the most that the allocator had given out during a step, less what it had before the method was built. It
 includes parameters, gradients and momenta. For a captured step it is read during the capture, which allocates what
@@ -25,6 +27,7 @@ import torch
 from training_step import (
     BN,
     BN_COMPILED,
+    BY_STATISTICS,
     PLAIN,
     SHARED,
     SHARED_COMPILED,
@@ -45,8 +48,13 @@ ROUTES = ("eager", "graph")
 RATIOS = ("to_bn_best", "to_bn", "peak_to_bn", "batched_over_literal")
 
 
-def chosen_methods(weights: str) -> list[StepMethod]:
-    """Return BatchNorm and ours by `--weights`, each of ours with recomputation too."""
+STATISTICS_TARGET = 1.15  # the time of "batch" and "sequential", as a multiple of that of "step"
+
+
+def chosen_methods(weights: str, statistics: Sequence[str] | None = None) -> list[StepMethod]:
+    """Return BatchNorm and ours by `--weights`, each of ours with recomputation too; or ours by `--statistics`."""
+    if statistics is not None:
+        return [BN, *(BY_STATISTICS[name] for name in statistics)]
     ours = {"plain": [PLAIN], "shared": [SHARED], "both": [PLAIN, SHARED]}[weights]
     again = [StepMethod(f"{m.name} recompute", is_ours=True, shares=m.shares, recomputes=True) for m in ours]
     return [BN, *ours, *again]
@@ -221,6 +229,20 @@ def line(result: StepTiming) -> str:
     return f"{what}{median:>10.3f} ms ({q25:.3f} to {q75:.3f}) {result.img_per_s:>9.1f} img/s{peak}{ratios}"
 
 
+def compare_statistics(results: Sequence[StepTiming]) -> list[str]:
+    """Return a line per step with other statistics than "step", with its time as a multiple of that of "step"."""
+    lines = []
+    for result in results:
+        name = result.method.statistics
+        step = next((r for r in results if r.method == PLAIN and r.route == result.route and r.what == "step"), None)
+        if name != "step" and result.ms is not None and step is not None and step.ms is not None:
+            ratio = result.median / step.median
+            what = f'{result.workload.name}, {result.route}: "{name}" {ratio:.3f} of "step"'
+            verdict = "met" if ratio <= STATISTICS_TARGET else "missed"
+            lines.append(f"{what}, target {STATISTICS_TARGET}: {verdict}")
+    return lines
+
+
 def eager_first(results: Sequence[StepTiming]) -> list[StepTiming]:
     return sorted(results, key=lambda result: (result.what != "step", ROUTES.index(result.route)))
 
@@ -267,6 +289,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     names = [workload.name for workload in (*WORKLOADS, *TINY)]
     parser.add_argument("--workload", nargs="+", choices=names, metavar="NAME", help=f"of {', '.join(names)}")
     parser.add_argument("--weights", choices=("plain", "shared", "both"), default="both", help="how WS is computed")
+    parser.add_argument("--statistics", nargs="+", choices=list(BY_STATISTICS), help="compare these statistics alone")
     parser.add_argument("--route", nargs="+", choices=("graph", "eager"), default=["graph", "eager"])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--no-compile", action="store_true", help="leave out the compiled methods")
@@ -276,6 +299,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="small networks and images, to try the script")
     parser.add_argument("--out", type=Path, help="write the results to this CSV file")
     options = parser.parse_args(argv)
+    if options.statistics is not None:
+        options.no_compile = options.no_literal = True
     if options.device == "cpu":
         options.route = ["eager"]
     elif not torch.cuda.is_available():
@@ -303,7 +328,7 @@ def main() -> None:
         if options.out is not None:
             write_csv(options.out, [{**record(result), **facts} for members in found.values() for result in members])
 
-    methods = chosen_methods(options.weights)
+    methods = chosen_methods(options.weights, options.statistics)
     first, *others = options.route
     for workload in workloads:
         add(workload, measure(workload, methods, first, device, options.rounds))
@@ -324,7 +349,7 @@ def main() -> None:
             add(workload, measure(workload, methods, route, device, options.rounds))
     print()
     for members in found.values():
-        print("\n".join(map(line, members)))
+        print("\n".join([*map(line, members), *compare_statistics(members)]))
     print(f"{time.perf_counter() - started:.0f} s")
     if any(result.fault and result.method.is_ours for members in found.values() for result in members):
         raise SystemExit(1)

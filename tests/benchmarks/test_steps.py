@@ -45,6 +45,14 @@ def test_every_method_has_a_row_and_so_has_one_image_at_a_time(steps, monkeypatc
     assert capsys.readouterr().out.count(NAME) >= 2 * len(rows)
 
 
+def test_statistics_are_compared_with_those_of_the_step(steps, monkeypatch, capsys):
+    run(steps, monkeypatch, "--statistics", "step", "batch", "sequential")
+    printed = capsys.readouterr().out
+    for name in ("batch", "sequential"):
+        assert f'{NAME}, eager: "{name}" ' in printed
+    assert "literal" not in printed
+
+
 def test_a_method_of_ours_that_fails_leaves_the_others_their_figures_and_ends_with_1(steps, monkeypatch, capsys):
     step = importlib.import_module("training_step")
     real = step.build_model
@@ -115,7 +123,7 @@ def test_bad_arguments_are_refused(steps, monkeypatch, capsys, arguments, messag
 def test_both_are_compiled_once_for_all_routes_while_the_budget_lasts(steps, monkeypatch, capsys):
     compiled = []
     monkeypatch.setattr(torch, "compile", lambda model, dynamic: compiled.append(dynamic) or model)
-    monkeypatch.setattr(steps, "chosen_methods", lambda weights: [steps.BN])
+    monkeypatch.setattr(steps, "chosen_methods", lambda weights, statistics: [steps.BN])
     run(steps, monkeypatch, "--no-literal")
     assert compiled == [False, False]
     printed = capsys.readouterr().out

@@ -277,3 +277,9 @@ def test_a_run_that_collapsed_at_its_start_is_reported_with_what_to_do():
         assert result.exit_code == code, result.output
         assert ("TRAINING FAILED" in result.output) == bool(code)
         assert ("zero_init_residual=True" in result.output) == bool(code)
+
+
+def test_a_device_that_computes_nothing_is_refused_in_one_line():
+    result = CliRunner().invoke(app, ["diagnose", "recipe:digits", "--images", "2", "--device", "meta"])
+    assert result.exit_code == 2, result.output
+    assert result.stderr == "micronorm diagnose: --device meta computes no values; use cpu or cuda\n"

@@ -307,7 +307,7 @@ def test_a_convolution_whose_weight_is_used_directly_takes_no_channel_half():
 
 
 def test_a_raw_weight_that_the_model_computes_with_is_refused():
-    with pytest.raises(ValueError, match=r"'a' \(WSConv2d\) is more than called"):
+    with pytest.raises(ValueError, match=r"'a' \(WSConv2d\) is called, but the model also reads its weight"):
         mn.fold(Wired(lambda m, x: m.b(x) + m.a.weight.mean()))
 
 

@@ -151,7 +151,7 @@ def test_a_missing_package_says_what_to_install(tmp_path, monkeypatch, package):
     [
         ({"opset": 20}, "opset must be at least 21"),
         ({"dynamic": "space"}, "dynamic must be True, False or \"batch\", got 'space'"),
-        ({"dynamic": False, "other_inputs": torch.zeros(1)}, "dynamic=False rules out"),
+        ({"dynamic": False, "other_inputs": torch.zeros(1)}, "dynamic=False does not allow"),
         ({"other_inputs": torch.zeros(1, 4, 8, 8)}, r"does not run on inputs of sizes 1×4×8×8; give other_inputs"),
     ],
 )
@@ -163,15 +163,15 @@ def test_bad_arguments_are_refused(tmp_path, options, message):
 
 def test_a_whole_detector_is_refused_before_the_export(tmp_path):
     class Detector(nn.Sequential):
-        def forward(self, images: Tensor) -> list[dict[str, Tensor]]:
-            return [{"boxes": y[y > 0]} for y in super().forward(images)]
+        def forward(self, input: Tensor) -> list[dict[str, Tensor]]:
+            return [{"boxes": y[y > 0]} for y in super().forward(input)]
 
     with pytest.raises(ValueError, match=r"Detector returns a dictionary for each image, .* such as model\.backbone"):
         mn.export.onnx(Detector(*small()), tmp_path / "net.onnx", torch.randn(2, 3, 8, 8))
 
 
 def test_other_dtypes_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"a float32 model is needed, .* got torch\.float64"):
+    with pytest.raises(ValueError, match=r"the model must be float32 .* got torch\.float64"):
         mn.export.onnx(small().double(), tmp_path / "net.onnx", torch.randn(1, 3, 8, 8).double())
 
 

@@ -63,9 +63,20 @@ _WORDS = (
     *_TARGETS,
     *("", " ", "-", "a b", "[red]", "é", "\x1b[31m", "\n", "x" * 5000),
     *"auto none random digits digits/bcn-ws shapes cifar1 cifar1/c10-bcn-ws imagenet fig:dist fig:".split(),  # noqa: SIM905
-    *"cpu cuda cuda:7 cuda:-1 meta mps vulkan cpu:1 float32 bfloat16 int8 ddp fsdp estimates".split(),  # noqa: SIM905
+    *"float32 ddp fsdp estimates".split(),  # noqa: SIM905
     *"bcn gn bn sn ws wn step sequential batch nchw eager graph 16x64x7x7 1x1 large mn-bcn".split(),  # noqa: SIM905
 )
+_DEVICES = ("cpu", "cuda", "cuda:7", "cuda:-1", "meta", "mps", "vulkan", "cpu:1", "cuda:x")
+_USUAL = {
+    "target": ("good:make",) * 20 + _TARGETS,
+    "recipe": ("digits", "digits/gn", "shapes", "cifar1", "imagenet"),
+    "table": ("digits", "cifar1", "imagenet", "fig:dist", "fig:stat_diff"),
+    "device": _DEVICES,
+    "dtype": ("float32", "float64", "bfloat16", "float16", "int8", "complex64"),
+    "norm": ("bcn", "gn", "bn", "sn", "frn", "none", "good:make", "strange:make", "wrong_syntax:x"),
+    "weight": ("ws", "wn", "cwn", "none", "good:make"),
+    "statistics": ("step", "sequential", "batch", "x"),
+}
 _LONG = {"--download", "--compile", "--workers", "--help"}  # the network, and work that takes long
 _QUICK = {"train": ["--steps", "1", "--epochs", "1"], "check": ["--size", "8"], "diagnose": ["--size", "8"]}
 
@@ -97,10 +108,8 @@ def _value(chance: random.Random, name: str, kind: str) -> str:
         return chance.choice(_NUMBERS)
     if "Path" in kind or name == "data":
         return chance.choice(_PATHS)
-    if name == "target":
-        return chance.choice(_TARGETS)
-    if name in ("recipe", "table"):
-        return chance.choice(("digits", "shapes", *_WORDS))
+    if name in _USUAL and chance.random() < 0.8:
+        return chance.choice(_USUAL[name])
     return chance.choice(_WORDS if chance.random() < 0.9 else _PATHS)
 
 

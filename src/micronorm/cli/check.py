@@ -75,7 +75,7 @@ def _subject(made: nn.Module | tuple, *, batch: int, size: int, classes: int | N
         if len(made) != 3:
             raise TargetError(f"a factory must return a model or (model, batch, loss), got {len(made)} values")
         model, data, loss = made
-        _try(lambda: loss(copy.deepcopy(model), data), "the loss fails on the whole batch")
+        _try(lambda: loss(copy.deepcopy(model), data), "the loss fails on the whole batch", "correct it")
         return model, data, loss
     model = made.train()
     channels = next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), 3)
@@ -83,14 +83,18 @@ def _subject(made: nn.Module | tuple, *, batch: int, size: int, classes: int | N
     images = torch.randn(batch, channels, size, size, generator=generator)
     with torch.no_grad():
         shape = f"1×{channels}×{size}×{size}"
-        output = _try(lambda: copy.deepcopy(model).eval()(images[:1]), f"the model fails on an image of {shape}")
+        output = _try(
+            lambda: copy.deepcopy(model).eval()(images[:1]),
+            f"the model fails on an image of {shape}",
+            "try --size, or use a factory of (model, batch, loss)",
+        )
     outputs = _logits(output).shape
     if len(outputs) < 2:
         raise TargetError(f"the model returns {tuple(outputs)}, not logits; use a factory of (model, batch, loss)")
     if classes is not None and classes > outputs[1]:
         raise TargetError(f"--classes {classes} is above the model's {outputs[1]} outputs")
     labels = torch.randint(classes or outputs[1], (batch, *outputs[2:]), generator=generator)
-    return model, (images, labels), _summed_cross_entropy
+    return model, (images, labels), summed_cross_entropy
 
 
 def _switch_dropout_off(model: nn.Module) -> None:
@@ -103,12 +107,11 @@ def _switch_dropout_off(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def _try(call: Callable[[], Any], fault: str) -> Any:
-    """Return what code of the user returns. Turn any of its errors into a TargetError that begins with `fault`."""
+def _try(call: Callable[[], Any], fault: str, hint: str) -> Any:
+    """Return what code of the user returns. Turn any error into a TargetError with `fault` and `hint`."""
     try:
         return call()
     except Exception as error:
-        hint = "try --size, or use a factory of (model, batch, loss)"
         raise TargetError(f"{fault} ({type(error).__name__}: {error}); {hint}") from error
 
 
@@ -125,7 +128,8 @@ def _logits(output: Any) -> Tensor:
     return output
 
 
-def _summed_cross_entropy(model: nn.Module, part: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+def summed_cross_entropy(model: nn.Module, part: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    """Return the sum of the cross-entropies and the number of labels."""
     images, labels = part
     return F.cross_entropy(_logits(model(images)), labels, reduction="sum"), labels.numel()
 

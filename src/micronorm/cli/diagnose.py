@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from micronorm import records
 from micronorm.cli.pictures import read_images
 from micronorm.cli.specs import Groups, Norm, Weight, norm_spec, weight_spec
-from micronorm.cli.targets import MISUSE, TargetError, resolve
+from micronorm.cli.targets import TargetError, resolve
 from micronorm.convert import convert
 from micronorm.convert.checkpoint import load_state, read_state
 from micronorm.data.pixels import Standardization
@@ -81,24 +81,17 @@ def diagnose(
     Exit code 0: no problem. 1: a layer has one, or training collapsed. 2: the model, the checkpoint, the data or an
     option is wrong.
     """
-    try:
-        subject = _resolve(target)
-        model = subject.model
-        wanted = norm_spec(norm, groups=groups), weight_spec(weight)
-        if any(spec is not None for spec in wanted):
-            model = convert(model, *wanted)
-        notes = _other_groups(model, norm, groups)
-        fresh = _is_fresh(model) and checkpoint is None
-        if checkpoint is not None:
-            _load(model, checkpoint)
-        source, batch = _images(subject, target, data, images, size, notes)
-        collapse = None if checkpoint is None else _collapse(checkpoint)
-        diagnosis = replace(_examine(model, batch, device, by=by, fresh=fresh), collapse=collapse)
-    except (TargetError, ValueError, TypeError) as error:
-        message = " ".join(str(error).split())
-        typer.echo(f"micronorm diagnose: {message[:500]}{'…' * (len(message) > 500)}", err=True)
-        raise typer.Exit(MISUSE) from None
-    facts = {"target": target, "checkpoint": str(checkpoint) if checkpoint else None, "data": source}
+    subject = _resolve(target)
+    model, wanted = subject.model, (norm_spec(norm, groups=groups), weight_spec(weight))
+    if any(spec is not None for spec in wanted):
+        model = convert(model, *wanted)
+    notes = _other_groups(model, norm, groups)
+    fresh = _is_fresh(model) and checkpoint is None
+    if checkpoint is not None:
+        _load(model, checkpoint)
+    source, batch = _images(subject, target, data, images, size, notes)
+    collapse = None if checkpoint is None else _collapse(checkpoint)
+    diagnosis = replace(_examine(model, batch, device, by=by, fresh=fresh), collapse=collapse)
     diagnosis.notes.extend(notes)
     if checkpoint is None and (fresh or target.split(":")[0] in ("torchvision", "timm", "recipe")):
         by_batches = ", and batch normalization used its batches" if fresh else ""
@@ -108,6 +101,7 @@ def diagnose(
     if source == "random":
         diagnosis.notes.append("random images tell little about the channels that real images use: use --data")
     if as_json:
+        facts = {"target": target, "checkpoint": str(checkpoint) if checkpoint else None, "data": source}
         typer.echo(json.dumps({**facts, "images": len(batch), **diagnosis.to_dict()}, indent=1, ensure_ascii=False))
     else:
         shape = "×".join(map(str, batch.shape))
@@ -194,6 +188,8 @@ def _images(
 def _examine(model: nn.Module, images: Tensor, device: str, *, by: str, fresh: bool) -> Diagnosis:
     try:
         place = torch.device(device)
+        if place.type == "meta":
+            raise TargetError("--device meta computes no values; use cpu or cuda")
         model.to(place)
     except (RuntimeError, AssertionError) as error:
         raise TargetError(f"--device {device}: {error}") from error

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from micronorm.commit.hook import group_rate, refresh_rate
+from micronorm.commit.hook import group_rate, limited, refresh_rate
 from micronorm.commit.merge import commit
 from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.nn.bcn_state import warn_of_zero_weights
@@ -120,7 +120,7 @@ class Handle:
             if rate is None and layer.statistics == "batch":
                 rate = BATCH_MOMENTUM
             elif rate is None and window.control.learning_rate is not None:
-                rate = float(window.control.learning_rate())
+                rate = float(limited(window.control.learning_rate()))
             elif rate is None:
                 # The rate of the last commit. It starts at zero, so a zero counts only if a commit wrote it.
                 last = float(window.device_rate)
@@ -238,12 +238,13 @@ def _holds(held: set[int], layer: BatchChannelNorm) -> bool:
 
 
 def _current_learning_rate(optimizers: Iterable[weakref.ref], window: weakref.ref[Window]) -> float | Tensor:
-    """Return the learning rate of the parameter group that holds the layer's weight, limited to [0, 1]."""
+    """Return the learning rate of the parameter group that holds the layer's weight, as `group_rate` does."""
     target = window()
     assert target is not None
+    own = {id(parameter) for parameter in target.layer.weight_parameters()}
     for optimizer in filter(None, (ref() for ref in optimizers)):
         for group in optimizer.param_groups:
-            if _holds({id(parameter) for parameter in group["params"]}, target.layer):
+            if any(id(parameter) in own for parameter in group["params"]):
                 return group_rate(target, group, optimizer)
     raise RuntimeError(f"no attached optimizer holds the weight of {target.describe()} any more; call mn.attach again")
 

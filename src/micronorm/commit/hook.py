@@ -62,7 +62,7 @@ def _refresh_rates(held: list[tuple[Window, dict[str, Any]]], optimizer: Optimiz
         rate = window.rate
         if not isinstance(rate, float):
             if id(group) not in group_rates:
-                group_rates[id(group)] = group_rate(window, group, optimizer)
+                group_rates[id(group)] = limited(group_rate(window, group, optimizer))
             rate = group_rates[id(group)]
         if isinstance(rate, Tensor) and rate.device == window.device:
             on_device.append((window, rate))
@@ -98,7 +98,10 @@ def _is_bound(window: Window, optimizer: Optimizer) -> bool:
 
 
 def group_rate(window: Window, group: dict[str, Any], optimizer: Optimizer) -> float | Tensor:
-    """Return the learning rate of the parameter group that holds the layer's weight, limited to [0, 1]."""
+    """Return the learning rate of the parameter group that holds the layer's weight.
+
+    A number is limited to [0, 1]; a tensor is limited where it is used, which need not launch anything.
+    """
     rate = group.get("lr")
     if rate is None:
         raise RuntimeError(
@@ -106,7 +109,7 @@ def group_rate(window: Window, group: dict[str, Any], optimizer: Optimizer) -> f
             "weight has no learning rate; give one with mn.attach(model, rate=...)"
         )
     if isinstance(rate, Tensor):
-        return rate.detach().reshape(()).clamp(0, 1)
+        return rate.detach().reshape(())
     if rate > 1 and optimizer not in _clamped:
         _clamped.add(optimizer)
         warnings.warn(
@@ -117,12 +120,17 @@ def group_rate(window: Window, group: dict[str, Any], optimizer: Optimizer) -> f
     return min(max(float(rate), 0.0), 1.0)
 
 
+def limited(rate: float | Tensor) -> float | Tensor:
+    """Return the rate, limited to [0, 1] if it is a tensor."""
+    return rate.clamp(0, 1) if isinstance(rate, Tensor) else rate
+
+
 def refresh_rate(window: Window, rate: float | Tensor) -> None:
     """Write the rate of the next commit to the device, if it has changed."""
     capturing = window.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if isinstance(rate, Tensor):
         if not capturing or rate.device == window.device:
-            window.device_rate.copy_(rate)
+            window.device_rate.copy_(limited(rate))
             window.written_rate = None
     elif not capturing and rate != window.written_rate:  # for a captured commit, `Handle.refresh` writes it
         window.device_rate.fill_(rate)

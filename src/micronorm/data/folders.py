@@ -250,7 +250,7 @@ class _Decoder(Dataset[tuple[Tensor, Tensor] | ValueError]):
     def _image(self, name: Path, draws: Sequence[float], *, mirror: bool) -> Tensor:
         from torchvision.transforms.v2 import functional as transforms
 
-        image = _decode(self._root / name)
+        image = decode(self._root / name)
         size = [self._size, self._size]
         if self._augment:
             box = crop_box(draws, height=image.height, width=image.width)
@@ -286,8 +286,8 @@ def crop_box(draws: Sequence[float], *, height: int, width: int) -> Box:
     return Box((height - h) // 2, (width - w) // 2, h, w)
 
 
-def _decode(path: Path) -> Any:
-    """Return the image as a PIL image, in RGB."""
+def decode(path: Path) -> Any:
+    """Return the image as a PIL image, in RGB. Raise ValueError with its name if it cannot be read."""
     from PIL import Image
 
     try:

@@ -9,7 +9,7 @@ import math
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from micronorm.engine.ema import MovingAverage
 from micronorm.engine.evaluate import evaluate
 from micronorm.engine.graph import GraphedStep
 from micronorm.engine.journal import Journal
-from micronorm.engine.listener import Listener, Observer
+from micronorm.engine.listener import Listener
 from micronorm.engine.meter import Meter
 from micronorm.engine.microbatch import MicroBatch
 from micronorm.engine.optimization import build_optimizer
@@ -65,7 +65,7 @@ def train(
     resume: bool = False,
     facts: dict[str, Any] | None = None,
     listener: Listener | None = None,
-    observer: Observer | None = None,
+    observer: Callable[..., Any] | None = None,
 ) -> Outcome:
     """Train a model, and record the run in a directory.
 
@@ -78,7 +78,8 @@ def train(
         resume: continue from the newest checkpoint in `out`.
         facts: more entries for `run.json`, such as the recipe's name and the command.
         listener: receives steps, epochs and messages.
-        observer: measures the layers as often as `execution.observe` says: `mn.observe`. On rank 0, at its samples.
+        observer: `mn.observe`, or a function with its arguments and result. It measures the layers as often as
+            `execution.observe` says, on rank 0 and its samples. The engine does not import it, as any network trains.
 
     Returns:
         The steps done, the figures and a digest. After SIGTERM or Ctrl-C the step in progress is finished and saved,
@@ -136,7 +137,7 @@ class _TrainingRun:
         self.figures: dict[str, float] = {}
         self.signal: int | None = None
         self.recomputation: Recomputation | None = None
-        self.observer: Observer | None = None
+        self.observer: Callable[..., Any] | None = None
         self.already_complete = False
         self.step = self._make_step(model)
         self.take_step = GraphedStep(self.step, settings.step_batch) if execution.cuda_graph else self.step
@@ -221,7 +222,8 @@ class _TrainingRun:
         if not self.already_complete:
             self.journal.begin(known, resume=resume, done=self.done)
             for row in self.journal.steps():
-                self.collapse_watch.add(row.get("loss", 0.0), samples=row["samples"])
+                if row.get("loss") is not None and row.get("samples") is not None:
+                    self.collapse_watch.add(row["loss"], samples=row["samples"])
 
     def _limit_micro_batch(self, size: int | None) -> None:
         """Start with the size that fitted into memory before, unless the user has chosen one."""
@@ -235,10 +237,9 @@ class _TrainingRun:
         if every is None or self.observer is None or not self.is_first:
             yield
             return
-        events = self.journal.events
-        writer = events if events is not None and events.available else None
-        options: dict[str, Any] = {"writer": writer, "sink": self.journal.write_diagnostics, "start": self.done}
-        with self.observer(self.step.model, every=every, **options) as self.step.observation:
+        writer, sink = self.journal.events, self.journal.write_diagnostics
+        observation = self.observer(self.step.model, every=every, writer=writer, sink=sink, start=self.done)
+        with observation as self.step.observation:
             yield
         self.step.observation = None
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from micronorm.commit.snapshot import RandomState
 from micronorm.commit.transaction import merge_states
+from micronorm.convert.checkpoint import load_state
 from micronorm.engine.checkpoint import digest
 from micronorm.engine.parallel import ShardedRanks
 from micronorm.engine.settings import is_huge
@@ -31,11 +32,15 @@ def whole_state(step: Step) -> dict[str, Any]:
 
 
 def load_whole_state(step: Step, state: dict[str, Any]) -> None:
-    """Restore what `whole_state` returned, on every rank, however the model is distributed now."""
+    """Restore what `whole_state` returned, on every rank, however the model is distributed now.
+
+    Raises:
+        ValueError: the model's layers compute something else than those that were saved.
+    """
     if not isinstance(step.parallel, ShardedRanks):
+        load_state(step.model, state["model"])
         groups = step.optimizer.state_dict()["param_groups"]
         step.optimizer.load_state_dict({"state": _by_number(step, state["optimizer"]), "param_groups": groups})
-        step.model.load_state_dict(state["model"])
         return
     from torch.distributed.checkpoint import state_dict as torch_state
 

@@ -131,10 +131,10 @@ def _check_arguments(model: nn.Module, opset: int, dynamic: Dynamic, other_input
     if dynamic not in (True, False, "batch"):
         raise ValueError(f'dynamic must be True, False or "batch", got {dynamic!r}')
     if other_inputs is not None and not dynamic:
-        raise ValueError("other_inputs are of another size, which dynamic=False rules out")
+        raise ValueError("other_inputs have another size than example_inputs, which dynamic=False does not allow")
     odd = sorted({str(p.dtype) for p in model.parameters() if p.is_floating_point() and p.dtype != torch.float32})
     if odd:
-        raise ValueError(f"a float32 model is needed, onnxruntime's CPU kernels being so, got {', '.join(odd)}")
+        raise ValueError(f"the model must be float32 like onnxruntime's CPU kernels, got {', '.join(odd)}")
 
 
 def _check_runs(model: nn.Module, inputs: list[Any]) -> None:

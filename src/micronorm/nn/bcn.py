@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 from micronorm.nn.backends import check_backend, resolve_backend
 from micronorm.nn.bcn_state import BatchChannelNormState
-from micronorm.nn.gather import gather, gather_numbers, run, sequential_estimates, track_batch
+from micronorm.nn.gather import (
+    estimates_from_input,
+    gather,
+    gather_numbers,
+    run,
+    sequential_estimates,
+    track_batch,
+)
 from micronorm.nn.inputs import (
     check_count,
     check_eps,
@@ -33,7 +40,6 @@ from micronorm.ops.bcn import (
     batch_channel_norm_reference,
     elementwise,
     elementwise_fused,
-    moments_by_kernel,
     watched_if_traced,
 )
 from micronorm.ops.group import choose_groups
@@ -228,11 +234,15 @@ class BatchChannelNorm(BatchChannelNormState):
         elements = x.numel() // (x.shape[0] * self.num_channels)
         running_mean, running_var, blend, *affine = self._tensors()
         training = self.training and (self.statistics == "batch" or self._gathers())
-        known = None
-        estimates: Moments | None = Moments(running_mean, running_var)
+        parts = None
+        estimates = Moments(running_mean, running_var)
         if training and self.statistics != "step":
-            known = moments_by_kernel(x)
-            estimates = self._estimates(known[1], elements=elements)
+            micro_batch = self.micro_batch if self.statistics == "sequential" else None
+            state = (self._window.lost, self._window.counter)
+            parts, *found = run(
+                estimates_from_input, x.detach(), running_mean, running_var, self.num_groups, micro_batch, *state
+            )
+            estimates = Moments(*found)
         y, numbers = batch_channel_norm_fused(
             x,
             estimates,
@@ -242,7 +252,8 @@ class BatchChannelNorm(BatchChannelNormState):
             blend=blend,
             activation=activation,
             residual=residual,
-            moments=known,
+            parts=parts,
+            from_batch=training and self.statistics == "batch",
         )
         if active(self) is not None:
             sources = (x,) if residual is None else (x, residual)

@@ -8,6 +8,7 @@ recompilation. Eager code calls the functions directly.
 
 import warnings
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -15,8 +16,16 @@ from torch import Tensor
 
 from micronorm.nn.checkpointing import inside_backward
 from micronorm.nn.window import MAX_SCANNED, ScannedForward, Window, find_window
-from micronorm.ops.bcn import batch_statistics, gather_fused, move_by_batch, scan, window_sums
-from micronorm.ops.moments import Moments, bounded
+from micronorm.ops.bcn import (
+    batch_statistics,
+    estimates_by_kernel,
+    gather_fused,
+    move_by_batch,
+    parts_size,
+    scan,
+    window_sums,
+)
+from micronorm.ops.moments import Moments, bounded, compute_dtype, wide_dtype
 from micronorm.ops.private_api import functorch_transforms_active
 
 BATCH_MOMENTUM = 0.1
@@ -80,7 +89,9 @@ def sequential_estimates(
     running = Moments(running_mean, running_var)
     window = _gathering_window(counter, group_elements)
     if window is not None:
-        per_sample, left_out = scan(running, data, rate=_sequential_rate(window), micro_batch=micro_batch)
+        rate = _sequential_rate(window)
+        rate = rate.clamp(0, 1) if isinstance(rate, Tensor) else rate
+        per_sample, left_out = scan(running, data, rate=rate, micro_batch=micro_batch)
         lost[0].add_(left_out)
         _move(running, Moments(*(e[-1] for e in per_sample)), lost, samples=mean.shape[0])
         window.scanned.append(ScannedForward(data, per_sample))
@@ -107,11 +118,45 @@ def track_batch(
     if window is None:
         return
     running = Moments(running_mean, running_var)
-    momentum = window.rate if isinstance(window.rate, float) else BATCH_MOMENTUM
+    momentum = _batch_momentum(window)
     batch = Moments(*(s.squeeze(0) for s in batch_statistics(bounded(Moments(mean, var), running_var.dtype))))
     moved = move_by_batch(running, batch, elements=elements * mean.shape[0], momentum=momentum)
     _move(running, moved, lost, samples=mean.shape[0])
     counter[0] += 1
+
+
+def estimates_from_input(
+    x: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    groups: int,
+    micro_batch: int | None,
+    lost: Tensor,
+    counter: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Do `track_batch` (if `micro_batch` is None) or `sequential_estimates` by kernels, which read x themselves.
+
+    Returns:
+        The `parts` that the kernels of the normalization take, and the mean and the variance to normalize with.
+    """
+    running = Moments(running_mean, running_var)
+    window = _gathering_window(counter, x.numel() // (x.shape[0] * groups))
+    rate: float | Tensor = 0.0
+    if window is not None:
+        rate = _batch_momentum(window) if micro_batch is None else _sequential_rate(window)
+        counter.numpy()[0] += 1
+    parts, found, data = estimates_by_kernel(
+        x, running, lost, rate=rate, groups=groups, micro_batch=micro_batch, moves=window is not None
+    )
+    if data is None:
+        return parts, *found
+    if window is not None:
+        window.scanned.append(ScannedForward(data, found))
+    elif inside_backward() and (repeated := find_window(counter)) is not None and not repeated.paused:
+        found = _estimates_of_first_pass(repeated, data)
+    else:
+        found = Moments(*(r.to(f.dtype).expand_as(f).clone() for r, f in zip(running, found, strict=True)))
+    return parts, *found
 
 
 def run(function: Callable, *args: object) -> Any:
@@ -167,8 +212,12 @@ def _count_forward(window: Window, counter: Tensor) -> None:
     window.ran = True
 
 
+def _batch_momentum(window: Window) -> float:
+    return window.rate if isinstance(window.rate, float) else BATCH_MOMENTUM
+
+
 def _sequential_rate(window: Window) -> float | Tensor:
-    """Return the rate of a "sequential" forward, which needs it before the optimizer steps."""
+    """Return the rate of a "sequential" forward, which needs it before the optimizer steps; a tensor is not limited."""
     if isinstance(window.rate, float):
         return window.rate
     if window.control.learning_rate is None:
@@ -215,3 +264,20 @@ _register(
     "running_mean running_var lost counter",
     lambda mean, var, *args: (torch.empty_like(mean), torch.empty_like(var)),
 )
+
+
+def _fake_estimates(
+    x: Tensor, running_mean: Tensor, running_var: Tensor, groups: int, micro_batch: int | None, *rest: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    parts = x.new_empty(parts_size(x, groups), dtype=compute_dtype(x.dtype))
+    shape = x.shape[1:2] if micro_batch is None else x.shape[:2]
+    return parts, *(x.new_empty(shape, dtype=wide_dtype(x.device)) for _ in range(2))
+
+
+@wraps(estimates_from_input)
+def _with_copies(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    parts, mean, var = estimates_from_input(*args)
+    return parts, mean.clone(), var.clone()  # compiled code may overwrite its results, and the window keeps these
+
+
+_register(_with_copies, "running_mean running_var lost counter", _fake_estimates)

@@ -38,7 +38,7 @@ class Control:
     rate: float | str | None = None
     """Replaces the layer's own rate, unless None."""
     learning_rate: Callable[[], float | Tensor] | None = None
-    """Returns the learning rate of the parameter group that holds the layer's weight."""
+    """Returns the learning rate of the parameter group that holds the layer's weight. A tensor may exceed [0, 1]."""
     optimizers: tuple[weakref.ref, ...] = ()
     """The only optimizers that commit the layer; if empty, any optimizer that holds its weight does."""
     process_group: object = ...
