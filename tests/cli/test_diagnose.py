@@ -265,12 +265,6 @@ def test_a_network_that_was_never_trained_is_said_to_be_one():
     assert any("never trained, and batch normalization used its batches" in note for note in notes["notes"])
 
 
-def test_a_device_that_computes_nothing_is_refused_in_one_line():
-    result = CliRunner().invoke(app, ["diagnose", "recipe:digits", "--images", "2", "--device", "meta"])
-    assert result.exit_code == 2, result.output
-    assert result.stderr == "micronorm diagnose: --device meta computes no values; use cpu or cuda\n"
-
-
 def test_a_run_that_collapsed_at_its_start_is_reported_with_what_to_do():
     Path("run").mkdir()
     save_file(state_of("groups"), "run/model.safetensors")
@@ -283,3 +277,9 @@ def test_a_run_that_collapsed_at_its_start_is_reported_with_what_to_do():
         assert result.exit_code == code, result.output
         assert ("TRAINING FAILED" in result.output) == bool(code)
         assert ("zero_init_residual=True" in result.output) == bool(code)
+
+
+def test_a_device_that_computes_nothing_is_refused_in_one_line():
+    result = CliRunner().invoke(app, ["diagnose", "recipe:digits", "--images", "2", "--device", "meta"])
+    assert result.exit_code == 2, result.output
+    assert result.stderr == "micronorm diagnose: --device meta computes no values; use cpu or cuda\n"
