@@ -100,7 +100,7 @@ def _is_bound(window: Window, optimizer: Optimizer) -> bool:
 def group_rate(window: Window, group: dict[str, Any], optimizer: Optimizer) -> float | Tensor:
     """Return the learning rate of the parameter group that holds the layer's weight.
 
-    A number is limited to [0, 1]; a tensor is limited where it is used, which need not launch anything.
+    A number is limited to [0, 1]. A tensor is not: the code that uses it limits it, in a kernel without another launch.
     """
     rate = group.get("lr")
     if rate is None:
@@ -130,7 +130,7 @@ def refresh_rate(window: Window, rate: float | Tensor) -> None:
     capturing = window.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if isinstance(rate, Tensor):
         if not capturing or rate.device == window.device:
-            window.device_rate.copy_(limited(rate))
+            window.device_rate.copy_(rate.clamp(0, 1))
             window.written_rate = None
     elif not capturing and rate != window.written_rate:  # for a captured commit, `Handle.refresh` writes it
         window.device_rate.fill_(rate)

@@ -160,14 +160,14 @@ def estimates_from_input(
         x, running, lost, rate=rate, groups=groups, micro_batch=micro_batch, moves=moves
     )
     if data is None:
-        return parts, *found
+        return parts, found.mean, found.var
     if window is not None and moves:
         window.scanned.append(ScannedForward(data, found))
     elif window is not None and inside_backward() and not window.paused:
         found = _estimates_of_first_pass(window, data)
     else:
         found = Moments(*(r.to(f.dtype).expand_as(f).clone() for r, f in zip(running, found, strict=True)))
-    return parts, *found
+    return parts, found.mean, found.var
 
 
 def run(function: Callable, *args: object) -> Any:
@@ -274,8 +274,8 @@ def _fake_estimates(
     x: Tensor, running_mean: Tensor, running_var: Tensor, groups: int, micro_batch: int | None, *rest: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     parts = x.new_empty(parts_size(x, groups), dtype=compute_dtype(x.dtype))
-    shape = x.shape[1:2] if micro_batch is None else x.shape[:2]
-    return parts, *(x.new_empty(shape, dtype=wide_dtype(x.device)) for _ in range(2))
+    mean = x.new_empty(x.shape[1:2] if micro_batch is None else x.shape[:2], dtype=wide_dtype(x.device))
+    return parts, mean, torch.empty_like(mean)
 
 
 @wraps(estimates_from_input)
