@@ -117,7 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draw", action="store_true", help="draw the recorded rows, train nothing")
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="seeds to train with")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the CSV file; the picture lies beside it")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the CSV file; the picture is written beside it")
     options = parser.parse_args()
     if not options.draw:
         write_csv(options.out, train(options.seeds))

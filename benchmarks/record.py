@@ -77,8 +77,9 @@ def table() -> str:
 
 def _line(recipe: Recipe, found: Findings, seconds_per_image: float | None) -> list[str]:
     mean, spread = found.mean() or {}, found.deviation() or {}
-    paper = None if recipe.paper is None else recipe.paper["top1"]
-    ours = f"{mean['top1']:.2f}" + (f" ± {spread['top1']:.2f}" if spread else "")
+    figure = "top1" if "top1" in mean else "miou"
+    paper = None if recipe.paper is None else recipe.paper[figure]
+    ours = f"{mean[figure]:.2f}" + (f" ± {spread[figure]:.2f}" if spread else "") + " mIoU" * (figure == "miou")
     entries = json.loads(TARGET.read_text("utf-8"))
     minutes = [entries[int(result.where.partition("#")[2])].get("minutes") for result in found.counted]
     days = None
@@ -89,7 +90,7 @@ def _line(recipe: Recipe, found: Findings, seconds_per_image: float | None) -> l
         "–" if paper is None else f"{paper:.2f}",
         ours,
         ", ".join(map(str, found.seeds)),
-        "–" if paper is None else f"{mean['top1'] - paper:+.2f}",
+        "–" if paper is None else f"{mean[figure] - paper:+.2f}",
         "–" if None in minutes else f"{statistics.fmean(minutes):.0f}",
         "–" if days is None else f"{days:.0f} days",
     ]

@@ -38,7 +38,7 @@ from sweep_checks import (
     check_converted,
     has_batchnorm,
     holds_norm_after_convolution,
-    look,
+    record_forward,
 )
 from sweep_summary import summary
 from torch import nn
@@ -55,7 +55,7 @@ LAYER_NAMES = re.compile(r" '[^']*'")
 
 @dataclass
 class SweepRow:
-    """One architecture. Text columns are empty and counts 0 where there is nothing to say."""
+    """One architecture. A text column without content is empty."""
 
     source: str
     name: str
@@ -114,7 +114,7 @@ def versions() -> dict[str, str]:
 
 
 def architectures() -> list[tuple[str, str, str]]:
-    """(source, name, family) of all there are."""
+    """Return (source, name, family) of every architecture."""
     ours = [("timm", name, _last(timm.models.model_entrypoint(name).__module__)) for name in timm.list_models()]
     for name in torchvision.models.list_models():
         module = torchvision.models.get_model_builder(name).__module__
@@ -127,7 +127,7 @@ def _last(module: str) -> str:
 
 
 def build(source: str, name: str) -> nn.Module:
-    """The architecture with fresh weights: nothing is downloaded."""
+    """Build the architecture with fresh weights; nothing is downloaded."""
     if source == "timm":
         return timm.create_model(name, pretrained=False)
     builder = torchvision.models.get_model_builder(name)
@@ -142,7 +142,7 @@ def build(source: str, name: str) -> nn.Module:
 
 
 def sweep_one(source: str, name: str, family: str) -> SweepRow:
-    """Plan, apply and check; whatever goes wrong is in the row."""
+    """Plan, apply and check one architecture; the row records an error instead of raising it."""
     row = SweepRow(source, name, family, **versions())
     signal.signal(signal.SIGALRM, _out_of_time)
     signal.alarm(TIME_LIMIT)
@@ -184,7 +184,7 @@ def _fill(row: SweepRow) -> None:
 
 
 def _planned(row: SweepRow) -> tuple[Plan | None, Forward | None]:
-    """On the meta device where the model can be built and run there, else on the CPU."""
+    """Plan on the meta device if the model can be built and run there, otherwise on the CPU."""
     made, before = None, None
     for device in ("meta", "cpu"):
         row.device = device
@@ -204,14 +204,14 @@ def _planned(row: SweepRow) -> tuple[Plan | None, Forward | None]:
             row.outcome, row.detail = "refused" if refused else "nothing to convert", LAYER_NAMES.sub("", _line(fault))
             row.norms_left, row.convolutions_left = (sum(isinstance(m, k) for m in model.modules()) for k in KINDS)
             return None, None
-        before = look(model)
+        before = record_forward(model)
         if made.pairing != "order" and before.shapes is not None:
             break
     return made, before
 
 
 def _passed_over(made: Plan, before: Forward) -> list[str]:
-    """Convolutions left although a norm took their very output, without a reason in the layer itself."""
+    """Return the convolutions left as they are although a norm takes their output, except those of fan-in 1."""
     return [
         decision.name
         for decision in made.decisions
@@ -260,7 +260,7 @@ def append(path: Path, row: SweepRow) -> None:
 
 
 def run_all(todo: Sequence[tuple[str, str, str]], workers: int) -> Generator[SweepRow, None, None]:
-    """Rows as they come. An architecture whose worker dies (of memory, say) is tried alone once, then reported."""
+    """Yield rows as they are finished. If a worker dies, try its architecture once more alone, then report it."""
     suspects = yield from _run_pool(todo, workers)
     for one in suspects:
         for _ in (yield from _run_pool([one], 1)):
@@ -270,7 +270,7 @@ def run_all(todo: Sequence[tuple[str, str, str]], workers: int) -> Generator[Swe
 
 
 def _run_pool(todo: Sequence[tuple[str, str, str]], workers: int) -> Any:
-    """Yields rows, returns what was not done because a worker died."""
+    """Yield rows; return the architectures that were not done because a worker died."""
     unfinished = dict.fromkeys(todo)
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, context, initializer=_start_worker) as pool:
@@ -280,7 +280,7 @@ def _run_pool(todo: Sequence[tuple[str, str, str]], workers: int) -> Any:
                 if job.exception() is None:
                     del unfinished[jobs[job]]
                     yield job.result()
-        except BaseException:  # Ctrl-C, here or in who reads the rows: what is under way is done again next time
+        except BaseException:  # Ctrl-C: the next run repeats the architectures that are in progress now
             pool.shutdown(wait=False, cancel_futures=True)
             for worker in multiprocessing.active_children():
                 worker.terminate()
@@ -289,7 +289,7 @@ def _run_pool(todo: Sequence[tuple[str, str, str]], workers: int) -> Any:
 
 
 def _start_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     torch.set_num_threads(1)
 
 
@@ -338,7 +338,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command(args: argparse.Namespace) -> str:
-    """Rebuilt from the arguments: a typed one could hold a path."""
+    """Return the command without --out, which names a path."""
     only = "".join(f" --only '{pattern}'" for pattern in args.only or ())
     return f"python benchmarks/sweep.py --workers {args.workers}{only}{' --fresh' * args.fresh}"
 

@@ -15,6 +15,7 @@ from micronorm.nn.evonorm import EvoNormS0
 from micronorm.nn.frn import FRN
 from micronorm.nn.group import GN, IN, LN
 from micronorm.nn.per_step.recompute import recompute
+from micronorm.nn.spec import NormSpec
 from micronorm.nn.switchable import SN
 from micronorm.nn.weight import CWN, WN, WS
 
@@ -36,6 +37,7 @@ __all__ = [
     "WN",
     "WS",
     "EvoNormS0",
+    "NormSpec",
     "attach",
     "calibrate",
     "check_cuts",

@@ -21,6 +21,8 @@ PUBLIC = {
         "BRN",
         "FRN",
         "EvoNormS0",
+        # a norm of one's own
+        "NormSpec",
         # control
         "attach",
         # memory
@@ -80,6 +82,7 @@ PUBLIC = {
         "WSLinear",
         "WeightSpec",
         "norm_act_layer",
+        "register",
     },
     "micronorm.export": {"OnnxReport", "fold", "onnx", "verify"},
     "micronorm.functional": {

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from micronorm.bench.cases import CASES, Case
 from micronorm.bench.methods import METHODS, ON_CPU
 from micronorm.cli import app, bench
-from micronorm.nn import bcn
+from micronorm.nn import SPECS, bcn
 
 TINY = ["--case", "2x8x6x6", "--rounds", "2"]
 FEW = ["--method", "bcn-step", "--method", "bn"]
@@ -71,6 +71,23 @@ def test_without_a_gpu_it_says_what_it_skipped_and_measures_the_cpu_s_shapes(mon
 
 def test_where_a_shape_was_asked_for_nothing_was_skipped():
     assert "skipped" not in run(*TINY, *FEW).stdout
+
+
+def test_a_norm_of_the_users_own_is_timed_by_module_and_spec(monkeypatch, tmp_path, request):
+    (tmp_path / "own_norms.py").write_text(
+        "import dataclasses, torch, micronorm as mn\n"
+        "@dataclasses.dataclass(frozen=True)\n"
+        "class Plain(mn.NormSpec):\n"
+        "    def __call__(self, num_channels, *, dims=2): return torch.nn.GroupNorm(1, num_channels)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    request.addfinalizer(lambda: SPECS.pop("Plain", None))
+    result = run(*TINY, "--method", "own_norms:Plain", "--layout", "nchw")
+    assert result.exit_code == 0, result.output
+    assert "Plain>ReLU" in result.output
+    wrong = run(*TINY, "--method", "own_norms:Missing")
+    assert wrong.exit_code == 2
+    assert wrong.output.startswith("micronorm bench: own_norms has no 'Missing'")
 
 
 def test_a_wrong_contestant_prints_its_error_gets_no_figure_and_ends_with_1(monkeypatch, tmp_path):

@@ -73,14 +73,14 @@ def test_a_model_that_keeps_the_law_ends_with_0():
     result = invoke("factories_of_check:clean", *SMALL)
     assert result.exit_code == 0, result.output
     assert "6 samples, cut as whole (6), halved (3+3), one by one" in result.output
-    assert "does not depend on the cut" in result.output
+    assert "does not depend on the split" in result.output
 
 
 def test_a_model_that_breaks_the_law_ends_with_1_and_names_the_module():
     result = invoke("factories_of_check:batch_norm", *SMALL, "--batch", "4")
     assert result.exit_code == 1, result.output
     lines = result.output.splitlines()
-    assert lines[0].endswith("THE STEP DEPENDS ON THE CUT.")
+    assert lines[0].endswith("THE STEP DEPENDS ON THE SPLIT.")
     assert lines[1].startswith("1 (BatchNorm2d)")
     assert "[batch_statistics]" in lines[1]
     assert "\x1b" not in result.output

@@ -262,3 +262,9 @@ def test_a_network_that_was_never_trained_is_said_to_be_one():
         invoke("torchvision:resnet18", "--data", "random", "--images", "2", "--size", "32", "--json").stdout
     )
     assert any("never trained, and batch normalization used its batches" in note for note in notes["notes"])
+
+
+def test_a_device_that_computes_nothing_is_refused_in_one_line():
+    result = CliRunner().invoke(app, ["diagnose", "recipe:digits", "--images", "2", "--device", "meta"])
+    assert result.exit_code == 2, result.output
+    assert result.stderr == "micronorm diagnose: --device meta computes no values; use cpu or cuda\n"

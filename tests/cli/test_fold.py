@@ -146,6 +146,17 @@ def test_a_run_directory_is_all_that_folding_needs(tmp_path):
             assert_close_to_max(plain(x), model.eval()(x), tol=tolerance("folded", torch.float32))
 
 
+@pytest.mark.parametrize("option", ["--out", "--onnx"])
+@pytest.mark.parametrize("folder", ["none", "/proc"])
+def test_a_place_that_cannot_be_written_ends_in_one_line_that_names_it(tmp_path, monkeypatch, option, folder):
+    monkeypatch.chdir(tmp_path)
+    save_file(trained().state_dict(), "model.safetensors")
+    result = run("model.safetensors", "--model", MODEL, "--size", "64", "64", option, f"{folder}/x.safetensors")
+    assert (result.exit_code, type(result.exception)) == (1, SystemExit), result.output
+    assert folder in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
 @pytest.mark.parametrize("name", ["cyclic.pt", "garbage.pt", "garbage.safetensors"])
 def test_a_file_without_a_state_dict_ends_in_one_line_that_names_it(tmp_path, name):
     checkpoint, cyclic = tmp_path / name, {}

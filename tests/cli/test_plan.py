@@ -107,7 +107,9 @@ def test_a_norm_of_ones_own_is_named_by_its_module_or_file(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", list(sys.path))
     monkeypatch.delitem(sys.modules, "norms_of_plan", raising=False)
-    assert norm_spec(f"{source}:Tall")(8).eps == 1e-3
+    spec = norm_spec(f"{source}:Tall")
+    assert spec is not None
+    assert spec(8).eps == 1e-3
     assert norm_spec(f"{source}:small", groups=4) == mn.GN(groups=4)
     with pytest.raises(TargetError, match="takes no --groups"):
         norm_spec(f"{source}:Tall", groups=4)

@@ -206,6 +206,15 @@ def test_a_person_who_names_only_a_table_is_asked_before_anything_is_trained(tra
     assert len(asked) == 1
 
 
+@pytest.mark.usefixtures("never")
+def test_a_task_without_an_error_shows_its_own_figure(tmp_path):
+    for row in ("bn", "gn", "gn-ws", "bcn-ws"):
+        write_run(tmp_path / "runs" / row, f"shapes/{row}", figures={"accuracy": 92.0, "miou": 55.5})
+    output = run("shapes").output
+    assert "Figures: mIoU in %" in output
+    assert output.count("55.50") == 4
+
+
 def test_what_has_a_record_is_not_run_again(trained):
     run("digits", "--rows", "gn")
     result = run("digits", "--rows", "gn")

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.fusion import fuse_conv_bn_eval
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import micronorm as mn
@@ -356,17 +355,6 @@ def test_a_mean_over_micro_batches_weighs_samples_by_their_cut_and_a_sum_does_no
     assert_same_state(accumulated([5, 3], by="sum"), whole, tol=tol)
     with pytest.raises(AssertionError, match="relative error"):
         assert_same_state(accumulated([5, 3], by="mean"), whole, tol=1e-3)
-
-
-# --- folding ---------------------------------------------------------------------------------------------------------
-
-
-def test_fuse_conv_bn_eval_takes_our_layers_and_computes_something_else():
-    model = converted().eval()
-    fused = fuse_conv_bn_eval(model.stem, model.norm)  # raises nothing
-    x, _ = samples(torch.float32)
-    wanted = model.norm(model.stem(x))
-    assert (fused(x) - wanted).abs().max() > 0.1 * wanted.abs().max()
 
 
 # --- wrappers --------------------------------------------------------------------------------------------------------

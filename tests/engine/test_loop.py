@@ -16,7 +16,8 @@ import micronorm as mn
 from micronorm import records
 from micronorm.engine.listener import Listener
 from micronorm.engine.loop import Diverged, _TrainingRun, train
-from micronorm.engine.optimization import SGD, Cosine, ParameterGroup, Poly
+from micronorm.engine.optimization import SGD, ParameterGroup
+from micronorm.engine.schedules import Cosine, Poly
 from micronorm.engine.settings import Execution
 from tests.engine.ranks import Rows
 from tests.engine.tasks import CPU, Dropping, Sum, Toy, Zoo, settings

@@ -101,11 +101,11 @@ def test_a_recipe_starts_checkpoints_resumes_and_evaluates(name, miniature, out)
         *(name, "--steps", "2", "--step-batch", str(STEP_BATCH), "--lr", "0.001", "--out", str(out)),
         *where(recipe, miniature),
     )
-    (hint,) = (line for line in told.splitlines() if line.startswith("to go on: micronorm train "))
+    (hint,) = (line for line in told.splitlines() if line.startswith("to continue: micronorm train "))
     assert [path.name.split(".")[0] for path in checkpoints(out / "checkpoints")] == ["step-00000002"]
     started = load_file(out / "model.safetensors")
 
-    train(*shlex.split(hint.removeprefix("to go on: micronorm train ")), "--steps", "3")
+    train(*shlex.split(hint.removeprefix("to continue: micronorm train ")), "--steps", "3")
     record = records.read(out)
     assert [row["step"] for row in record.steps] == [1, 2, 3]
     assert all(row["samples"] <= STEP_BATCH for row in record.steps)

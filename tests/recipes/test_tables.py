@@ -8,7 +8,8 @@ from torch import nn
 
 import micronorm as mn
 from micronorm import recipes
-from micronorm.engine.optimization import SGD, Cosine, Milestones
+from micronorm.engine.optimization import SGD
+from micronorm.engine.schedules import Cosine, Milestones
 from micronorm.nn.weight import CWNConv2d, WNConv2d, WSConv2d
 from micronorm.recipes.networks import build_network
 

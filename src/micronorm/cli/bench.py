@@ -17,7 +17,9 @@ from micronorm.bench.measure import BenchSettings, measure
 from micronorm.bench.results import ROUTES, BenchResult
 from micronorm.bench.timing import FOOTPRINT, LARGE, PASSES_AT_LEAST, copy_bandwidth
 from micronorm.cli.progress import say
-from micronorm.cli.targets import MISUSE
+from micronorm.cli.specs import norm_spec
+from micronorm.cli.targets import MISUSE, TargetError
+from micronorm.nn import register
 
 FAULTY = 1
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -31,7 +33,9 @@ def bench(
         _Several, typer.Option(help="A group of cases (large, small, cpu) or a shape such as 16x64x56x56. Repeatable.")
     ] = None,
     layout: Annotated[_Several, typer.Option(help="nhwc or nchw. Repeatable; default: both.")] = None,
-    method: Annotated[_Several, typer.Option(help="A method by its key, see --list. Repeatable.")] = None,
+    method: Annotated[
+        _Several, typer.Option(help="A key of --list, or module:Spec for your own norm. Repeatable.")
+    ] = None,
     route: Annotated[_Several, typer.Option(help="eager or graph (CUDA graph). Repeatable.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Default: bfloat16 on a GPU, float32 on a CPU.")] = None,
     rounds: Annotated[int, typer.Option(help="Timed rounds; use 15 or more for figures to keep.")] = 15,
@@ -55,13 +59,14 @@ def bench(
         where = _device(device)
         on_gpu = where.type == "cuda"
         chosen_cases = cases.choose_cases(case or (), on_gpu=on_gpu)
-        chosen_methods = methods.choose_methods(method or (), on_gpu=on_gpu, compiled=not no_compile)
+        keys = [_register(word) if ":" in word else word for word in method or ()]
+        chosen_methods = methods.choose_methods(keys, on_gpu=on_gpu, compiled=not no_compile)
         layouts = _members("--layout", layout, LAYOUTS)
         routes = _members("--route", route, ROUTES if on_gpu else ("eager",))
         settings = _settings(where, routes, dtype=dtype, rounds=rounds, threads=threads)
         if out is not None:
             _check_file(out)
-    except ValueError as fault:
+    except (ValueError, TargetError) as fault:
         typer.echo(f"micronorm bench: {fault}", err=True)
         raise typer.Exit(MISUSE) from None
     repeated = {"case": case, "layout": layout, "method": method, "route": route}
@@ -194,6 +199,12 @@ def _print_table(console: Console, case: Case, found: Sequence[BenchResult]) -> 
     console.print(table)
     for remark in results.remarks(found):
         say(console, remark)
+
+
+def _register(target: str) -> str:
+    """Register the user's norm spec `module:Spec`, and return the key of its method."""
+    spec = register(type(norm_spec(target)))
+    return spec.__name__.lower()
 
 
 def _list() -> None:

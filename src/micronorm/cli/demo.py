@@ -23,7 +23,6 @@ from micronorm.cli.findings import (
     name_of,
 )
 from micronorm.cli.progress import say
-from micronorm.cli.targets import MISUSE
 from micronorm.engine.settings import Execution
 from micronorm.recipes import find_table
 from micronorm.recipes.digits import EPOCHS, STEP_BATCH
@@ -62,9 +61,6 @@ def demo(
         make_room(out)
         shown.run()
         return
-    except (FileExistsError, NotADirectoryError, PermissionError) as fault:
-        typer.echo(f"{COMMAND}: {fault}", err=True)
-        raise typer.Exit(MISUSE) from None
     except Stopped as stopped:
         number = stopped.number
     except KeyboardInterrupt:

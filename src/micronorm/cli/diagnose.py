@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from micronorm.cli.pictures import read_images
 from micronorm.cli.specs import Groups, Norm, Weight, norm_spec, weight_spec
-from micronorm.cli.targets import MISUSE, TargetError, resolve
+from micronorm.cli.targets import TargetError, resolve
 from micronorm.convert import convert
 from micronorm.convert.checkpoint import load_state, read_state
 from micronorm.data.pixels import Standardization
@@ -71,28 +71,21 @@ def diagnose(
     """Run a network over images, and report layers near an elimination singularity with a remedy.
 
     It finds channels that a ReLU keeps inactive, channels that are normalized together although their statistics differ
-    too much (StatDiff), and estimates that do not fit the images. With --norm or --weight the model is converted before
-    the checkpoint is loaded.
+    too much (StatDiff), and running statistics that do not fit the images. With --norm or --weight the model is
+    converted before the checkpoint is loaded.
 
     Exit code 0: no layer has a problem. 1: some have. 2: the model, the checkpoint, the data or an option is wrong.
     """
-    try:
-        subject = _resolve(target)
-        model = subject.model
-        wanted = norm_spec(norm, groups=groups), weight_spec(weight)
-        if any(spec is not None for spec in wanted):
-            model = convert(model, *wanted)
-        notes = _other_groups(model, norm, groups)
-        fresh = _is_fresh(model) and checkpoint is None
-        if checkpoint is not None:
-            _load(model, checkpoint)
-        source, batch = _images(subject, target, data, images, size, notes)
-        diagnosis = _examine(model, batch, device, by=by, fresh=fresh)
-    except (TargetError, ValueError, TypeError) as error:
-        message = " ".join(str(error).split())
-        typer.echo(f"micronorm diagnose: {message[:500]}{'…' * (len(message) > 500)}", err=True)
-        raise typer.Exit(MISUSE) from None
-    facts = {"target": target, "checkpoint": str(checkpoint) if checkpoint else None, "data": source}
+    subject = _resolve(target)
+    model, wanted = subject.model, (norm_spec(norm, groups=groups), weight_spec(weight))
+    if any(spec is not None for spec in wanted):
+        model = convert(model, *wanted)
+    notes = _other_groups(model, norm, groups)
+    fresh = _is_fresh(model) and checkpoint is None
+    if checkpoint is not None:
+        _load(model, checkpoint)
+    source, batch = _images(subject, target, data, images, size, notes)
+    diagnosis = _examine(model, batch, device, by=by, fresh=fresh)
     diagnosis.notes.extend(notes)
     if checkpoint is None and (fresh or target.split(":")[0] in ("torchvision", "timm", "recipe")):
         by_batches = ", and batch normalization used its batches" if fresh else ""
@@ -102,6 +95,7 @@ def diagnose(
     if source == "random":
         diagnosis.notes.append("random images tell little about the channels that real images use: use --data")
     if as_json:
+        facts = {"target": target, "checkpoint": str(checkpoint) if checkpoint else None, "data": source}
         typer.echo(json.dumps({**facts, "images": len(batch), **diagnosis.to_dict()}, indent=1, ensure_ascii=False))
     else:
         shape = "×".join(map(str, batch.shape))
@@ -179,6 +173,8 @@ def _images(
 def _examine(model: nn.Module, images: Tensor, device: str, *, by: str, fresh: bool) -> Diagnosis:
     try:
         place = torch.device(device)
+        if place.type == "meta":
+            raise TargetError("--device meta computes no values; use cpu or cuda")
         model.to(place)
     except (RuntimeError, AssertionError) as error:
         raise TargetError(f"--device {device}: {error}") from error

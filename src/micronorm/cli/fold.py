@@ -7,8 +7,9 @@ import torch
 import typer
 from torch import nn
 
+from micronorm.cli.faults import FAILED, one_line
 from micronorm.cli.specs import Groups, Statistics, norm_spec, weight_spec
-from micronorm.cli.targets import MISUSE, TargetError, resolve_model
+from micronorm.cli.targets import TargetError, resolve_model
 from micronorm.convert import convert
 from micronorm.convert.checkpoint import load_state, pack_state, read_header, read_state
 from micronorm.engine.journal import WEIGHTS
@@ -18,7 +19,6 @@ from micronorm.export.fold import is_ours
 from micronorm.recipes.load import load as load_run
 from micronorm.records import write_atomically
 
-FAILED = 1
 _HOW = ("model", "norm", "groups", "weight", "statistics")
 
 
@@ -64,10 +64,9 @@ def fold(
         if out is not None:
             write_atomically(out, pack_state(folded))
             typer.echo(f"{out}: {len(folded.state_dict())} tensors")
-    except (TargetError, ImportError, OSError, RuntimeError, TypeError, ValueError) as fault:
-        message = " ".join(str(fault).split())
-        typer.echo(f"micronorm fold: {message[:500]}{'…' * (len(message) > 500)}", err=True)
-        raise typer.Exit(MISUSE if isinstance(fault, TargetError) else FAILED) from None
+    except (OSError, RuntimeError, TypeError, ValueError) as fault:  # the options are right, the checkpoint is not
+        typer.echo(f"micronorm fold: {one_line(fault)}", err=True)
+        raise typer.Exit(FAILED) from None
 
 
 def _read(checkpoint: Path, options: dict[str, Any]) -> nn.Module:

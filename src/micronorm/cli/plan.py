@@ -8,8 +8,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from micronorm.cli.faults import one_line
 from micronorm.cli.specs import Groups, Statistics, norm_spec, weight_spec
-from micronorm.cli.targets import MISUSE, TargetError, resolve_model
+from micronorm.cli.targets import TargetError, resolve_model
 from micronorm.convert import Plan
 from micronorm.convert import plan as make_plan
 from micronorm.nn.spec import NormSpec, WeightSpec
@@ -59,10 +60,11 @@ def plan(
             layer_norm=layer_norm,
             fuse=not no_fuse,
         )
-    except (TargetError, TypeError, ValueError) as fault:
-        typer.echo(f"micronorm plan: {fault}", err=True)
-        nothing = isinstance(fault, ValueError) and str(fault).startswith("nothing to convert")
-        raise typer.Exit(NOTHING if nothing else MISUSE) from None
+    except ValueError as fault:
+        if not str(fault).startswith("nothing to convert"):
+            raise
+        typer.echo(f"micronorm plan: {one_line(fault)}", err=True)
+        raise typer.Exit(NOTHING) from None
     console = Console(highlight=False)
     if as_json:
         typer.echo(json.dumps({"target": target, **made.to_dict()}, indent=1, ensure_ascii=False))

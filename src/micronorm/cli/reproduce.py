@@ -23,7 +23,7 @@ from micronorm.recipes.figures import Request
 from micronorm.recipes.results import Findings, RunResult, gather, packaged, read_runs
 from micronorm.recipes.run import Variation
 
-_SHOWN = {"top1": "top-1", "top5": "top-5"}
+_SHOWN = {"top1": "top-1 error", "top5": "top-5 error", "miou": "mIoU"}
 
 
 @dataclass(frozen=True)
@@ -240,10 +240,13 @@ def _is_missing(row: TableRow, *, epochs: int | None, seed: int | None) -> bool:
 
 def _print_rows(console: Console, table: Table, rows: Sequence[TableRow]) -> None:
     in_paper = {name for row in rows for name in row.recipe.paper or ()}
-    shown = [name for name in _SHOWN if name in in_paper] or ["top1"]
+    in_ours = {name for row in rows for name in row.found.mean() or ()}
+    shown = [name for name in _SHOWN if name in in_paper] or [name for name in _SHOWN if name in in_ours][:1]
     grid = Grid(box=box.SIMPLE_HEAD)
-    figures = " / ".join(_SHOWN[name] for name in shown)
-    say(console, f"{table.name}: {table.title}. Error in %, {figures}; of several seeds mean ± standard deviation.")
+    say(console, f"{table.name}: {table.title}.")
+    if shown:
+        figures = " / ".join(_SHOWN[name] for name in shown)
+        say(console, f"Figures: {figures} in %; of several seeds mean ± standard deviation.")
     for column in ("row", "paper", "ours", "seeds", "provenance"):
         grid.add_column(column, justify="right" if column in ("paper", "ours") else "left", overflow="fold")
     for row in rows:

@@ -11,16 +11,17 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from micronorm.check import check_cuts
+from micronorm.cli.check import summed_cross_entropy
 from micronorm.cli.cuts import largest_difference
 from micronorm.data.memory import MemorySamples
 from micronorm.data.pixels import Standardization
 from micronorm.engine import checkpoint
 from micronorm.engine.loop import train
-from micronorm.engine.optimization import SGD, Cosine
+from micronorm.engine.optimization import SGD
+from micronorm.engine.schedules import Cosine
 from micronorm.engine.settings import Execution, Settings
 from micronorm.nn import BatchChannelNorm
 from micronorm.nn.backends import KERNELS, kernel_problem
@@ -91,15 +92,10 @@ def check_law(device: torch.device) -> str:
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(6, 1, 8, 8, generator=generator).to(device)
     model = find("digits/bcn-ws").build(seed=0).to(device).train()
-    report = check_cuts(model, (images, torch.arange(6, device=device)), _summed_cross_entropy)
+    report = check_cuts(model, (images, torch.arange(6, device=device)), summed_cross_entropy)
     if not report.ok:
         raise Failed("; ".join(str(report).splitlines()[:2]))
     return f"{report.compared} tensors agree within {report.worst:.1e}, whole, halved and one by one"
-
-
-def _summed_cross_entropy(model: nn.Module, part: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    images, labels = part
-    return F.cross_entropy(model(images), labels, reduction="sum"), len(labels)
 
 
 def check_step(device: torch.device) -> str:

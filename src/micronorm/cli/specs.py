@@ -35,6 +35,7 @@ def _spec(name: str, kind: type, options: dict[str, Any], *, from_file: bool) ->
         return None
     known: dict[str, Any] = {key.lower(): spec for key, spec in SPECS.items() if issubclass(spec, kind)}
     source, colon, attribute = name.rpartition(":")
+    spec: Any
     if colon and source and attribute and not from_file:
         spec = import_object(source, attribute)
         if not (isinstance(spec, kind) or (isinstance(spec, type) and issubclass(spec, kind))):
@@ -47,4 +48,4 @@ def _spec(name: str, kind: type, options: dict[str, Any], *, from_file: bool) ->
     foreign = sorted(given.keys() - {field.name for field in fields(spec)})
     if foreign:
         raise TargetError(f"{name} takes no --{', --'.join(foreign)}")
-    return replace(spec, **given) if isinstance(spec, kind) else spec(**given)
+    return spec(**given) if isinstance(spec, type) else replace(spec, **given)

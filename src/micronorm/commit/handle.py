@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 
 from micronorm.commit.hook import group_rate, limited, refresh_rate
 from micronorm.commit.merge import commit
-from micronorm.nn.bcn import BatchChannelNorm, check_rate, warn_of_zero_weights
+from micronorm.nn.bcn import BatchChannelNorm
+from micronorm.nn.bcn_state import warn_of_zero_weights
 from micronorm.nn.gather import BATCH_MOMENTUM
-from micronorm.nn.inputs import check_count
+from micronorm.nn.inputs import check_count, check_rate
 from micronorm.nn.window import MAX_FORWARDS, Control, Window
 
 

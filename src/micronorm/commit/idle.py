@@ -11,7 +11,7 @@ import torch
 
 from micronorm.commit.survey import Survey
 from micronorm.nn.bcn import BatchChannelNorm
-from micronorm.nn.window import Window
+from micronorm.nn.window import Window, list_names
 
 _PATIENCE = 2
 _TEACHER = (
@@ -55,9 +55,8 @@ def _warn(late: list[tuple[Window, BatchChannelNorm]]) -> None:
             name = window.control.name or survey.name_of(layer) or window.describe()
             names.setdefault(reason, []).append(name)
     for reason, affected in names.items():
-        shown = ", ".join(affected[:4]) + (f" and {len(affected) - 4} more layers" if len(affected) > 4 else "")
         warnings.warn(
-            f"{shown}: the running estimates do not move, although {_PATIENCE} optimizer steps were made since the "
+            f"{list_names(affected)}: the running estimates do not move, although {_PATIENCE} optimizer steps followed "
             f"forwards in training mode: {reason}.",
             UserWarning,
             stacklevel=2,

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -74,6 +75,35 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, forward: Forward | No
             norm.module._window.clear()  # it was gathered around the old statistics
             norm.module.update_estimates_weight()
     return count
+
+
+def calibration_callback(batches: int = 16, *, forward: Forward | None = None) -> Any:
+    """Return a Lightning callback that calls `calibrate` after training, when callbacks have averaged the weights.
+
+    Lightning's StochasticWeightAveraging sets new statistics for torch's BatchNorm layers only. Give this callback to
+    the trainer beside it. The checkpoints of ModelCheckpoint are older; use `trainer.save_checkpoint` after the fit.
+
+    Args:
+        batches: the number of batches to take from the training loader. They are kept in memory.
+        forward: as in `calibrate`, with the LightningModule as the model. By default its own forward gets the batch, or
+            the first entry of a tuple or list.
+
+    Example:
+        `Trainer(callbacks=[StochasticWeightAveraging(1e-2), mn.convert.calibration_callback()])`
+    """
+    if isinstance(batches, bool) or not isinstance(batches, int) or batches < 1:
+        raise ValueError(f"batches must be a number of batches, at least 1, got {batches!r}")
+    from lightning.pytorch import Callback  # slow to import, and only needed here
+
+    class Calibration(Callback):
+        def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+            def moved() -> Iterator[Any]:
+                for batch in islice(trainer.train_dataloader, batches):
+                    yield trainer.strategy.batch_to_device(batch, pl_module.device)
+
+            calibrate(pl_module, moved(), forward=forward)
+
+    return Calibration()
 
 
 def _call(model: nn.Module, batch: Any) -> Any:

@@ -120,7 +120,7 @@ def shorten(names: list[str], most: int = 12) -> str:
 def pack_state(source: nn.Module | Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
     """Return the state dict of a model, or tensors by name, as the bytes of a safetensors file.
 
-    Tied tensors of a model are stored once, under their first name.
+    Tied tensors of a model are stored once, under their first name. Equal states give equal bytes.
     """
     from safetensors.torch import save
 
@@ -128,7 +128,12 @@ def pack_state(source: nn.Module | Mapping[str, Tensor], metadata: Mapping[str, 
         kept = source.state_dict()
         once = {**dict(source.named_parameters()), **dict(source.named_buffers())}
         source = {name: tensor.detach() for name, tensor in once.items() if name in kept}
-    return save({name: t.contiguous() for name, t in source.items()}, {"format": "pt", **(metadata or {})})
+    data = save({name: t.contiguous() for name, t in source.items()}, {"format": "pt", **(metadata or {})})
+    # safetensors writes metadata in random order. Equal states must give equal bytes, so the header is sorted.
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.dumps(json.loads(data[8:end]), sort_keys=True, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header + data[end:]
 
 
 def header_of(model: nn.Module) -> dict[str, str]:

@@ -27,6 +27,8 @@ from micronorm.nn.weight import CONVOLUTIONS, counterpart_kind, is_standardized_
 
 Filter = Callable[[nn.Module, str], bool]
 
+_CONVERTED = ("is what was asked for", "has a reparameterized weight already")
+"""Why a layer stays that an earlier conversion has changed."""
 _BATCH_STATISTICS = "; in train mode a BatchNorm uses the batch's statistics, so keep it in eval mode"
 
 
@@ -150,7 +152,7 @@ class Planner:
             return leave("left out by the filter")
         if self._is_asked_for(module):
             inside = activation_inside(module.drop, module.act) if isinstance(module, BatchChannelNormAct) else None
-            return leave("is what was asked for", inside=inside and activation_name(inside))
+            return leave(_CONVERTED[0], inside=inside and activation_name(inside))
         if self.norm is None:
             return leave("norm=None")
         old = self.norms.get(module)
@@ -255,7 +257,7 @@ class Planner:
         if self.weight is None:
             return decide(None, "weight=None")
         if isinstance(module, Reparameterized):
-            return decide(None, "has a reparameterized weight already")
+            return decide(None, _CONVERTED[1])
         kind = counterpart_kind(module)
         if kind is None:
             return decide(None, f"the forward of {type(module).__name__} is not known")
@@ -316,7 +318,9 @@ class Planner:
         more = f"; and {len(decisions) - 4} more" if len(decisions) > 4 else ""
         frozen = not any(p.requires_grad for p in self.model.parameters())
         hint = ". Every parameter of the model is frozen; convert first, then freeze" if frozen else ""
-        raise ValueError(f"nothing to convert. Looked at {seen}{more}{hint}")
+        ours = any(d.reason.startswith(_CONVERTED) for d in decisions)
+        why = "nothing to convert: the model is already converted" if ours else "nothing to convert"
+        raise ValueError(f"{why}. Looked at {seen}{more}{hint}")
 
 
 def _with_fusion(decision: Decision, fusions: Fusions) -> Decision:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from micronorm.data.memory import CROP, FLIP, check_indices
 from micronorm.data.pixels import IMAGENET, Standardization, Standardizer
@@ -157,12 +157,15 @@ class FolderSamples:
         loader, queue = self._idle.pop() if self._idle else self._new_loader()
         queue.shares = orders = self._orders(shares, seed)
         try:
-            for images, labels in loader:
+            for batch in loader:
+                if isinstance(batch, ValueError):
+                    raise ValueError(str(batch))
+                images, labels = batch
                 yield self._standardize(images), labels
         except Exception as error:
             if not self._workers:
                 raise
-            # The worker's error is in the message. The frames of this traceback would hold the loader in a cycle.
+            # The frames of this traceback would hold the loader in a cycle.
             raise error.with_traceback(None)  # noqa: B904
         finally:
             orders.close()  # an unfinished generator would hold this object in a cycle
@@ -210,7 +213,7 @@ class _Shares(Sampler[_Order]):
         return self.shares
 
 
-class _Decoder(Dataset[tuple[Tensor, Tensor]]):
+class _Decoder(Dataset[tuple[Tensor, Tensor] | ValueError]):
     """Turns shares into batches of bytes. It is sent to the workers, so it holds arrays, not a million strings."""
 
     def __init__(self, root: Path, classes: Sequence[str], *, size: int, augment: bool) -> None:
@@ -225,7 +228,16 @@ class _Decoder(Dataset[tuple[Tensor, Tensor]]):
         self._names = np.array(names)
         self.labels = torch.tensor(labels)
 
-    def __getitem__(self, order: _Order) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, order: _Order) -> tuple[Tensor, Tensor] | ValueError:
+        """Return a batch. A worker returns the error of a broken file: raised, it would arrive with a traceback."""
+        try:
+            return self._batch(order)
+        except ValueError as error:
+            if get_worker_info() is None:
+                raise
+            return error
+
+    def _batch(self, order: _Order) -> tuple[Tensor, Tensor]:
         indices = torch.tensor(order.indices, dtype=torch.int64)
         keys = sample_keys(indices, seed=order.seed, epoch=order.epoch)
         boxes = uniforms(keys, 4 * _TRIES, stream=CROP).tolist()
@@ -238,7 +250,7 @@ class _Decoder(Dataset[tuple[Tensor, Tensor]]):
     def _image(self, name: Path, draws: Sequence[float], *, mirror: bool) -> Tensor:
         from torchvision.transforms.v2 import functional as transforms
 
-        image = _decode(self._root / name)
+        image = decode(self._root / name)
         size = [self._size, self._size]
         if self._augment:
             box = crop_box(draws, height=image.height, width=image.width)
@@ -274,8 +286,8 @@ def crop_box(draws: Sequence[float], *, height: int, width: int) -> Box:
     return Box((height - h) // 2, (width - w) // 2, h, w)
 
 
-def _decode(path: Path) -> Any:
-    """Return the image as a PIL image, in RGB."""
+def decode(path: Path) -> Any:
+    """Return the image as a PIL image, in RGB. Raise ValueError with its name if it cannot be read."""
     from PIL import Image
 
     try:
@@ -296,12 +308,19 @@ def _subfolders(folder: Path) -> tuple[str, ...]:
 
 
 def _images(folder: Path) -> list[str]:
-    """Return the paths of the images in a class folder and below, relative to it, sorted."""
+    """Return the paths of the images in a class folder and below, relative to it, sorted.
+
+    Links to folders are followed, but each folder is read once: a link may lead back to a folder that contains it.
+    """
     found = []
-    for place, _, files in os.walk(folder, followlinks=True):
-        below = os.path.relpath(place, folder)
+    seen = {folder.resolve(), *folder.resolve().parents}
+    for place, below, files in os.walk(folder, followlinks=True):
+        real = {name: Path(place, name).resolve() for name in sorted(below)}
+        below[:] = [name for name in real if real[name] not in seen]
+        seen.update(real.values())
+        inside = os.path.relpath(place, folder)
         found += [
-            os.path.normpath(os.path.join(below, file))
+            os.path.normpath(os.path.join(inside, file))
             for file in files
             if file.lower().endswith(SUFFIXES) and not file.startswith(".")
         ]

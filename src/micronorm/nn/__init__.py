@@ -11,7 +11,7 @@ from micronorm.nn.evonorm import EvoNorm, EvoNormS0
 from micronorm.nn.frn import FRN, FilterResponseNorm
 from micronorm.nn.group import GN, IN, LN, GroupNorm
 from micronorm.nn.norm_act import BatchChannelNormAct, ChannelsLast, NormAct, norm_act_layer
-from micronorm.nn.spec import NormSpec, WeightSpec
+from micronorm.nn.spec import SPECS, NormSpec, WeightSpec, register
 from micronorm.nn.switchable import SN, SwitchableNorm
 from micronorm.nn.weight import (
     CWN,
@@ -43,10 +43,9 @@ from micronorm.nn.weight import (
     WSLinear,
 )
 
-SPECS: dict[str, type[NormSpec] | type[WeightSpec]] = {
-    spec.__name__: spec for spec in (BN, GN, LN, IN, BCN, SN, BRN, FRN, EvoNormS0, WS, WN, CWN)
-}
-"""Every spec class by its name, for command lines and tables of results: `SPECS["BCN"]` is `mn.BCN`."""
+for spec in (BN, GN, LN, IN, BCN, SN, BRN, FRN, EvoNormS0, WS, WN, CWN):
+    register(spec)
+del spec
 
 __all__ = [
     "SPECS",
@@ -87,4 +86,5 @@ __all__ = [
     "WSLinear",
     "WeightSpec",
     "norm_act_layer",
+    "register",
 ]

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from micronorm.nn.fingerprint import Fingerprinted
 from micronorm.nn.inputs import check_count, check_eps, check_flag, check_input
-from micronorm.nn.spec import LayerSpec
+from micronorm.nn.spec import NormSpec
 from micronorm.ops.frn import filter_response_norm
 from micronorm.ops.moments import compute_dtype
 
@@ -77,7 +77,7 @@ class FilterResponseNorm(Fingerprinted, nn.Module):
 
 
 @dataclass(frozen=True)
-class FRN(LayerSpec):
+class FRN(NormSpec):
     """Filter response normalization; see `mn.nn.FilterResponseNorm`.
 
     With `tlu` it contains the activation, so no other follows. `learnable_eps` is for 1×1 maps.

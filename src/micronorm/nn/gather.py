@@ -46,8 +46,8 @@ def gather(
     counter: Tensor,
 ) -> None:
     """Add one forward to the window of a "step" layer, without the samples whose sums are not finite."""
-    window = find_window(counter)
-    if window is None or not _gathers(window, group_elements):
+    window = _gathering_window(counter, group_elements)
+    if window is None:
         return
     _count_forward(window, counter)
     contribution, left_out = window_sums(Moments(mean, var), elements=elements, around=around)
@@ -67,21 +67,11 @@ def gather_numbers(
     counter: Tensor,
 ) -> None:
     """Do the same from the numbers that the kernels of a forward returned, by one more kernel."""
-    window = find_window(counter)
-    if window is not None and _gathers(window, elements * (channels // groups)):
+    window = _gathering_window(counter, elements * (channels // groups))
+    if window is not None:
         _count_forward(window, counter)
         # Into the arguments, not into the window: compiled graphs pass copies, and copy them back afterwards.
         gather_fused(numbers, around, sums, lost, (samples, channels, elements), groups)
-
-
-def gather_by_kernel(window: Window, numbers: Tensor, sizes: tuple[int, int, int], groups: int) -> None:
-    """Add a forward of N×C×S elements to the window of a "step" layer, by a kernel."""
-    if torch.compiler.is_compiling():
-        state = (window.sums, window.lost, window.counter)
-        torch.ops.micronorm.gather_numbers(numbers, window.reference, *sizes, groups, *state)
-    elif _gathers(window, sizes[2] * (sizes[1] // groups)):
-        _count_forward(window, window.counter)
-        gather_fused(numbers, window.reference, window.sums, window.lost, sizes, groups)
 
 
 def sequential_estimates(
@@ -97,8 +87,8 @@ def sequential_estimates(
     """Move the estimates of a "sequential" layer, and return those that each sample is normalized with."""
     data = bounded(Moments(mean, var), running_var.dtype)
     running = Moments(running_mean, running_var)
-    window = find_window(counter)
-    if window is not None and _gathers(window, group_elements):
+    window = _gathering_window(counter, group_elements)
+    if window is not None:
         rate = _sequential_rate(window)
         rate = rate.clamp(0, 1) if isinstance(rate, Tensor) else rate
         per_sample, left_out = scan(running, data, rate=rate, micro_batch=micro_batch)
@@ -106,8 +96,8 @@ def sequential_estimates(
         _move(running, Moments(*(e[-1] for e in per_sample)), lost, samples=mean.shape[0])
         window.scanned.append(ScannedForward(data, per_sample))
         counter[0] += 1
-    elif window is not None and inside_backward() and not window.paused:
-        per_sample = _estimates_of_first_pass(window, data)
+    elif inside_backward() and (repeated := find_window(counter)) is not None and not repeated.paused:
+        per_sample = _estimates_of_first_pass(repeated, data)
     else:
         per_sample = Moments(*(r.to(mean.dtype).expand(mean.shape[0], -1) for r in running))
     return per_sample.mean.clone(), per_sample.var.clone()
@@ -124,8 +114,8 @@ def track_batch(
     counter: Tensor,
 ) -> None:
     """Move the running statistics of a "batch" layer by one forward."""
-    window = find_window(counter)
-    if window is None or not _gathers(window, group_elements):
+    window = _gathering_window(counter, group_elements)
+    if window is None:
         return
     running = Moments(running_mean, running_var)
     momentum = _batch_momentum(window)
@@ -150,21 +140,20 @@ def estimates_from_input(
         The `parts` that the kernels of the normalization take, and the mean and the variance to normalize with.
     """
     running = Moments(running_mean, running_var)
-    window = find_window(counter)
-    moves = window is not None and _gathers(window, x.numel() // (x.shape[0] * groups))
+    window = _gathering_window(counter, x.numel() // (x.shape[0] * groups))
     rate: float | Tensor = 0.0
-    if window is not None and moves:
+    if window is not None:
         rate = _batch_momentum(window) if micro_batch is None else _sequential_rate(window)
         counter.numpy()[0] += 1
     parts, found, data = estimates_by_kernel(
-        x, running, lost, rate=rate, groups=groups, micro_batch=micro_batch, moves=moves
+        x, running, lost, rate=rate, groups=groups, micro_batch=micro_batch, moves=window is not None
     )
     if data is None:
         return parts, found.mean, found.var
-    if window is not None and moves:
+    if window is not None:
         window.scanned.append(ScannedForward(data, found))
-    elif window is not None and inside_backward() and not window.paused:
-        found = _estimates_of_first_pass(window, data)
+    elif inside_backward() and (repeated := find_window(counter)) is not None and not repeated.paused:
+        found = _estimates_of_first_pass(repeated, data)
     else:
         found = Moments(*(r.to(f.dtype).expand_as(f).clone() for r, f in zip(running, found, strict=True)))
     return parts, found.mean, found.var
@@ -187,8 +176,15 @@ def run(function: Callable, *args: object) -> Any:
     return function(*args)
 
 
-def _gathers(window: Window, group_elements: int) -> bool:
-    """Return whether this forward counts: not while paused, nor if checkpointing repeats it. Warn of small groups."""
+def _gathering_window(counter: Tensor, group_elements: int) -> Window | None:
+    """Return the window with this counter. Warn of small groups.
+
+    Return None if the forward does not count: while gathering is paused, in a forward that checkpointing repeats, or if
+    the layer is gone.
+    """
+    window = find_window(counter)
+    if window is None:
+        return None
     if group_elements < _FEW_ELEMENTS and not window.warned:
         window.warned = True
         warnings.warn(
@@ -197,7 +193,7 @@ def _gathers(window: Window, group_elements: int) -> bool:
             UserWarning,
             stacklevel=2,
         )
-    return not (window.paused or inside_backward())
+    return None if window.paused or inside_backward() else window
 
 
 def _count_forward(window: Window, counter: Tensor) -> None:

@@ -10,7 +10,7 @@ from micronorm.nn.backends import check_backend, resolve_backend
 from micronorm.nn.fingerprint import Fingerprinted
 from micronorm.nn.inputs import check_eps, check_input, check_residual
 from micronorm.nn.per_step.recorder import active, remember
-from micronorm.nn.spec import GroupedSpec, LayerSpec
+from micronorm.nn.spec import GroupedSpec, NormSpec
 from micronorm.ops.activation import IDENTITY, Activation, check_activation
 from micronorm.ops.bcn import elementwise_fused, group_norm_fused
 
@@ -147,7 +147,7 @@ class GN(GroupedSpec):
 
 
 @dataclass(frozen=True)
-class LN(LayerSpec):
+class LN(NormSpec):
     """Layer normalization over all channels and space of a sample, affine per channel: group normalization with G = 1.
 
     Example:
@@ -163,7 +163,7 @@ class LN(LayerSpec):
 
 
 @dataclass(frozen=True)
-class IN(LayerSpec):
+class IN(NormSpec):
     """Instance normalization over the space of each channel, affine per channel: group normalization with G = C.
 
     Example:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from micronorm.nn.fingerprint import Fingerprinted
 from micronorm.nn.inputs import check_input, check_micro_batch
 from micronorm.nn.running import RunningNorm
-from micronorm.nn.spec import LayerSpec
+from micronorm.nn.spec import NormSpec
 from micronorm.ops.switchable import switchable_norm, switchable_norm_inference
 
 
@@ -68,7 +68,7 @@ class SwitchableNorm(Fingerprinted, RunningNorm):
 
 
 @dataclass(frozen=True)
-class SN(LayerSpec):
+class SN(NormSpec):
     """Switchable normalization; see `mn.nn.SwitchableNorm`.
 
     `micro_batch` samples share the batch moments. With None the whole batch does, and a step depends on the cut.

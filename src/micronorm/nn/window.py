@@ -15,7 +15,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,7 +63,7 @@ class Window:
     The tensors are plain attributes and not buffers: DDP broadcasts buffers, and weight averaging averages them. They
     keep their addresses from commit to commit.
 
-    - `sums`: n, s₁ and s₂ in one vector of 1 + 2C numbers, so that a commit moves it in one piece.
+    - `sums`: n, s₁ and s₂ in one vector of 1 + 2C numbers. `split` has the three as views.
     - `reference`: the C numbers that s₁ and s₂ are measured from, μ̂ as the last commit left it.
     - `lost`: two counts on the device, of the samples and the windows left out because they were not finite.
     - `device_rate`: the rate of the next commit, on the device. A captured commit reads it at each replay.
@@ -103,6 +103,7 @@ class Window:
     def __post_init__(self) -> None:
         wide = wide_dtype(self.device)
         self.sums = torch.zeros(1 + 2 * self.channels, dtype=wide, device=self.device)
+        self.split = self._views()
         self.reference = torch.zeros(self.channels, dtype=wide, device=self.device)
         self.lost = torch.zeros(2, dtype=torch.int64, device=self.device)
         self.device_rate = torch.zeros((), dtype=wide, device=self.device)
@@ -129,11 +130,6 @@ class Window:
     def rate(self) -> float | str:
         """Return the rate in force: the one given to `mn.attach`, else the layer's own."""
         return self.layer.rate if self.control.rate is None else self.control.rate
-
-    @property
-    def split(self) -> Sums:
-        """Return views of n, s₁ and s₂."""
-        return Sums(*self.sums.split([1, self.channels, self.channels]))
 
     @property
     def forwards(self) -> int:
@@ -195,6 +191,10 @@ class Window:
             dtype = wide_dtype(device) if old.is_floating_point() else old.dtype
             new = torch.zeros_like(old, dtype=dtype, device=device) if from_meta else old.to(device, dtype)
             setattr(self, name, new)
+        self.split = self._views()
+
+    def _views(self) -> Sums:
+        return Sums(*self.sums.split([1, self.channels, self.channels]))
 
     def describe(self) -> str:
         """Return the layer's name for messages."""
@@ -250,3 +250,8 @@ def call_at_first_window(callback: Callable[[], None]) -> None:
     made with the first layer, not at the first forward: a rank that sees no sample must commit with the others.
     """
     _first_window_callbacks.append(callback)
+
+
+def list_names(names: Sequence[str]) -> str:
+    """Return up to four names for a message, and how many more there are."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -3,7 +3,8 @@
 One row takes about fifteen seconds on one CPU core.
 """
 
-from micronorm.engine.optimization import SGD, Cosine
+from micronorm.engine.optimization import SGD
+from micronorm.engine.schedules import Cosine
 from micronorm.engine.settings import Settings
 from micronorm.nn import BCN, BN, GN, WS
 from micronorm.nn.spec import NormSpec, WeightSpec

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from micronorm.engine.optimization import SGD, Milestones
+from micronorm.engine.optimization import SGD
+from micronorm.engine.schedules import Milestones
 from micronorm.engine.settings import Settings
 from micronorm.nn import BCN, BN, BRN, SN, WS
 from micronorm.nn.spec import NormSpec, WeightSpec

@@ -226,7 +226,7 @@ def _result(facts: Mapping[str, Any], outcome: Mapping[str, Any], *, where: str)
         )
     except KeyError as error:
         raise ValueError(f"the record lacks {error}") from None
-    except (AttributeError, TypeError) as error:
+    except (AttributeError, TypeError, OverflowError) as error:
         raise ValueError(f"the record is not of the known form: {error}") from None
 
 

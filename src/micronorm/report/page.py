@@ -14,7 +14,7 @@ from micronorm.records import write_atomically
 from micronorm.report.charts import bar_chart
 from micronorm.report.diagnostics import shares, singularities, stat_diff
 from micronorm.report.facts import facts
-from micronorm.report.html import Section, Table, count, table_html
+from micronorm.report.html import Section, Table, count, is_finite, table_html
 from micronorm.report.paper import paper
 from micronorm.report.plots import DARK, LIGHT
 from micronorm.report.predictions import predictions
@@ -182,10 +182,11 @@ def _page_html(
 def _lead_html(lead: Lead, named: Sequence[NamedRun]) -> str:
     key = main_figure(named)
     bars = [(r.name, r.colour, last_figures(r.record).get(key, math.nan)) for r in named]
-    chart = bar_chart("lead", [bar for bar in bars if math.isfinite(bar[2])], caption=lead.picture, unit=" %")
+    finite = [bar for bar in bars if is_finite(bar[2])]
+    picture = bar_chart("lead", finite, caption=lead.picture, unit=" %").svg() if finite else "No finite error."
     return f"""<section id="lead" class="lead">
 <p class="verdict">{escape(lead.finding)}</p>
-<figure><figcaption>{escape(lead.picture)}</figcaption>{chart.svg()}</figure>
+<figure><figcaption>{escape(lead.picture)}</figcaption>{picture}</figure>
 <p class="law"><strong>{escape(lead.number)}</strong> {escape(lead.meaning)}</p>
 <details><summary>How this was measured</summary><p>{escape(lead.measured)}</p></details>
 </section>
