@@ -100,7 +100,7 @@ def _is_bound(window: Window, optimizer: Optimizer) -> bool:
 def group_rate(window: Window, group: dict[str, Any], optimizer: Optimizer) -> float | Tensor:
     """Return the learning rate of the parameter group that holds the layer's weight.
 
-    A number is limited to [0, 1]; a tensor is limited where it is used, which need not launch anything.
+    A number is limited to [0, 1]. A tensor is not: the code that uses it limits it, in a kernel without another launch.
     """
     rate = group.get("lr")
     if rate is None:

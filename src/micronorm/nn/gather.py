@@ -270,9 +270,8 @@ def _fake_estimates(
     x: Tensor, running_mean: Tensor, running_var: Tensor, groups: int, micro_batch: int | None, *rest: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     parts = x.new_empty(parts_size(x, groups), dtype=compute_dtype(x.dtype))
-    shape = x.shape[1:2] if micro_batch is None else x.shape[:2]
-    wide = wide_dtype(x.device)
-    return parts, x.new_empty(shape, dtype=wide), x.new_empty(shape, dtype=wide)
+    mean = x.new_empty(x.shape[1:2] if micro_batch is None else x.shape[:2], dtype=wide_dtype(x.device))
+    return parts, mean, torch.empty_like(mean)
 
 
 @wraps(estimates_from_input)

@@ -91,15 +91,14 @@ def scan(estimates: Moments, parts_nc: Moments, *, rate: Tensor | float, micro_b
     batches_tc = Moments(*(torch.zeros_like(torch.cat([b, b[:1]])).index_copy(0, place_t, b)[:-1] for b in batches_tc))
     wide = wide_dtype(parts_nc.mean.device)
     last = Moments(*(e.to(wide) for e in estimates))
-    recurrence = _Recurrence(rate, min(batches_tc.mean.shape[0], _SCAN_BLOCK), like=batches_tc.mean)
+    recurrence = Recurrence(rate, min(batches_tc.mean.shape[0], _SCAN_BLOCK), like=batches_tc.mean)
     blocks = [Moments(*(e.unsqueeze(0) for e in last))]
     for mean_tc, var_tc in zip(batches_tc.mean.split(_SCAN_BLOCK), batches_tc.var.split(_SCAN_BLOCK), strict=True):
-        mean_after_tc = recurrence.solve(last.mean, mean_tc)
-        mean_before_tc = torch.cat([last.mean.unsqueeze(0), mean_after_tc[:-1]])
+        means_tc = recurrence.history(last.mean, mean_tc)
         # Algorithm 1's line 2 measures around the estimate as it stood before this micro-batch.
-        var_after_tc = recurrence.solve(last.var, var_tc + (mean_tc - mean_before_tc).square())
-        blocks.append(Moments(mean_after_tc, var_after_tc))
-        last = Moments(mean_after_tc[-1], var_after_tc[-1])
+        vars_tc = recurrence.history(last.var, var_tc + (mean_tc - means_tc[:-1]).square())
+        blocks.append(Moments(means_tc[1:], vars_tc[1:]))
+        last = Moments(means_tc[-1], vars_tc[-1])
     rows = Moments(*(torch.cat(parts) for parts in zip(*blocks, strict=True)))
     # Row k holds the estimates after the first k micro-batches that count.
     rows = Moments(*(r[count_t] for r in rows))
@@ -108,7 +107,7 @@ def scan(estimates: Moments, parts_nc: Moments, *, rate: Tensor | float, micro_b
     return per_sample, samples - taken_n.sum()
 
 
-class _Recurrence:
+class Recurrence:
     """Solve u_t = (1−r)·u_{t−1} + r·i_t for t = 1 … T by one product with the lower-triangular matrix of powers of 1−r.
 
     The weights are non-negative powers of a number in [0, 1], so rounding errors are not amplified.
@@ -123,7 +122,8 @@ class _Recurrence:
         reach = torch.cat([torch.zeros_like(powers_t[2:]), rate * powers_t[:-1]])
         self.weights_tt = reach.unfold(0, steps, 1).flip(1)
 
-    def solve(self, start_c: Tensor, inputs_tc: Tensor) -> Tensor:
-        """Return u_1 … u_T from u_0 and i_1 … i_T; the last block of a scan may be shorter than T."""
+    def history(self, start_c: Tensor, inputs_tc: Tensor) -> Tensor:
+        """Return u_0 … u_T from u_0 and i_1 … i_T; the last block of a scan may be shorter than T."""
         steps = inputs_tc.shape[0]
-        return torch.addmm(self.decay_t1[:steps] * start_c, self.weights_tt[:steps, :steps], inputs_tc)
+        after_tc = torch.addmm(self.decay_t1[:steps] * start_c, self.weights_tt[:steps, :steps], inputs_tc)
+        return torch.cat([start_c.unsqueeze(0), after_tc])

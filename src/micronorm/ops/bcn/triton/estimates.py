@@ -139,7 +139,7 @@ def batch_estimates(
     square_c = tl.zeros([CHANNELS], wide)
     for start in range(0, samples, ROWS):
         n = (start + tl.arange(0, ROWS))[:, None]
-        valid_nc = (n < samples) & valid_c[None, :]
+        valid_nc = both(n < samples, valid_c[None, :])
         mean_nc, var_nc = _moments(x_ptr, parts_ptr, n, c[None, :], valid_nc, x, sizes, cut, wide, UNROLLED)
         count = tl.minimum(samples - start, ROWS).to(wide)
         own_mean_c = tl.sum(tl.where(valid_nc, mean_nc, 0.0), 0) / count
@@ -186,11 +186,11 @@ def _pooled(
     wide: tl.constexpr, UNROLLED: tl.constexpr,
 ):  # fmt: skip
     """Return mean and variance of micro-batches, whose first samples are n_t, by sums around that sample's mean."""
-    valid_tc = (n_t < sizes[0]) & valid_c[None, :]
+    valid_tc = both(n_t < sizes[0], valid_c[None, :])
     center_tc, var_tc = _moments(x_ptr, parts_ptr, n_t, c[None, :], valid_tc, x, sizes, cut, wide, UNROLLED)
     first_tc = tl.zeros(valid_tc.shape, wide)
     for j in range(1, micro_batch):
-        exists = (n_t + j < sizes[0]) & valid_c[None, :]
+        exists = both(n_t + j < sizes[0], valid_c[None, :])
         mean_tc, own_tc = _moments(x_ptr, parts_ptr, n_t + j, c[None, :], exists, x, sizes, cut, wide, UNROLLED)
         distance_tc = tl.where(exists, mean_tc - center_tc, 0.0)
         first_tc += distance_tc
@@ -240,7 +240,7 @@ def _repeat(ptr, values_tc, n_t, c, valid_c, sizes, micro_batch):
     """Store the values of each micro-batch for all of its samples."""
     for j in range(micro_batch):
         n = n_t + j
-        tl.store(ptr + n * sizes[1] + c[None, :], values_tc, (n < sizes[0]) & valid_c[None, :])
+        tl.store(ptr + n * sizes[1] + c[None, :], values_tc, both(n < sizes[0], valid_c[None, :]))
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -277,7 +277,7 @@ def scan_estimates(
         t = start + row
         n_t = t[:, None] * micro_batch  # the first sample of each micro-batch
         valid_t = t * micro_batch < samples
-        valid_tc = valid_t[:, None] & valid_c[None, :]
+        valid_tc = both(valid_t[:, None], valid_c[None, :])
         mean_tc, var_tc = _pooled(x_ptr, parts_ptr, n_t, c, valid_c, x, sizes, cut, micro_batch, wide, UNROLLED)
         tl.store(data_mean_ptr + t[:, None] * channels + c[None, :], mean_tc, valid_tc)
         tl.store(data_var_ptr + t[:, None] * channels + c[None, :], var_tc, valid_tc)

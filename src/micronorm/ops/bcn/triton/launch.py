@@ -18,7 +18,7 @@ class Launch:
     A kernel may take numbers that change from call to call: `values`, floats which follow the tensors.
 
     After the first call the compiled kernel is started directly, by addresses. Triton's own launch looks up the
-    compiled kernel and asks the driver about every tensor, which takes longer than a small layer runs.
+    compiled kernel and queries the driver about every tensor, which takes longer than a small layer runs.
     """
 
     def __init__(
