@@ -15,11 +15,9 @@ from torch import nn
 
 from micronorm import records
 from micronorm.bench.results import markdown_table, write_csv
-from micronorm.engine.loop import train
 from micronorm.engine.settings import Execution
 from micronorm.recipes import find
-from micronorm.recipes.run import Variation
-from micronorm.tasks.classification import open_classification
+from micronorm.recipes.run import Variation, run_recipe
 
 STEP_BATCH = 32
 LR = 0.02
@@ -29,7 +27,7 @@ CUTS = [(1, 1, "ddp"), (3, 1, "ddp"), (8, 1, "ddp"), (8, 2, "ddp"), (3, 4, "ddp"
 LIMITS = {"float64": 1e-10, "float32": 1e-5}
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--steps", type=int, default=50, help="length of the float64 runs; the limit holds for up to 50"
@@ -37,13 +35,13 @@ def main() -> int:
     parser.add_argument("--epochs", type=int, default=4, help="length of the float32 runs whose drift is shown")
     parser.add_argument("--quick", action="store_true", help="two cuts and two steps, to try the script")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "cuts.csv")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     cuts = [CUTS[1], CUTS[3]] if options.quick else CUTS
     steps, epochs = (2, 1) if options.quick else (options.steps, options.epochs)
     with tempfile.TemporaryDirectory() as folder:
         runs = CutRuns(Path(folder))
         runs.compare("float64", steps, cuts)
-        runs.compare("float32", 1, cuts)
+        runs.compare("float32", 1, cuts[:1] if options.quick else cuts)
         runs.drift(epochs, cuts[:1] if options.quick else [CUTS[0], CUTS[2], CUTS[3]])
     write_csv(options.out, runs.rows)
     options.out.with_suffix(".md").write_text(page(runs.rows))
@@ -61,38 +59,46 @@ class CutRuns:
 
     def compare(self, dtype: str, steps: int, cuts: list[tuple[int, int, str]]) -> None:
         """Take the same few steps with every cut and compare with the uncut run; the difference is rounding."""
-        expected = self._train(WHOLE, dtype, ["--steps", str(steps)])
+        expected = self._train(WHOLE, dtype, steps=steps)
         for cut in cuts:
-            out = self._train(cut, dtype, ["--steps", str(steps)])
+            out = self._train(cut, dtype, steps=steps)
             self._add(cut, dtype, steps, distance(weights(out), weights(expected)), limit=LIMITS[dtype])
 
     def drift(self, epochs: int, cuts: list[tuple[int, int, str]]) -> None:
         """Train float32 runs to the end; the control shows how much training amplifies rounding."""
-        whole = self._train(WHOLE, "float32", ["--epochs", str(epochs)])
-        control = self._control(epochs)
+        whole = self._train(WHOLE, "float32", epochs=epochs)
+        control = self._train(WHOLE, "float32", epochs=epochs, nudged=True)
         steps = records.read(whole).steps[-1]["step"]
         self._add(WHOLE, "float32", steps, 0.0, error=_error(whole))
         far = distance(weights(control), weights(whole))
         self._add(WHOLE, "float32", steps, far, error=_error(control), note="one-ulp control")
         for cut in cuts:
-            out = self._train(cut, "float32", ["--epochs", str(epochs)])
+            out = self._train(cut, "float32", epochs=epochs)
             self._add(cut, "float32", steps, distance(weights(out), weights(whole)), error=_error(out))
 
-    def _train(self, cut: tuple[int, int, str], dtype: str, length: list[str]) -> Path:
+    def _train(
+        self,
+        cut: tuple[int, int, str],
+        dtype: str,
+        *,
+        steps: int | None = None,
+        epochs: int | None = None,
+        nudged: bool = False,
+    ) -> Path:
+        """Train the digits with this cut: on one rank in this process, on several by the command line."""
         micro_batch, ranks, parallel = cut
-        out = self.folder / "-".join(map(str, (*cut, dtype, *length)))
-        settings = ["--step-batch", str(STEP_BATCH), "--lr", str(LR), "--dtype", dtype, *length]
-        execution = ["--micro-batch", str(micro_batch), "--parallel", parallel, "--device", "cpu"]
-        arguments = ["train", "digits", *settings, *execution, "--out", str(out)]
-        run(arguments, ranks=ranks, log=self.folder / "log")
-        return out
-
-    def _control(self, epochs: int) -> Path:
-        """Train the uncut run from weights that differ by one unit in the last place."""
-        recipe, out = find("digits"), self.folder / "control"
-        settings = Variation(step_batch=STEP_BATCH, lr=LR, epochs=epochs).apply(recipe.settings)
-        execution = Execution(micro_batch=STEP_BATCH, device=torch.device("cpu"))
-        train(nudge(recipe.build(settings.seed)), open_classification("digits"), settings, execution, out=out)
+        out = self.folder / "-".join(map(str, (*cut, dtype, steps, epochs, nudged)))
+        if ranks == 1:
+            recipe = find("digits")
+            variation = Variation(step_batch=STEP_BATCH, lr=LR, dtype=dtype, epochs=epochs)
+            execution = Execution(micro_batch=micro_batch, device=torch.device("cpu"), steps=steps)
+            model = nudge(recipe.build(recipe.settings.seed)) if nudged else None
+            run_recipe(recipe, out=out, variation=variation, execution=execution, model=model)
+        else:
+            length = ["--steps", str(steps)] if epochs is None else ["--epochs", str(epochs)]
+            settings = ["--step-batch", str(STEP_BATCH), "--lr", str(LR), "--dtype", dtype, *length]
+            execution = ["--micro-batch", str(micro_batch), "--parallel", parallel, "--device", "cpu"]
+            run(["train", "digits", *settings, *execution, "--out", str(out)], ranks=ranks, log=self.folder / "log")
         return out
 
     def _add(

@@ -25,9 +25,11 @@ from micronorm.bench.results import markdown_table, read_csv, write_csv
 
 RUN = ["train", "digits", "--epochs", "4", "--save-every", "2", "--device", "cpu"]  # 84 steps, 44 checkpoints
 RANKS = ["train", "digits", "--steps", "30", "--save-every", "2", "--device", "cpu", "--dtype", "float64"]
+SHORT = ["train", "digits", "--steps", "12", "--save-every", "2", "--device", "cpu", "--dtype", "float64"]
+ONE = (1, "ddp")
 # (ranks, parallel) before and after
-CHANGES = [((4, "ddp"), (1, "ddp")), ((4, "ddp"), (2, "ddp")), ((1, "ddp"), (2, "ddp")), ((2, "ddp"), (4, "ddp"))]
-CHANGES += [((4, "fsdp"), (1, "ddp")), ((4, "fsdp"), (2, "fsdp")), ((1, "ddp"), (2, "fsdp"))]
+CHANGES = [((4, "ddp"), ONE), ((4, "ddp"), (2, "ddp")), (ONE, (2, "ddp")), ((2, "ddp"), (4, "ddp"))]
+CHANGES += [((4, "fsdp"), ONE), ((4, "fsdp"), (2, "fsdp")), (ONE, (2, "fsdp"))]
 EARLY = 5  # one kill in so many comes before training begins
 LIMIT = 1e-10
 COMMAND = shlex.join(["python", "benchmarks/kills.py", *sys.argv[1:]])
@@ -46,17 +48,20 @@ class Kill:
     torn: int
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50, help="runs to kill, for each signal or change of ranks")
     parser.add_argument("--signal", choices=SIGNALS, default="KILL")
     parser.add_argument("--rank-changes", action="store_true", help="kill runs on some ranks, resume on others")
+    parser.add_argument("--quick", action="store_true", help="short runs, one of them resumed on two ranks")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random moments")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "kills.csv")
-    options = parser.parse_args()
-    changes = CHANGES if options.rank_changes else [((1, "ddp"), (1, "ddp"))]
+    options = parser.parse_args(argv)
+    arguments, changes = (RANKS, CHANGES) if options.rank_changes else (RUN, [(ONE, ONE)])
+    if options.quick:
+        arguments, changes = SHORT, [(ONE, ONE), (ONE, (2, "fsdp"))]
     with tempfile.TemporaryDirectory() as folder:
-        runs = KilledRuns(Path(folder), options.signal, random.Random(options.seed), options.out)
+        runs = KilledRuns(Path(folder), arguments, options.signal, random.Random(options.seed), options.out)
         good = [runs.kill_runs(before, after, options.kills) for before, after in changes]
     print(f"{options.out} and {options.out.with_suffix('.md').name} written")
     return 0 if all(good) else 1
@@ -65,61 +70,65 @@ def main() -> int:
 class KilledRuns:
     """Kill runs, and update the table after each."""
 
-    def __init__(self, folder: Path, name: str, chance: random.Random, out: Path) -> None:
-        self.folder, self.name, self.chance, self.out = folder, name, chance, out
+    def __init__(self, folder: Path, arguments: list[str], name: str, chance: random.Random, out: Path) -> None:
+        self.folder, self.arguments, self.name, self.chance, self.out = folder, arguments, name, chance, out
         self.log = folder / "log"
+        self.expected = folder / "expected"
+        self.times = {ONE: self._time(ONE, self.expected)}
 
     def kill_runs(self, before: tuple[int, str], after: tuple[int, str], kills: int) -> bool:
         """Kill `kills` runs on `before`, resume each on `after`; return whether all results are as expected."""
         kind = f"{self.name} {before[0]} {before[1]} > {after[0]} {after[1]}"
-        same = before == after
-        arguments = RUN if same else RANKS
-        expected, times = self._reference(arguments, before)
+        if before not in self.times:
+            self.times[before] = self._time(before, self.folder / "timed")
+            shutil.rmtree(self.folder / "timed")
         others = [row for row in read_csv(self.out) if row["kind"] != kind]
         rows: list[dict[str, object]] = []
         for number in range(1, kills + 1):
             out = self.folder / "run"
-            kill = self._kill(arguments, before, out, times, early=number % EARLY == 0)
-            run([*arguments, "--parallel", after[1], "--out", str(out), "--resume"], ranks=after[0], log=self.log)
-            record = records.read(out)
-            once = [row["step"] for row in record.steps] == list(range(1, len(record.steps) + 1))
-            ours, theirs = record.outcome or {}, records.read(expected).outcome or {}
-            far = distance(weights(out), weights(expected))
-            good = once and ours["steps"] == theirs["steps"] and (ours == theirs if same else far <= LIMIT)
-            rows.append({"kind": kind, "run": number, **vars(kill), "distance": f"{far:.3g}", "good": good})
-            rows[-1] |= {"digest": ours["digest"][:16], "expected": theirs["digest"][:16], "command": COMMAND}
-            rows[-1]["provenance"] = provenance()
+            kill = self._kill(before, out, early=number % EARLY == 0)
+            resumed = [*self.arguments, "--parallel", after[1], "--out", str(out), "--resume"]
+            run(resumed, ranks=after[0], log=self.log)
+            rows.append({"kind": kind, "run": number, **vars(kill), **self._compare(out, same=before == after)})
+            rows[-1] |= {"command": COMMAND, "provenance": provenance()}
             write_csv(self.out, [*others, *rows])
             self.out.with_suffix(".md").write_text(page(read_csv(self.out)))
             print(", ".join(f"{key} {value}" for key, value in list(rows[-1].items())[:-2]), flush=True)
             shutil.rmtree(out)
         return all(row["good"] for row in rows)
 
-    def _reference(self, arguments: list[str], before: tuple[int, str]) -> tuple[Path, tuple[float, float]]:
-        """Return an uninterrupted run on one rank, and how long start and training take on the ranks of `before`."""
-        expected = self.folder / "expected"
-        if not expected.exists():
-            run([*arguments, "--out", str(expected)], log=self.log)
-        out, times = self.folder / "timed", []
-        for _ in range(2):  # the first one may read from a cold disk
-            began = time.monotonic()
-            process = spawn([*arguments, "--parallel", before[1], "--out", str(out)], ranks=before[0], log=self.log)
-            _wait_for_start(process, out)
-            started = time.monotonic()
-            process.wait()
-            times.append((started - began, time.monotonic() - started))
-            shutil.rmtree(out)
-        return expected, min(times, key=sum)
+    def _compare(self, out: Path, *, same: bool) -> dict[str, object]:
+        """Return the columns that compare a resumed run with the uninterrupted one, on the `same` ranks or others."""
+        record = records.read(out)
+        once = [row["step"] for row in record.steps] == list(range(1, len(record.steps) + 1))
+        ours, theirs = record.outcome or {}, records.read(self.expected).outcome or {}
+        far = distance(weights(out), weights(self.expected))
+        good = once and ours["steps"] == theirs["steps"] and (ours == theirs if same else far <= LIMIT)
+        digests = {"digest": ours["digest"][:16], "expected": theirs["digest"][:16]}
+        return {"distance": f"{far:.3g}", "good": good, **digests}
 
-    def _kill(
-        self, arguments: list[str], before: tuple[int, str], out: Path, times: tuple[float, float], *, early: bool
-    ) -> Kill:
+    def _time(self, ranks: tuple[int, str], out: Path) -> tuple[float, float]:
+        """Train without a kill on `ranks`; return the seconds that start and training take."""
+        began = time.monotonic()
+        process = self._start(ranks, out)
+        _wait_for_start(process, out)
+        started = time.monotonic()
+        if process.wait() != 0:
+            raise RuntimeError(f"exit code {process.returncode}\n{self.log.read_text()}")
+        return started - began, time.monotonic() - started
+
+    def _start(self, ranks: tuple[int, str], out: Path) -> subprocess.Popen:
+        arguments = [*self.arguments, "--parallel", ranks[1], "--out", str(out)]
+        return spawn(arguments, ranks=ranks[0], log=self.log)
+
+    def _kill(self, before: tuple[int, str], out: Path, *, early: bool) -> Kill:
+        start, training = self.times[before]
         while True:
             began = time.monotonic()
-            process = spawn([*arguments, "--parallel", before[1], "--out", str(out)], ranks=before[0], log=self.log)
+            process = self._start(before, out)
             if not early:
                 _wait_for_start(process, out)
-            time.sleep(self.chance.uniform(0, times[0] if early else times[1]))
+            time.sleep(self.chance.uniform(0, start if early else training))
             if process.poll() is None:
                 moment = time.monotonic() - began
                 self._send(process)

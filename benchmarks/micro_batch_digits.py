@@ -32,7 +32,6 @@ MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 SEEDS = (0, 1, 2)
 INDEPENDENT = {"GN": "digits/gn", "GN+WS": "digits/gn-ws", "BCN+WS": "digits/bcn-ws"}
 COLOURS = {"BCN+WS": "#1f5fa8", "GN+WS": "#2f7d4f", "GN": "#b07d12", "BN": "#c0392b"}  # flat lines from below
-Row = dict[str, Any]
 
 
 def recipes() -> Iterator[tuple[str, int | None, Recipe]]:
@@ -45,7 +44,7 @@ def recipes() -> Iterator[tuple[str, int | None, Recipe]]:
         yield method, None, find(name)
 
 
-def train(seeds: Sequence[int]) -> list[Row]:
+def train(seeds: Sequence[int]) -> list[dict[str, Any]]:
     """Train every recipe once per seed on one CPU thread and return one row per run."""
     torch.set_num_threads(1)
     found = environment()
@@ -72,7 +71,7 @@ def train(seeds: Sequence[int]) -> list[Row]:
     return rows
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw the mean over seeds, and a band from the best to the worst seed, one labelled line per method."""
     import matplotlib.pyplot as plt
 
@@ -107,7 +106,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     figure.savefig(path, facecolor="white")
 
 
-def _errors(rows: Sequence[Row], method: str, size: int) -> tuple[float, float, float]:
+def _errors(rows: Sequence[dict[str, Any]], method: str, size: int) -> tuple[float, float, float]:
     """Return mean, lowest and highest test error of a method over the seeds."""
     of_method = (row for row in rows if row["method"] == method and str(row["micro_batch"]) in ("", str(size)))
     errors = [float(row["test_error_percent"]) for row in of_method]
@@ -118,7 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draw", action="store_true", help="draw the recorded rows, train nothing")
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="seeds to train with")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the CSV file; the picture lies beside it")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the CSV file; the picture is written beside it")
     options = parser.parse_args()
     if not options.draw:
         write_csv(options.out, train(options.seeds))

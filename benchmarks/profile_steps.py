@@ -31,7 +31,7 @@ KINDS = (
         "norm, per element",
         r"^((forward|backward)_(whole|twice|apply|part)|moments_part|triton_|.*(batch_norm|bn_(fw|bw)))",
     ),
-    ("norm, per channel", r"^((forward|backward)_(numbers|batch)|moments_merge|gather_window|sum_samples|commit)"),
+    ("norm, per channel", r"^((forward|backward)_numbers|\w+_estimates|check_batches|gather_|sum_samples|commit)"),
     ("optimizer", r"multi_tensor_apply|FusedSgd"),
     ("pooling", r"pool"),
     (

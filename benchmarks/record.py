@@ -1,24 +1,34 @@
-"""Add finished runs to the recorded figures of the package.
+"""Add finished runs to the recorded figures of the package, and write the table of recorded rows in docs/results.md.
 
-    python benchmarks/record.py RUN...
+    python benchmarks/record.py RUN...      # without runs: only write the table
 
 Writes src/micronorm/recipes/recorded.json. A run that does not count for its recipe is an error.
 """
 
+import csv
 import json
+import re
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
 from micronorm import recipes, records
-from micronorm.recipes.results import RECORDED, fault, read_runs
+from micronorm.bench.results import markdown_table
+from micronorm.nn import BCN
+from micronorm.recipes.recipe import DATA, Recipe
+from micronorm.recipes.results import RECORDED, Findings, fault, gather, packaged, read_runs
 
-TARGET = Path(__file__).parents[1] / "src" / "micronorm" / "recipes" / RECORDED
+ROOT = Path(__file__).parents[1]
+TARGET = ROOT / "src" / "micronorm" / "recipes" / RECORDED
+PAGE = ROOT / "docs" / "results.md"
+LITERAL = ("engine_gpu.csv", "steps_gpu_2026-11-16.csv")  # tables with steps of BCN+WS taken one image at a time
+HEADER = ["row", "paper, %", "ours, %", "seeds", "difference", "GPU minutes", "one image at a time"]
 
 
 def entry(run: Path) -> dict[str, Any]:
     """Return the entry of one run."""
-    record = records.read(run, rows=False)
+    record = records.read(run)
     (result,), _ = read_runs(run)
     reason = fault(result, recipes.find(result.recipe))
     if reason is not None:
@@ -40,18 +50,79 @@ def entry(run: Path) -> dict[str, Any]:
         "command": facts["command"],
         "digest": record.outcome["digest"],
         "definition": facts["definition"],
+        "minutes": round(_seconds(record) / 60, 1),
     }
 
 
+def _seconds(record: records.Record) -> float:
+    evaluations = (row.get("evaluation_seconds", 0.0) for row in record.epochs)
+    return sum(row["seconds"] for row in record.steps) + sum(evaluations)
+
+
+def table() -> str:
+    """Return the recorded rows as Markdown: the paper's error, ours, their difference, and what a row costs.
+
+    An experiment that is a row of two tables appears once.
+    """
+    results, seconds = packaged(), literal_seconds()
+    lines, shown = [], set()
+    for recipe in (row for table in recipes.tables().values() for row in table.rows):
+        found = gather(recipe, results)
+        records_of_row = {result.where for result in found.counted}
+        if records_of_row - shown:
+            lines.append(_line(recipe, found, seconds.get(recipe.network)))
+            shown |= records_of_row
+    return markdown_table(HEADER, lines)
+
+
+def _line(recipe: Recipe, found: Findings, seconds_per_image: float | None) -> list[str]:
+    mean, spread = found.mean() or {}, found.deviation() or {}
+    figure = "top1" if "top1" in mean else "miou"
+    paper = None if recipe.paper is None else recipe.paper[figure]
+    ours = f"{mean[figure]:.2f}" + (f" ± {spread[figure]:.2f}" if spread else "") + " mIoU" * (figure == "miou")
+    entries = json.loads(TARGET.read_text("utf-8"))
+    minutes = [entries[int(result.where.partition("#")[2])].get("minutes") for result in found.counted]
+    days = None
+    if seconds_per_image and recipe.micro_batch == 1 and isinstance(recipe.norm, BCN):
+        days = seconds_per_image * recipe.settings.epochs * DATA[recipe.data].train / 86_400
+    return [
+        f"`{recipe.name}`",
+        "–" if paper is None else f"{paper:.2f}",
+        ours,
+        ", ".join(map(str, found.seeds)),
+        "–" if paper is None else f"{mean[figure] - paper:+.2f}",
+        "–" if None in minutes else f"{statistics.fmean(minutes):.0f}",
+        "–" if days is None else f"{days:.0f} days",
+    ]
+
+
+def literal_seconds() -> dict[str, float]:
+    """Return the seconds per image of an eager step taken one image at a time, by network, where one was measured."""
+    found = {}
+    for name in LITERAL:
+        with (ROOT / "benchmarks" / "results" / name).open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                if row["what"] == "literal" and "eager" in row.values():
+                    found[row["network"]] = float(row["ms"]) / 1e3 / float(row["samples"])
+    return found
+
+
+def page() -> str:
+    """Return docs/results.md with the table as the records have it now."""
+    pattern = r"(<!-- recorded rows -->\n).*?(<!-- end of recorded rows -->)"
+    text, count = re.subn(pattern, lambda m: f"{m[1]}{table()}\n{m[2]}", PAGE.read_text("utf-8"), flags=re.DOTALL)
+    assert count == 1, f"docs/results.md needs the markers of the recorded rows once, found {count}"
+    return text
+
+
 def main() -> None:
-    if len(sys.argv) < 2:
-        raise SystemExit(__doc__)
     known = {(e["recipe"], e["seed"]): e for e in json.loads(TARGET.read_text("utf-8"))}
     for run in map(Path, sys.argv[1:]):
         new = entry(run)
         known[new["recipe"], new["seed"]] = new
     ordered = [known[key] for key in sorted(known)]
     TARGET.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    PAGE.write_text(page(), "utf-8")
 
 
 if __name__ == "__main__":

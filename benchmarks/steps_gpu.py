@@ -2,12 +2,13 @@
 
     python benchmarks/steps_gpu.py --out benchmarks/results/steps_gpu.csv
     python benchmarks/steps_gpu.py --tiny --device cpu          # the same logic in seconds, without graphs
-    python benchmarks/steps_gpu.py --draw benchmarks/results/steps_gpu.csv
+    python benchmarks/steps_gpu.py --statistics step batch sequential --workload cifar-resnet110-128x32x32
 
 A step is that of training_step.py. cuDNN searches for its fastest algorithms. Methods take turns, round by round.
 BatchNorm's baseline is its best of eager, captured, compiled, and both; ours is compiled too. Captured steps are
 measured first, then compiled ones until `--budget` seconds have passed, then one image at a time, then eager steps.
-The report lists eager steps first.
+The report lists eager steps first. With `--statistics`, BatchNorm and these statistics of BCN are measured, with
+weights that are not shared, and nothing else; the report compares the statistics with "step".
 
 Peak memory is the most that the allocator had given out during a step, less what it had before the method was built. It
 includes parameters, gradients and momenta. For a captured step it is read during the capture, which allocates what
@@ -21,12 +22,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from training_step import (
     BN,
     BN_COMPILED,
+    BY_STATISTICS,
     PLAIN,
     SHARED,
     SHARED_COMPILED,
@@ -38,9 +39,8 @@ from training_step import (
 )
 
 from micronorm.bench.measure import one_line
-from micronorm.bench.results import number, provenance, read_csv, write_csv
+from micronorm.bench.results import number, provenance, write_csv
 from micronorm.bench.timing import Captured, device_ms, host_ms, repeats_for, spread, warm_up
-from micronorm.report.plots import METHOD_COLOURS, TEXT, apply_style, save_figure, subplots
 
 CHUNK = 50  # times `repeats_for`'s 2 ms: how long one round of one method takes
 LITERAL_STEPS = 2
@@ -48,15 +48,20 @@ ROUTES = ("eager", "graph")
 RATIOS = ("to_bn_best", "to_bn", "peak_to_bn", "batched_over_literal")
 
 
-def chosen_methods(weights: str) -> list[StepMethod]:
-    """Return BatchNorm and ours by `--weights`, each of ours with recomputation too."""
+STATISTICS_TARGET = 1.15  # the time of "batch" and "sequential", as a multiple of that of "step"
+
+
+def chosen_methods(weights: str, statistics: Sequence[str] | None = None) -> list[StepMethod]:
+    """Return BatchNorm and ours by `--weights`, each of ours with recomputation too; or ours by `--statistics`."""
+    if statistics is not None:
+        return [BN, *(BY_STATISTICS[name] for name in statistics)]
     ours = {"plain": [PLAIN], "shared": [SHARED], "both": [PLAIN, SHARED]}[weights]
     again = [StepMethod(f"{m.name} recompute", is_ours=True, shares=m.shares, recomputes=True) for m in ours]
     return [BN, *ours, *again]
 
 
 @dataclass
-class StepResult:
+class StepTiming:
     """What was measured for one method by one route; `what` is "step", or "literal" for one image at a time."""
 
     workload: Workload
@@ -90,7 +95,7 @@ class Timed:
     def __init__(
         self, workload: Workload, method: StepMethod, route: str, device: torch.device, step: TrainingStep | None = None
     ) -> None:
-        self.result = StepResult(workload, method, route)
+        self.result = StepTiming(workload, method, route)
         self.device = device
         self.taken: list[float] = []
         try:
@@ -121,7 +126,7 @@ class Timed:
         repeats = min(50, max(1, repeats_for(one / CHUNK)))
         self.timer = lambda: clock(call, repeats)
 
-    def finish(self) -> StepResult:
+    def finish(self) -> StepTiming:
         if not self.result.fault:
             found = spread(self.taken)
             self.result.ms = (found.q25, found.median, found.q75)
@@ -139,7 +144,7 @@ def measure(
     rounds: int,
     *,
     step: TrainingStep | None = None,
-) -> Iterator[StepResult]:
+) -> Iterator[StepTiming]:
     """Yield the results of all methods by one route, which take turns.
 
     A given `step` of one method is used instead of a new one, so that a compiled model is compiled once.
@@ -157,11 +162,11 @@ def measure(
 
 def literal(
     workload: Workload, method: StepMethod, routes: Sequence[str], device: torch.device
-) -> Iterator[StepResult]:
+) -> Iterator[StepTiming]:
     """Yield the results of a step taken one image at a time: from Python, and by replays of a captured image."""
     clock = device_ms if device.type == "cuda" else host_ms
     for route in routes:
-        result = StepResult(workload, method, route, what="literal")
+        result = StepTiming(workload, method, route, what="literal")
         try:
             step = TrainingStep(workload, method, device)
             call = _replayed_literal(step) if route == "graph" else step.literal
@@ -193,7 +198,7 @@ def _replayed_literal(step: TrainingStep) -> Callable[[], None]:
 # --- ratios, and what is printed and written --------------------------------------------------------------------------
 
 
-def compare(results: Sequence[StepResult]) -> None:
+def compare(results: Sequence[StepTiming]) -> None:
     """Set the ratios within one workload: time to BatchNorm's best, time and peak to BatchNorm by the same route."""
     steps = [result for result in results if result.what == "step" and result.ms is not None]
     bn = [result for result in steps if not result.method.is_ours]
@@ -214,7 +219,7 @@ def compare(results: Sequence[StepResult]) -> None:
             result.ratios = {"batched_over_literal": result.median / min(batched)}
 
 
-def line(result: StepResult) -> str:
+def line(result: StepTiming) -> str:
     what = f"{result.workload.name:<26}{result.what:<9}{result.method.name:<26}{result.route:<7}"
     if result.ms is None or result.fault:
         return f"{what}{result.fault}"
@@ -224,27 +229,25 @@ def line(result: StepResult) -> str:
     return f"{what}{median:>10.3f} ms ({q25:.3f} to {q75:.3f}) {result.img_per_s:>9.1f} img/s{peak}{ratios}"
 
 
-def compare_with_targets(results: Sequence[StepResult], workload: Workload) -> list[str]:
-    """Return a line per target and captured step of ours; eager steps count if nothing was captured."""
-    route = "graph" if any(result.route == "graph" for result in results) else "eager"
+def compare_statistics(results: Sequence[StepTiming]) -> list[str]:
+    """Return a line per step with other statistics than "step", with its time as a multiple of that of "step"."""
     lines = []
     for result in results:
-        if not result.method.is_ours or result.what != "step" or result.route != route:
-            continue
-        peak_target = workload.recompute_target if result.method.recomputes else workload.memory_target
-        for name, most in (("to_bn_best", workload.time_target), ("peak_to_bn", peak_target)):
-            value = result.ratios.get(name)
-            if most is not None and value is not None:
-                what = f"{workload.name}, {result.method.name}, {route}: {name} {value:.3f}"
-                lines.append(f"{what}, target {most:g}: {'met' if value <= most else 'missed'}")
+        name = result.method.statistics
+        step = next((r for r in results if r.method == PLAIN and r.route == result.route and r.what == "step"), None)
+        if name != "step" and result.ms is not None and step is not None and step.ms is not None:
+            ratio = result.median / step.median
+            what = f'{result.workload.name}, {result.route}: "{name}" {ratio:.3f} of "step"'
+            verdict = "met" if ratio <= STATISTICS_TARGET else "missed"
+            lines.append(f"{what}, target {STATISTICS_TARGET}: {verdict}")
     return lines
 
 
-def eager_first(results: Sequence[StepResult]) -> list[StepResult]:
+def eager_first(results: Sequence[StepTiming]) -> list[StepTiming]:
     return sorted(results, key=lambda result: (result.what != "step", ROUTES.index(result.route)))
 
 
-def record(result: StepResult) -> dict[str, object]:
+def record(result: StepTiming) -> dict[str, object]:
     q25, median, q75 = result.ms or (None, None, None)
     return {
         "what": result.what,
@@ -268,46 +271,6 @@ def record(result: StepResult) -> dict[str, object]:
     }
 
 
-def draw(table: Path) -> list[Path]:
-    """Draw the steps of a CSV file beside it: milliseconds, in a plain loop and captured, and peak memory."""
-    rows = [row for row in read_csv(table) if row["what"] == "step" and row["ms"]]
-    workloads = list(dict.fromkeys((row["network"], row["samples"], row["size"]) for row in rows))
-    rows.sort(key=lambda row: ("BCN" in row["method"], row["method"]))
-    size = (12.5, 1.7 * len(workloads) + 0.6)
-    figure, grid = subplots(len(workloads), 3, figsize=size, layout="constrained", squeeze=False)
-    for (eager, graph, memory), workload in zip(grid, workloads, strict=True):
-        own = [row for row in rows if (row["network"], row["samples"], row["size"]) == workload]
-        for axes, route in ((eager, "eager"), (graph, "graph")):
-            found = [row for row in own if row["route"] == route]
-            best = min((float(row["ms"]) for row in found if row["method"].startswith("BN")), default=float("nan"))
-            labels = [f"{float(row['ms']):.1f} ms, {float(row['ms']) / best:.2f}×" for row in found]
-            _draw_bars(axes, found, "ms", labels)
-        found = [row for row in own if row["route"] == "graph" and row["peak_to_bn"]]
-        _draw_bars(memory, found, "peak_to_bn", [f"{float(row['peak_to_bn']):.2f}×" for row in found])
-        for axes, title in (
-            (eager, f"{workload[0]}, {workload[1]}×{workload[2]}: plain loop"),
-            (graph, "captured in a CUDA graph"),
-            (memory, "peak memory, captured, ÷ BN"),
-        ):
-            axes.set_title(title, loc="left", fontsize=9, color=TEXT)
-    where = f"{rows[0]['gpu']}, torch {rows[0]['torch']}, {rows[0]['date'][:10]}"
-    title = "Training steps, bfloat16, channels_last; ×: multiples of the best BatchNorm step in the same panel"
-    figure.suptitle(f"{title}\n{where}", fontsize=10)
-    return save_figure(figure, table.with_suffix(""))
-
-
-def _draw_bars(axes: Any, rows: Sequence[dict[str, str]], key: str, labels: Sequence[str]) -> None:
-    places = range(len(rows) - 1, -1, -1)
-    values = [float(row[key]) for row in rows]
-    colours = [METHOD_COLOURS["BCN+WS" if "BCN" in row["method"] else "BN"] for row in rows]
-    axes.barh(places, values, color=colours, height=0.7)
-    for place, value, label in zip(places, values, labels, strict=True):
-        axes.text(value, place, f" {label}", va="center", fontsize=7)
-    axes.set_yticks(places, [row["method"] for row in rows], fontsize=7)
-    axes.set_xlim(0, max(values, default=1) * 1.5)
-    apply_style(axes, grid="x")
-
-
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
@@ -326,6 +289,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     names = [workload.name for workload in (*WORKLOADS, *TINY)]
     parser.add_argument("--workload", nargs="+", choices=names, metavar="NAME", help=f"of {', '.join(names)}")
     parser.add_argument("--weights", choices=("plain", "shared", "both"), default="both", help="how WS is computed")
+    parser.add_argument("--statistics", nargs="+", choices=list(BY_STATISTICS), help="compare these statistics alone")
     parser.add_argument("--route", nargs="+", choices=("graph", "eager"), default=["graph", "eager"])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--no-compile", action="store_true", help="leave out the compiled methods")
@@ -334,10 +298,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small networks and images, to try the script")
     parser.add_argument("--out", type=Path, help="write the results to this CSV file")
-    parser.add_argument("--draw", type=Path, metavar="CSV", help="draw this CSV file and measure nothing")
     options = parser.parse_args(argv)
-    if options.draw is not None:
-        return options
+    if options.statistics is not None:
+        options.no_compile = options.no_literal = True
     if options.device == "cpu":
         options.route = ["eager"]
     elif not torch.cuda.is_available():
@@ -349,18 +312,15 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = parse_arguments()
-    if options.draw is not None:
-        print("\n".join(map(str, draw(options.draw))))
-        return
     device = torch.device(options.device)
     torch.backends.cudnn.benchmark = True
     started = time.perf_counter()
     workloads = [w for w in (TINY if options.tiny else WORKLOADS) if not options.workload or w.name in options.workload]
-    found: dict[Workload, list[StepResult]] = {workload: [] for workload in workloads}
+    found: dict[Workload, list[StepTiming]] = {workload: [] for workload in workloads}
     command = shlex.join(["python", "benchmarks/steps_gpu.py", *_without_out(sys.argv[1:])])
     facts = provenance(device, command, packages=("torchvision", "triton"))
 
-    def add(workload: Workload, results: Iterator[StepResult]) -> None:
+    def add(workload: Workload, results: Iterator[StepTiming]) -> None:
         new = list(results)
         found[workload] = eager_first([*found[workload], *new])
         compare(found[workload])
@@ -368,7 +328,7 @@ def main() -> None:
         if options.out is not None:
             write_csv(options.out, [{**record(result), **facts} for members in found.values() for result in members])
 
-    methods = chosen_methods(options.weights)
+    methods = chosen_methods(options.weights, options.statistics)
     first, *others = options.route
     for workload in workloads:
         add(workload, measure(workload, methods, first, device, options.rounds))
@@ -388,8 +348,8 @@ def main() -> None:
         for route in others:
             add(workload, measure(workload, methods, route, device, options.rounds))
     print()
-    for workload, members in found.items():
-        print("\n".join([*map(line, members), *compare_with_targets(members, workload)]))
+    for members in found.values():
+        print("\n".join([*map(line, members), *compare_statistics(members)]))
     print(f"{time.perf_counter() - started:.0f} s")
     if any(result.fault and result.method.is_ours for members in found.values() for result in members):
         raise SystemExit(1)

@@ -5,7 +5,6 @@ same versions are kept unless --fresh. See README.md.
 """
 
 import argparse
-import ast
 import collections
 import concurrent.futures
 import csv
@@ -22,8 +21,8 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ from sweep_checks import (
     check_converted,
     has_batchnorm,
     holds_norm_after_convolution,
-    look,
+    record_forward,
 )
 from sweep_summary import summary
 from torch import nn
@@ -55,8 +54,8 @@ LAYER_NAMES = re.compile(r" '[^']*'")
 
 
 @dataclass
-class Row:
-    """One architecture. Text columns are empty and counts 0 where there is nothing to say."""
+class SweepRow:
+    """One architecture. A text column without content is empty."""
 
     source: str
     name: str
@@ -92,7 +91,7 @@ class Row:
         return self.micronorm, self.torch, self.timm, self.torchvision, self.python
 
 
-COLUMNS = [field.name for field in fields(Row)]
+COLUMNS = [field.name for field in fields(SweepRow)]
 
 
 @functools.cache
@@ -101,7 +100,7 @@ def versions() -> dict[str, str]:
     source = Path(inspect.getfile(mn)).parent
     digest = hashlib.sha256()
     for path in sorted(source.glob("convert/**/*.py")):
-        digest.update(_code(path).encode())
+        digest.update(path.read_bytes())
     return {
         "micronorm": f"{mn.__version__}+{digest.hexdigest()[:8]}",
         "torch": torch.__version__,
@@ -111,20 +110,11 @@ def versions() -> dict[str, str]:
     }
 
 
-def _code(path: Path) -> str:
-    """A file without its comments and docstrings, which change no result."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
-            del node.body[0]
-    return ast.dump(tree)
-
-
 # --- the architectures -----------------------------------------------------------------------------------------------
 
 
 def architectures() -> list[tuple[str, str, str]]:
-    """(source, name, family) of all there are."""
+    """Return (source, name, family) of every architecture."""
     ours = [("timm", name, _last(timm.models.model_entrypoint(name).__module__)) for name in timm.list_models()]
     for name in torchvision.models.list_models():
         module = torchvision.models.get_model_builder(name).__module__
@@ -137,7 +127,7 @@ def _last(module: str) -> str:
 
 
 def build(source: str, name: str) -> nn.Module:
-    """The architecture with fresh weights: nothing is downloaded."""
+    """Build the architecture with fresh weights; nothing is downloaded."""
     if source == "timm":
         return timm.create_model(name, pretrained=False)
     builder = torchvision.models.get_model_builder(name)
@@ -148,17 +138,12 @@ def build(source: str, name: str) -> nn.Module:
     return torchvision.models.get_model(name, weights=None, **options)
 
 
-def sample(todo: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
-    """The first architecture of each family."""
-    return list({(source, family): (source, name, family) for source, name, family in reversed(todo)}.values())[::-1]
-
-
 # --- one architecture ------------------------------------------------------------------------------------------------
 
 
-def sweep_one(source: str, name: str, family: str) -> Row:
-    """Plan, apply and check; whatever goes wrong is in the row."""
-    row = Row(source, name, family, **versions())
+def sweep_one(source: str, name: str, family: str) -> SweepRow:
+    """Plan, apply and check one architecture; the row records an error instead of raising it."""
+    row = SweepRow(source, name, family, **versions())
     signal.signal(signal.SIGALRM, _out_of_time)
     signal.alarm(TIME_LIMIT)
     try:
@@ -173,7 +158,7 @@ def sweep_one(source: str, name: str, family: str) -> Row:
     return row
 
 
-def _fill(row: Row) -> None:
+def _fill(row: SweepRow) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         made, before = _planned(row)
@@ -198,8 +183,8 @@ def _fill(row: Row) -> None:
         row.outcome = "converted"
 
 
-def _planned(row: Row) -> tuple[Plan | None, Forward | None]:
-    """On the meta device where the model can be built and run there, else on the CPU."""
+def _planned(row: SweepRow) -> tuple[Plan | None, Forward | None]:
+    """Plan on the meta device if the model can be built and run there, otherwise on the CPU."""
     made, before = None, None
     for device in ("meta", "cpu"):
         row.device = device
@@ -219,14 +204,14 @@ def _planned(row: Row) -> tuple[Plan | None, Forward | None]:
             row.outcome, row.detail = "refused" if refused else "nothing to convert", LAYER_NAMES.sub("", _line(fault))
             row.norms_left, row.convolutions_left = (sum(isinstance(m, k) for m in model.modules()) for k in KINDS)
             return None, None
-        before = look(model)
+        before = record_forward(model)
         if made.pairing != "order" and before.shapes is not None:
             break
     return made, before
 
 
 def _passed_over(made: Plan, before: Forward) -> list[str]:
-    """Convolutions left although a norm took their very output, without a reason in the layer itself."""
+    """Return the convolutions left as they are although a norm takes their output, except those of fan-in 1."""
     return [
         decision.name
         for decision in made.decisions
@@ -248,18 +233,18 @@ def _out_of_time(*_: object) -> None:
 # --- all of them -----------------------------------------------------------------------------------------------------
 
 
-def read(path: Path) -> list[Row]:
+def read(path: Path) -> list[SweepRow]:
     if not path.exists():
         return []
     kinds: dict[str, Callable[[str], Any]] = {
         field.name: {"int": int, "float": float}.get(str(getattr(field.type, "__name__", field.type)), str)
-        for field in fields(Row)
+        for field in fields(SweepRow)
     }
     with path.open(newline="", encoding="utf-8") as file:
-        return [Row(**{name: kinds[name](value) for name, value in row.items()}) for row in csv.DictReader(file)]
+        return [SweepRow(**{name: kinds[name](value) for name, value in row.items()}) for row in csv.DictReader(file)]
 
 
-def write(path: Path, rows: Sequence[Row]) -> None:
+def write(path: Path, rows: Sequence[SweepRow]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".tmp")
     with draft.open("w", newline="", encoding="utf-8") as file:
@@ -269,23 +254,23 @@ def write(path: Path, rows: Sequence[Row]) -> None:
     draft.replace(path)
 
 
-def append(path: Path, row: Row) -> None:
+def append(path: Path, row: SweepRow) -> None:
     with path.open("a", newline="", encoding="utf-8") as file:
         csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(asdict(row))
 
 
-def run_all(todo: Sequence[tuple[str, str, str]], workers: int) -> Generator[Row, None, None]:
-    """Rows as they come. An architecture whose worker dies (of memory, say) is tried alone once, then reported."""
+def run_all(todo: Sequence[tuple[str, str, str]], workers: int) -> Generator[SweepRow, None, None]:
+    """Yield rows as they are finished. If a worker dies, try its architecture once more alone, then report it."""
     suspects = yield from _run_pool(todo, workers)
     for one in suspects:
         for _ in (yield from _run_pool([one], 1)):
-            row = Row(*one, outcome="traceback", detail="the worker process died", **versions())
+            row = SweepRow(*one, outcome="traceback", detail="the worker process died", **versions())
             row.date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             yield row
 
 
 def _run_pool(todo: Sequence[tuple[str, str, str]], workers: int) -> Any:
-    """Yields rows, returns what was not done because a worker died."""
+    """Yield rows; return the architectures that were not done because a worker died."""
     unfinished = dict.fromkeys(todo)
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, context, initializer=_start_worker) as pool:
@@ -295,7 +280,7 @@ def _run_pool(todo: Sequence[tuple[str, str, str]], workers: int) -> Any:
                 if job.exception() is None:
                     del unfinished[jobs[job]]
                     yield job.result()
-        except BaseException:  # Ctrl-C, here or in who reads the rows: what is under way is done again next time
+        except BaseException:  # Ctrl-C: the next run repeats the architectures that are in progress now
             pool.shutdown(wait=False, cancel_futures=True)
             for worker in multiprocessing.active_children():
                 worker.terminate()
@@ -304,37 +289,14 @@ def _run_pool(todo: Sequence[tuple[str, str, str]], workers: int) -> Any:
 
 
 def _start_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     torch.set_num_threads(1)
-
-
-@contextmanager
-def progress(total: int) -> Iterator[Callable[[Row], None]]:
-    """A bar on a terminal, elsewhere a line per fifty rows."""
-    if sys.stdout.isatty():
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns) as bar:
-            task = bar.add_task("sweep", total=total)
-            yield lambda row: bar.update(task, advance=1, description=f"{row.source} {row.name}"[:40].ljust(40))
-        return
-    done = 0
-
-    def count(row: Row) -> None:
-        nonlocal done
-        done += 1
-        if done % 50 == 0 or done == total:
-            print(f"{done} of {total}: {row.source} {row.name}", flush=True)
-
-    yield count
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=OUT, help="the CSV; the summary goes beside it as .md")
     parser.add_argument("--only", action="append", metavar="PATTERN", help="names or families that match (shell style)")
-    parser.add_argument("--sample", action="store_true", help="one architecture per family")
     parser.add_argument("--fresh", action="store_true", help="do rows of the same versions again")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes")
     return parser.parse_args(argv)
@@ -345,8 +307,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = architectures()
     if args.only:
         chosen = [a for a in chosen if any(fnmatch.fnmatch(text, p) for p in args.only for text in a[1:])]
-    if args.sample:
-        chosen = sample(chosen)
     if not chosen:
         raise SystemExit(f"no architecture is called {args.only}")
     now = tuple(versions().values())
@@ -358,11 +318,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     write(args.out, list(kept.values()))
     interrupted = False
     try:
-        with progress(len(todo)) as tell, closing(run_all(todo, args.workers)) as done:
-            for row in done:
+        with closing(run_all(todo, args.workers)) as done:
+            for count, row in enumerate(done, 1):
                 kept[row.key] = row
                 append(args.out, row)
-                tell(row)
+                if count % 50 == 0 or count == len(todo):
+                    print(f"{count} of {len(todo)}: {row.source} {row.name}", flush=True)
     except KeyboardInterrupt:
         interrupted = True
         print("interrupted; the next run goes on from here")
@@ -377,10 +338,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command(args: argparse.Namespace) -> str:
-    """Rebuilt from the arguments: a typed one could hold a path."""
+    """Return the command without --out, which names a path."""
     only = "".join(f" --only '{pattern}'" for pattern in args.only or ())
-    switches = "".join(f" --{name}" for name in ("sample", "fresh") if getattr(args, name))
-    return f"python benchmarks/sweep.py --workers {args.workers}{only}{switches}"
+    return f"python benchmarks/sweep.py --workers {args.workers}{only}{' --fresh' * args.fresh}"
 
 
 if __name__ == "__main__":

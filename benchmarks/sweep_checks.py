@@ -1,4 +1,4 @@
-"""What the sweep looks at by itself, without asking the planner: layers by class, tensors by identity, shapes."""
+"""Checks of a converted model that do not use the plan: layers by class, tensors by identity, shapes."""
 
 import math
 from collections.abc import Iterator
@@ -30,11 +30,11 @@ class Forward:
     affine: dict[nn.Module, int]  # how many parameters each norm has
     inputs: Any = None
     shapes: list[tuple[int, ...]] | None = None
-    into_norm: set[nn.Module] = field(default_factory=set)  # convolutions whose very output a norm was given
+    into_norm: set[nn.Module] = field(default_factory=set)  # convolutions whose output is the input of a norm
     given: dict[nn.Module, list[tuple[int, ...]]] = field(default_factory=dict)  # the inputs' shapes of each norm
 
     def one_element(self, norm: nn.Module) -> bool:
-        """Whether a norm saw one number per sample and channel."""
+        """Return whether every input of the norm had one element per sample and channel."""
         return all(math.prod(shape[2:]) == 1 for shape in self.given[norm])
 
 
@@ -49,13 +49,13 @@ def has_batchnorm(model: nn.Module) -> list[str]:
 
 
 def holds_norm_after_convolution(model: nn.Module) -> bool:
-    """Whether a model that was not converted should have been."""
+    """Return whether the model has something to convert."""
     norms = [m for m in model.modules() if is_batchnorm(m) or isinstance(m, NORMS)]
     return bool(norms) and any(isinstance(m, CONVOLUTIONS) for m in model.modules())
 
 
-def look(model: nn.Module) -> Forward:
-    """State and one forward in eval mode of a model about to be converted."""
+def record_forward(model: nn.Module) -> Forward:
+    """Return the state of a model before its conversion, and what one forward in eval mode shows."""
     norms = [m for m in model.modules() if is_batchnorm(m) or isinstance(m, NORMS)]
     affine = {m: sum(p.numel() for p in m.parameters(recurse=False)) for m in norms}
     seen = Forward(set(model.state_dict()), _parameters(model), affine)
@@ -70,7 +70,7 @@ def look(model: nn.Module) -> Forward:
 
 
 def check_converted(model: nn.Module, before: Forward, made: Plan) -> list[str]:
-    """What is wrong with the converted model."""
+    """Return what is wrong with the converted model."""
     found = []
     if made.totals["norms converted"] == 0:
         found.append("no norm converted")
@@ -104,7 +104,7 @@ def check_converted(model: nn.Module, before: Forward, made: Plan) -> list[str]:
 
 
 def shapes(output: Any) -> list[tuple[int, ...]]:
-    """Of every tensor, without the batch axis: how many boxes a detector finds depends on its weights."""
+    """Return the shape of every tensor without the batch axis, because the number of a detector's boxes varies."""
     return [tuple(leaf.shape[1:]) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
@@ -133,7 +133,7 @@ def _run_eval(model: nn.Module, inputs: Any) -> Any:
 
 @contextmanager
 def _shapes_only(model: nn.Module) -> Iterator[None]:
-    """On the meta device our layers check their input and multiply once: their arithmetic there is shapes, slowly."""
+    """On the meta device, let our layers check their input and multiply once: all their arithmetic would be slow."""
     layers = [m for m in model.modules() if hasattr(m, "effective_weight") or isinstance(m, mn.nn.BatchChannelNorm)]
     layers = [m for m in layers if m.weight.is_meta]
     for layer in layers:

@@ -17,20 +17,18 @@ from torch import nn
 
 import micronorm as mn
 from micronorm.convert import pool_by_kernel
+from micronorm.nn.bcn import Statistics
 from micronorm.nn.per_step.shared_weights import SharedWeights
 from micronorm.recipes.networks import build_network
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A network and a batch, with the targets: time and peak memory of ours as multiples of BatchNorm's."""
+    """A network and a batch."""
 
     network: str
     samples: int
     size: tuple[int, int]
-    time_target: float | None = None
-    memory_target: float | None = None
-    recompute_target: float | None = None
 
     @property
     def name(self) -> str:
@@ -38,28 +36,34 @@ class Workload:
 
 
 WORKLOADS = (
-    Workload("resnet50", 64, (224, 224), 0.9, 1.0, 0.75),
-    Workload("resnet50", 2, (800, 1344), 0.9),
-    Workload("resnet50", 1, (224, 224), 1.1),
-    Workload("cifar-resnet110", 128, (32, 32), 1.0),
+    Workload("resnet50", 64, (224, 224)),
+    Workload("resnet50", 2, (800, 1344)),
+    Workload("resnet50", 1, (224, 224)),
+    Workload("cifar-resnet110", 128, (32, 32)),
 )
-TINY = (Workload("resnet18", 2, (64, 64), 0.9, 1.0, 0.75), Workload("cifar-resnet20", 4, (16, 16), 1.0))
+TINY = (Workload("resnet18", 2, (64, 64)), Workload("cifar-resnet20", 4, (16, 16)))
 
 
 @dataclass(frozen=True)
 class StepMethod:
-    """What a step computes: with BatchNorm or ours, weights shared or per layer, with recomputation, compiled."""
+    """What a step computes: BatchNorm or ours, which statistics, weights shared or not, recomputation, compiled."""
 
     name: str
     is_ours: bool = False
     shares: bool = False
     recomputes: bool = False
     compiled: bool = False
+    statistics: Statistics = "step"
 
 
 BN = StepMethod("BN")
 BN_COMPILED = StepMethod("BN compiled", compiled=True)
 PLAIN = StepMethod("BCN+WS", is_ours=True)
+BY_STATISTICS = {
+    "step": PLAIN,
+    "batch": StepMethod("BCN+WS batch", is_ours=True, statistics="batch"),
+    "sequential": StepMethod("BCN+WS sequential", is_ours=True, statistics="sequential"),
+}
 SHARED = StepMethod("BCN+WS shared", is_ours=True, shares=True)
 SHARED_COMPILED = StepMethod("BCN+WS shared compiled", is_ours=True, shares=True, compiled=True)
 
@@ -83,6 +87,8 @@ class TrainingStep:
         self.optimizer = torch.optim.SGD(
             self.model.parameters(), lr=rate, momentum=0.9, weight_decay=1e-4, fused=on_gpu
         )
+        if method.statistics == "sequential":  # its forward needs the learning rate
+            mn.attach(self.model, self.optimizer)
         images = torch.randn(workload.samples, 3, *workload.size, device=device)
         self.images = images.contiguous(memory_format=torch.channels_last)
         self.labels = torch.randint(10, (workload.samples,), device=device)
@@ -116,11 +122,13 @@ class TrainingStep:
 def build_model(workload: Workload, method: StepMethod) -> nn.Module:
     """Return the network with BatchNorm, or converted to BCN + WS."""
     if workload.network.startswith("cifar"):
-        model, norm = build_network(workload.network, classes=10), mn.BCN(groups=32, min_channels_per_group=4)
+        model = build_network(workload.network, classes=10)
+        norm = mn.BCN(groups=32, min_channels_per_group=4, statistics=method.statistics)
     else:
         import torchvision
 
-        model, norm = torchvision.models.get_model(workload.network, weights=None), mn.BCN()
+        model = torchvision.models.get_model(workload.network, weights=None)
+        norm = mn.BCN(statistics=method.statistics)
     return mn.convert(model, norm, mn.WS()) if method.is_ours else with_fast_pooling(model)
 
 

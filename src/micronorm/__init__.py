@@ -1,5 +1,7 @@
 """micronorm: train any vision network one image at a time, as accurately as with a large batch."""
 
+from typing import TYPE_CHECKING, Any
+
 from micronorm import export, functional, nn
 from micronorm.check import check_cuts
 from micronorm.commit import attach
@@ -13,8 +15,12 @@ from micronorm.nn.evonorm import EvoNormS0
 from micronorm.nn.frn import FRN
 from micronorm.nn.group import GN, IN, LN
 from micronorm.nn.per_step.recompute import recompute
+from micronorm.nn.spec import NormSpec
 from micronorm.nn.switchable import SN
 from micronorm.nn.weight import CWN, WN, WS
+
+if TYPE_CHECKING:
+    from micronorm.recipes.load import load
 
 __version__ = "0.1.0"
 
@@ -31,6 +37,7 @@ __all__ = [
     "WN",
     "WS",
     "EvoNormS0",
+    "NormSpec",
     "attach",
     "calibrate",
     "check_cuts",
@@ -38,8 +45,17 @@ __all__ = [
     "export",
     "fold",
     "functional",
+    "load",
     "nn",
     "observe",
     "plan",
     "recompute",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "load":  # imported on first use: the recipes import the whole training engine
+        from micronorm.recipes.load import load
+
+        return load
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

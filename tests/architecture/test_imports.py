@@ -30,14 +30,15 @@ ALLOWED: Mapping[str, frozenset[str] | None] = {
     "convert": frozenset({"ops", "nn"}),
     # convert for the data flow of a model and for replacing its modules
     "export": frozenset({"ops", "nn", "convert"}),
-    "check": frozenset({"ops", "nn", "commit", "convert"}),
+    # records for recognizing a collapse in losses
+    "check": frozenset({"ops", "nn", "commit", "convert", "records"}),
     # commit for running a model elsewhere in weight space and putting it back
     "diagnostics": frozenset({"ops", "nn", "commit", "convert"}),
     "records": frozenset(),
     "report": frozenset({"records"}),
     # what it times (nn), what it compares with (ops), what an optimizer's step would do between two rounds (commit),
-    # where a run ran (engine), and how pictures are drawn (report)
-    "bench": frozenset({"ops", "nn", "commit", "engine", "report"}),
+    # and where a run ran (engine)
+    "bench": frozenset({"ops", "nn", "commit", "engine"}),
     # ops and nn for what is keyed by sample (order, dropout) and for weights computed once per step
     "engine": frozenset({"ops", "nn", "convert", "commit", "records"}),
     "data": frozenset({"ops"}),  # keyed random numbers, for augmentation

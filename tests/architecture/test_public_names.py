@@ -21,6 +21,8 @@ PUBLIC = {
         "BRN",
         "FRN",
         "EvoNormS0",
+        # a norm of one's own
+        "NormSpec",
         # control
         "attach",
         # memory
@@ -35,6 +37,7 @@ PUBLIC = {
         "observe",
         # inference
         "fold",
+        "load",
         # modules
         "export",
         "nn",
@@ -45,14 +48,6 @@ PUBLIC = {
         "BatchChannelNormAct",
         "BatchRenorm",
         "ChannelsLast",
-        "CWNConv1d",
-        "CWNConv2d",
-        "CWNConv2dSame",
-        "CWNConv3d",
-        "CWNConvTranspose1d",
-        "CWNConvTranspose2d",
-        "CWNConvTranspose3d",
-        "CWNLinear",
         "EvoNorm",
         "FilterResponseNorm",
         "GhostBatchNorm",
@@ -61,14 +56,6 @@ PUBLIC = {
         "NormSpec",
         "SPECS",
         "SwitchableNorm",
-        "WNConv1d",
-        "WNConv2d",
-        "WNConv2dSame",
-        "WNConv3d",
-        "WNConvTranspose1d",
-        "WNConvTranspose2d",
-        "WNConvTranspose3d",
-        "WNLinear",
         "WSConv1d",
         "WSConv2d",
         "WSConv2dSame",
@@ -79,6 +66,7 @@ PUBLIC = {
         "WSLinear",
         "WeightSpec",
         "norm_act_layer",
+        "register",
     },
     "micronorm.export": {"OnnxReport", "fold", "onnx", "verify"},
     "micronorm.functional": {

@@ -17,7 +17,7 @@ def broken() -> CutsReport:
 
 def test_a_report_reads_as_where_why_and_what_to_do(broken):
     text = str(broken)
-    assert "THE STEP DEPENDS ON THE CUT" in text
+    assert "THE STEP DEPENDS ON THE SPLIT" in text
     assert "middle (BatchNorm2d) normalizes by statistics of the samples in its batch" in text
     assert "fix: Replace it by mn.BCN() or mn.GN()" in text
 

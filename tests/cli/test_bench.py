@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from micronorm.bench.cases import CASES, Case
 from micronorm.bench.methods import METHODS, ON_CPU
 from micronorm.cli import app, bench
-from micronorm.nn import bcn
+from micronorm.nn import SPECS, bcn
 
 TINY = ["--case", "2x8x6x6", "--rounds", "2"]
 FEW = ["--method", "bcn-step", "--method", "bn"]
@@ -73,6 +73,23 @@ def test_where_a_shape_was_asked_for_nothing_was_skipped():
     assert "skipped" not in run(*TINY, *FEW).stdout
 
 
+def test_a_norm_of_the_users_own_is_timed_by_module_and_spec(monkeypatch, tmp_path, request):
+    (tmp_path / "own_norms.py").write_text(
+        "import dataclasses, torch, micronorm as mn\n"
+        "@dataclasses.dataclass(frozen=True)\n"
+        "class Plain(mn.NormSpec):\n"
+        "    def __call__(self, num_channels, *, dims=2): return torch.nn.GroupNorm(1, num_channels)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    request.addfinalizer(lambda: SPECS.pop("Plain", None))
+    result = run(*TINY, "--method", "own_norms:Plain", "--layout", "nchw")
+    assert result.exit_code == 0, result.output
+    assert "Plain>ReLU" in result.output
+    wrong = run(*TINY, "--method", "own_norms:Missing")
+    assert wrong.exit_code == 2
+    assert wrong.output.startswith("micronorm bench: own_norms has no 'Missing'")
+
+
 def test_a_wrong_contestant_prints_its_error_gets_no_figure_and_ends_with_1(monkeypatch, tmp_path):
     right = bcn.batch_channel_norm
     monkeypatch.setattr(bcn, "batch_channel_norm", lambda *args, **options: right(*args, **options) * 1.001)
@@ -121,8 +138,6 @@ def test_what_cannot_be_written_is_said_before_anything_is_measured(monkeypatch,
         (["--out", str(file / "rows.csv")], f"--out cannot write into {file}: File exists; name another folder"),
         (["--out", str(file / "deeper" / "rows.csv")], f"--out cannot write into {file / 'deeper'}: Not a directory"),
         (["--out", str(folder)], f"--out writes a file, {folder} is a folder; name a file in it"),
-        (["--plot", str(file)], f"--plot cannot write into {file}: File exists"),
-        (["--plot", str(file / "plots")], f"--plot cannot write into {file / 'plots'}: Not a directory"),
     ):
         result = run(*TINY, *FEW, *arguments)
         assert result.exit_code == 2
@@ -147,14 +162,6 @@ def test_a_terminal_gets_a_table(monkeypatch):
     output = run(*TINY, *FEW).stdout
     assert "─" in output
     assert "\x1b[1m" in output
-
-
-def test_plots_are_drawn_from_the_rows(monkeypatch, tmp_path):
-    drawn = {}
-    monkeypatch.setattr(bench.plot, "draw", lambda rows, folder, caption: drawn.update(rows=rows, caption=caption))
-    assert run(*TINY, *FEW, "--plot", str(tmp_path)).exit_code == 0
-    assert len(drawn["rows"]) == 4
-    assert f"torch {torch.__version__}" in drawn["caption"]
 
 
 def test_the_list_names_every_case_and_method():

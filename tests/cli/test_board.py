@@ -3,7 +3,7 @@ import re
 
 from rich.console import Console
 
-from micronorm.cli.board import Board, Row
+from micronorm.cli.board import Board, BoardRow
 
 EPOCH = {"epoch": 0, "step": 2, "train": {"loss": 0.5}, "test": {"top1": 12.5, "loss": 0.4}}
 
@@ -25,7 +25,7 @@ def output(console: Console) -> str:
     return console.file.getvalue()
 
 
-def go(row: Row) -> None:
+def go(row: BoardRow) -> None:
     row.on_start(2, 0, "")
     row.on_step(step(1))
     row.on_step(step(2))
@@ -34,7 +34,7 @@ def go(row: Row) -> None:
 
 
 def test_elsewhere_a_finished_run_is_a_line_and_the_table_comes_in_the_end():
-    console, row = plain(), Row("GN")
+    console, row = plain(), BoardRow("GN")
     with Board(console, [row]) as board:
         go(row)
         board.print_finished(row)
@@ -46,13 +46,13 @@ def test_elsewhere_a_finished_run_is_a_line_and_the_table_comes_in_the_end():
 
 def test_where_no_run_has_begun_there_is_no_table():
     console = plain()
-    with Board(console, [Row("GN")]):
+    with Board(console, [BoardRow("GN")]):
         pass
     assert output(console) == ""
 
 
 def test_a_terminal_gets_a_table_that_lives_and_then_stays():
-    console, rows = terminal(), [Row("BN"), Row("GN")]
+    console, rows = terminal(), [BoardRow("BN"), BoardRow("GN")]
     with Board(console, rows) as board:
         go(rows[0])
         rows[1].on_start(2, 0, "")
@@ -68,7 +68,7 @@ def test_a_terminal_gets_a_table_that_lives_and_then_stays():
 
 def test_a_dumb_terminal_gets_plain_lines(monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
-    console, row = Console(file=io.StringIO(), force_terminal=True, width=100), Row("GN")
+    console, row = Console(file=io.StringIO(), force_terminal=True, width=100), BoardRow("GN")
     with Board(console, [row]) as board:
         go(row)
         board.print_finished(row)
@@ -76,7 +76,7 @@ def test_a_dumb_terminal_gets_plain_lines(monkeypatch):
 
 
 def test_an_interrupted_board_shows_how_far_each_run_came():
-    console, rows = plain(), [Row("BN"), Row("GN")]
+    console, rows = plain(), [BoardRow("BN"), BoardRow("GN")]
     try:
         with Board(console, rows):
             rows[0].on_start(4, 0, "")
@@ -91,14 +91,14 @@ def test_an_interrupted_board_shows_how_far_each_run_came():
 
 
 def test_the_loss_is_that_of_a_step_before_the_first_epoch_ends_and_of_an_epoch_from_then_on():
-    row = Row("GN")
+    row = BoardRow("GN")
     go(row)
     row.on_step(step(3, loss=9.0))
     assert row.loss == 0.5
 
 
 def test_on_eighty_columns_every_figure_is_whole():
-    console, row = terminal(80), Row("GroupNorm + WS, 1 at a time")
+    console, row = terminal(80), BoardRow("GroupNorm + WS, 1 at a time")
     with Board(console, [row]):
         go(row)
     last = output(console)[output(console).rindex("method") :]

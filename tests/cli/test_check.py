@@ -73,14 +73,14 @@ def test_a_model_that_keeps_the_law_ends_with_0():
     result = invoke("factories_of_check:clean", *SMALL)
     assert result.exit_code == 0, result.output
     assert "6 samples, cut as whole (6), halved (3+3), one by one" in result.output
-    assert "does not depend on the cut" in result.output
+    assert "does not depend on the split" in result.output
 
 
 def test_a_model_that_breaks_the_law_ends_with_1_and_names_the_module():
     result = invoke("factories_of_check:batch_norm", *SMALL, "--batch", "4")
     assert result.exit_code == 1, result.output
     lines = result.output.splitlines()
-    assert lines[0].endswith("THE STEP DEPENDS ON THE CUT.")
+    assert lines[0].endswith("THE STEP DEPENDS ON THE SPLIT.")
     assert lines[1].startswith("1 (BatchNorm2d)")
     assert "[batch_statistics]" in lines[1]
     assert "\x1b" not in result.output
@@ -108,7 +108,7 @@ def test_a_terminal_gets_colours(monkeypatch):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["resnet18"], "package.module:factory, torchvision:NAME or timm:NAME"),
+        (["resnet18"], "write timm:NAME, torchvision:NAME, recipe:NAME, package.module:factory or file.py:factory"),
         (["torchvision:resnet81"], "near it: resnet18"),
         (["timm:resnet81"], "near it: resnet"),
         (["timm:" + "z" * 30], "and none of"),
@@ -165,3 +165,11 @@ def test_dropout_can_be_switched_off_to_see_what_lies_behind_it(tmp_path):
     arguments = ["check", "dropping_of_check:model", "--size", "8"]
     assert CliRunner().invoke(app, arguments).exit_code == 1
     assert CliRunner().invoke(app, [*arguments, "--no-dropout"]).exit_code == 0
+
+
+def test_a_loss_that_jumps_at_the_given_learning_rate_is_a_note():
+    runner = CliRunner()
+    for lr, jumps in (("0.001", False), ("100", True)):
+        result = runner.invoke(app, ["check", "factories_of_check:clean", "--size", "8", "--lr", lr])
+        assert result.exit_code == 0, result.output
+        assert ("the loss rose from" in " ".join(result.output.split())) == jumps

@@ -1,4 +1,6 @@
+import errno
 import json
+import os
 import re
 import signal
 import subprocess
@@ -206,18 +208,31 @@ def test_a_place_that_cannot_be_written_to_is_refused_with_one_sentence(monkeypa
     monkeypatch.setattr("pathlib.Path.mkdir", refuse)
     result = CliRunner().invoke(app, ["demo", "--epochs", "1", "--out", str(tmp_path / "demo")])
     assert result.exit_code == 2
-    assert "micronorm demo: [Errno 13] Permission denied" in " ".join(result.output.split())
+    assert result.stderr == f"micronorm demo: {tmp_path / 'demo'}: Permission denied\n"
+
+
+def test_a_full_disk_ends_the_demo_with_the_file_and_the_space_it_needed(monkeypatch, tmp_path):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("micronorm.records.atomic.os.fsync", full)
+    result = invoke("demo", "--epochs", "1", "--out", str(tmp_path))
+    assert result.exit_code == 1
+    file = re.escape(str(tmp_path / "bn-64" / "run.json"))
+    assert re.fullmatch(
+        rf"micronorm demo: {file}: No space left on device \([\d,]+ bytes needed, [\d,]+ free\); .*\n", result.stderr
+    )
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_within_a_run_leaves_what_has_finished(quick, monkeypatch, tmp_path, number, code):
-    class Press(demo.Row):
+    class Press(demo.BoardRow):
         def on_step(self, row):
             super().on_step(row)
             if self.name == "GroupNorm + WS, 1 at a time" and self.steps == 1:
                 signal.raise_signal(number)
 
-    monkeypatch.setattr(demo, "Row", Press)
+    monkeypatch.setattr(demo, "BoardRow", Press)
     result = invoke("demo", "--epochs", "2", "--out", str(tmp_path))
     assert result.exit_code == code
     table = rows(result.output)

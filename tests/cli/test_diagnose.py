@@ -13,6 +13,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import micronorm as mn
+from micronorm import records
 from micronorm.cli import app, diagnose
 from micronorm.cli.targets import resolve_model
 
@@ -169,8 +170,8 @@ def test_a_recipe_is_a_target_with_its_own_data():
     [
         (["nothing"], "has no 'nothing'"),
         (["failing"], "factories_of_diagnose:failing fails (KeyError: 'my own error')"),
-        ([":f"], "is not a target: write package.module:factory, torchvision:NAME, timm:NAME or recipe:"),
-        (["groups", "--checkpoint", "."], ". is a folder without model.safetensors"),
+        ([":f"], "is not a target: write timm:NAME, torchvision:NAME, recipe:NAME, package."),
+        (["groups", "--checkpoint", "."], "model.safetensors does not exist"),
         (["no_such_module_here:f"], "no module 'no_such_module_here'"),
         (["pair"], "must return a model or a tuple that starts with one, got int"),
         (["recipe:digit/bn"], "no table 'digit'"),
@@ -205,12 +206,12 @@ def test_of_bytes_that_are_no_tensors_no_advice_to_run_them_is_repeated(option, 
     assert "trust" not in line
 
 
-def test_a_folder_of_a_run_is_answered_with_the_checkpoint_in_it():
+def test_a_run_directory_stands_for_its_weights():
     Path("run").mkdir()
-    save_file(state_of("groups"), "run/model.safetensors")
-    result = invoke("groups", "--checkpoint", "run")
-    assert result.exit_code == 2
-    assert "run is a folder: did you mean run/model.safetensors?" in result.stderr
+    save_file(state_of("offset"), "run/model.safetensors")
+    result = invoke("groups", *DIGITS, "--checkpoint", "run")
+    assert result.exit_code == 1, result.output
+    assert "4 (GroupNorm)" in result.output
 
 
 def test_groups_that_are_not_those_asked_for_are_told():
@@ -262,3 +263,23 @@ def test_a_network_that_was_never_trained_is_said_to_be_one():
         invoke("torchvision:resnet18", "--data", "random", "--images", "2", "--size", "32", "--json").stdout
     )
     assert any("never trained, and batch normalization used its batches" in note for note in notes["notes"])
+
+
+def test_a_run_that_collapsed_at_its_start_is_reported_with_what_to_do():
+    Path("run").mkdir()
+    save_file(state_of("groups"), "run/model.safetensors")
+    facts = {key: {} for key in ("settings", "execution", "data", "environment")}
+    facts |= {"format": 1, "recipe": "mine", "revision": None, "command": "", "date": ""}
+    sentence = records.find_collapse([2.4, 9.0, 31.0, 12.0, *[2.3] * 96])
+    for extra, code in (({}, 0), ({"collapse": sentence}, 1)):
+        Path("run/run.json").write_text(json.dumps(facts | extra))
+        result = invoke("groups", *DIGITS, "--checkpoint", "run/model.safetensors")
+        assert result.exit_code == code, result.output
+        assert ("TRAINING FAILED" in result.output) == bool(code)
+        assert ("zero_init_residual=True" in result.output) == bool(code)
+
+
+def test_a_device_that_computes_nothing_is_refused_in_one_line():
+    result = CliRunner().invoke(app, ["diagnose", "recipe:digits", "--images", "2", "--device", "meta"])
+    assert result.exit_code == 2, result.output
+    assert result.stderr == "micronorm diagnose: --device meta computes no values; use cpu or cuda\n"

@@ -44,7 +44,7 @@ def test_pictures_are_taken_evenly_from_a_folder_and_standardized(tmp_path):
 
 def test_a_picture_that_is_none_is_named(tmp_path):
     (tmp_path / "a.jpg").write_text("no picture")
-    with pytest.raises(TargetError, match=r"a\.jpg is not a readable picture"):
+    with pytest.raises(ValueError, match=r"a\.jpg is not a readable image"):
         read_images(str(tmp_path), count=1, size=8, channels=3)
 
 

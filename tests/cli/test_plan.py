@@ -1,6 +1,7 @@
 """`micronorm plan`: what is printed, as a table, as text and as JSON, and what exit code says what."""
 
 import json
+import sys
 from functools import partial
 
 import pytest
@@ -74,3 +75,47 @@ def test_specs_are_named_in_any_case_and_take_their_own_options():
     assert norm_spec("none", groups=3) is None
     with pytest.raises(TargetError, match="no spec 'bcn'"):
         weight_spec("bcn")
+
+
+def test_a_recipe_is_planned_by_its_own_specs():
+    output = run("recipe:digits/gn").output
+    assert "GroupNorm(16/4)" in output
+    assert "weight=None" in output
+    assert "BatchChannelNorm(16/4)" in run("recipe:digits/gn", "--norm", "bcn").output
+    assert "name one with --norm too" in run("recipe:digits/gn", "--groups", "2").stderr
+
+
+NORMS = """
+from dataclasses import dataclass
+from micronorm.nn import GN, NormSpec
+
+@dataclass(frozen=True)
+class Tall(NormSpec):
+    eps: float = 1e-3
+
+    def __call__(self, num_channels, *, dims=2):
+        return GN(eps=self.eps)(num_channels)
+
+small = GN(groups=2)
+number = 3
+"""
+
+
+@pytest.mark.parametrize("source", ["norms_of_plan", "norms_of_plan.py"])
+def test_a_norm_of_ones_own_is_named_by_its_module_or_file(tmp_path, monkeypatch, source):
+    (tmp_path / "norms_of_plan.py").write_text(NORMS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "norms_of_plan", raising=False)
+    spec = norm_spec(f"{source}:Tall")
+    assert spec is not None
+    assert spec(8).eps == 1e-3
+    assert norm_spec(f"{source}:small", groups=4) == mn.GN(groups=4)
+    with pytest.raises(TargetError, match="takes no --groups"):
+        norm_spec(f"{source}:Tall", groups=4)
+    with pytest.raises(TargetError, match=r"must be a NormSpec of micronorm\.nn, a class or a value; got 3"):
+        norm_spec(f"{source}:number")
+    with pytest.raises(TargetError, match="no spec"):
+        norm_spec(f"{source}:Tall", from_file=True)
+    result = run("recipe:digits", "--norm", f"{source}:small", "--weight", "none")
+    assert result.exit_code == 0, result.stderr

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
 from micronorm import records
-from micronorm.cli import app, reproduce
+from micronorm.cli import app, reproduce, row_queue
 from micronorm.engine import Diverged, Execution
 from micronorm.recipes import find
 from micronorm.recipes.digits import EPOCHS
@@ -56,13 +57,13 @@ def trained(monkeypatch):
         stopped = recipe.row == "gn-ws"
         return SimpleNamespace(finished=not stopped, steps=12, signal=signal.SIGTERM if stopped else None)
 
-    monkeypatch.setattr(reproduce, "run_recipe", run_recipe)
+    monkeypatch.setattr(row_queue, "run_recipe", run_recipe)
     return calls
 
 
 @pytest.fixture
 def never(monkeypatch):
-    monkeypatch.setattr(reproduce, "_run_row", lambda *args, **options: pytest.fail("something was run"))
+    monkeypatch.setattr(row_queue, "run_recipe", lambda *args, **options: pytest.fail("something was run"))
 
 
 def run(*arguments: str):
@@ -158,8 +159,8 @@ def test_without_a_table_the_tables_are_listed():
         (["mask"], "'mask' would be a table of the paper, but has no recipes yet; there are abl, "),
         (["fig:distance"], "no figure 'fig:distance'; near it: fig:dist, "),
         (["fig:dist", "--rows", "gn"], "--rows is for tables; fig:dist is a figure"),
-        (["fig:all", "--seed", "1"], "fig:all has no --seed; it has no options"),
-        (["digits", "--dataset", "cifar10"], "--dataset, --network and --out are for figures"),
+        (["fig:all", "--seed", "1", "--cuda-graph"], "--seed, --cuda-graph is for tables; fig:all is a figure"),
+        (["digits", "--dataset", "cifar10"], "--dataset is for figures"),
         (["cifar"], "near it: cifar"),
         (["digits", "--rows", "bcn"], "digits has no row 'bcn'; near it: bn, bcn-ws"),
         (["digits", "--rows", ","], "--rows names no row; digits has bn-64, "),
@@ -186,9 +187,32 @@ def test_what_is_missing_is_announced_run_and_shown(trained):
     assert "not run" in before
     assert "5.00" not in before
     title = "digits/gn (small ResNet, scikit-learn's digits: GN of one image)"
-    assert f"To run: {title}, {EPOCHS} epochs, seed 0, into " in before
+    assert f"To run: {title}, {EPOCHS} epochs, 315 steps of 64 samples, seed 0, into " in before
     assert "runs/digits/gn/seed-0 (2025-01-02, Some CPU, float32)" in after
     assert after.count("5.00") == 2
+
+
+@pytest.mark.parametrize("agreed", [False, True])
+def test_a_person_who_names_only_a_table_is_asked_before_anything_is_trained(trained, monkeypatch, agreed):
+    asked = []
+    monkeypatch.setattr(reproduce, "sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True)))
+    monkeypatch.setattr(typer, "confirm", lambda question: asked.append(question) or agreed)
+    result = run("shapes")
+    assert result.output.count("To run: shapes/") == result.output.count(", 300 steps of 16 samples, seed 0") == 4
+    assert asked == ["Train these rows now?"]
+    assert bool(trained) == agreed
+    run("shapes", "--rows", "gn", "--seed", "1")  # options say what to train: no question
+    assert trained[-1][0] == "shapes/gn"
+    assert len(asked) == 1
+
+
+@pytest.mark.usefixtures("never")
+def test_a_task_without_an_error_shows_its_own_figure(tmp_path):
+    for row in ("bn", "gn", "gn-ws", "bcn-ws"):
+        write_run(tmp_path / "runs" / row, f"shapes/{row}", figures={"accuracy": 92.0, "miou": 55.5})
+    output = run("shapes").output
+    assert "Figures: mIoU in %" in output
+    assert output.count("55.50") == 4
 
 
 def test_what_has_a_record_is_not_run_again(trained):
@@ -230,7 +254,7 @@ def test_the_execution_of_a_row_is_the_one_asked_for_and_recorded(trained):
 
 def test_a_queue_ends_when_its_minutes_are_over_and_says_how_to_continue(trained, monkeypatch):
     now = iter([0.0, 1.0, 400.0])  # when the queue starts, before the first row, before the second
-    monkeypatch.setattr(reproduce, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr(row_queue, "time", SimpleNamespace(monotonic=lambda: next(now)))
     result = run("digits", "--rows", "gn,bcn-ws", "--minutes", "5")
     assert [name for name, _ in trained] == ["digits/gn"]
     assert result.exit_code == reproduce.INCOMPLETE
@@ -238,14 +262,14 @@ def test_a_queue_ends_when_its_minutes_are_over_and_says_how_to_continue(trained
 
 
 def test_a_row_that_diverges_is_reported_in_one_line_and_the_others_run(trained, monkeypatch):
-    run_recipe = reproduce.run_recipe
+    run_recipe = row_queue.run_recipe
 
     def diverge_at_bn(recipe, **options):
         if recipe.row == "bn":
             raise Diverged("the loss is nan at step 5;\nlower the learning rate")
         return run_recipe(recipe, **options)
 
-    monkeypatch.setattr(reproduce, "run_recipe", diverge_at_bn)
+    monkeypatch.setattr(row_queue, "run_recipe", diverge_at_bn)
     result = run("digits", "--rows", "bn,gn")
     assert result.exit_code == reproduce.INCOMPLETE
     assert "digits/bn could not be run: the loss is nan at step 5; lower the learning rate\n" in result.stderr

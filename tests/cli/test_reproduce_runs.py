@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from micronorm import records
-from micronorm.cli import app, reproduce
+from micronorm.cli import app, reproduce, row_queue
 from micronorm.recipes.digits import EPOCHS
 
 
@@ -64,5 +64,5 @@ def test_a_run_that_was_stopped_goes_on_and_a_whole_one_is_ours_and_not_run_agai
     assert "reason" not in found
     assert f"{found['ours']['top1']:.2f}" in shown
 
-    monkeypatch.setattr(reproduce, "_run_row", lambda *args, **options: pytest.fail("it was run again"))
+    monkeypatch.setattr(row_queue, "run_recipe", lambda *args, **options: pytest.fail("it was run again"))
     assert "To run" not in run()

@@ -4,6 +4,7 @@ import os
 import random
 import shlex
 import signal
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from micronorm.cli.train import _launcher
 from micronorm.engine.checkpoint import checkpoints
 from micronorm.engine.settings import Execution
 from micronorm.recipes import find
+from micronorm.recipes.networks import NETWORKS
 from micronorm.recipes.run import Variation, run_recipe
 from tests.engine.tiny import contents
 from tests.processes import finish, micronorm, start
@@ -82,7 +84,7 @@ def test_a_run_is_observed_by_an_option_that_its_resumption_is_told_to_repeat(tm
     how = ("--step-batch", "16", "--steps", "3", "--device", "cpu", "--observe", "2")
     done = CliRunner().invoke(app, ["train", "digits", *how, "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
-    assert "--observe 2" in done.output.split("to go on:")[1]
+    assert "--observe 2" in done.output.split("to continue:")[1]
     looks = records.read(tmp_path).diagnostics
     assert [row["step"] for row in looks] == [1, 3]
     assert {layer["kind"] for layer in looks[0]["layers"].values()} == {"norm", "weight"}
@@ -171,7 +173,7 @@ def test_ctrl_c_and_sigterm_save_exit_with_their_code_and_say_how_to_go_on(tmp_p
         assert outcome is not None
         assert not outcome["finished"]
         *_, hint = log.read_text().splitlines()
-        assert hint == f"to go on: micronorm train digits/bcn-ws --out {out} --resume --save-every 2"
+        assert hint == f"to continue: micronorm train digits/bcn-ws --out {out} --resume --save-every 2"
         arguments = shlex.split(hint)[4:]
     assert finish(start(micronorm, *arguments, log=tmp_path / "log")) == [0], (tmp_path / "log").read_text()
     assert_ended_alike(out, short[0])
@@ -206,7 +208,7 @@ def out(tmp_path) -> Path:
     code, said = command("--step-batch", 200, "--epochs", 1, "--steps", 3, "--save-every", 2, "--out", tmp_path / "run")
     assert code == 0
     assert "3 steps; loss" in said
-    assert f"to go on: micronorm train digits/bcn-ws --out {tmp_path / 'run'} --resume" in said
+    assert f"to continue: micronorm train digits/bcn-ws --out {tmp_path / 'run'} --resume" in said
     return tmp_path / "run"
 
 
@@ -214,7 +216,7 @@ def test_a_resumed_run_keeps_its_options_and_a_finished_one_is_left_alone(out):
     code, said = command("--out", out, "--resume")
     assert code == 0
     assert "7 steps; loss" in said
-    assert "to go on" not in said
+    assert "to continue" not in said
     record, before = records.read(out), contents(out)
     assert [row["step"] for row in record.steps] == list(range(1, 8))
     assert record.facts["settings"]["step_batch"] == 200
@@ -318,7 +320,7 @@ def test_the_hint_keeps_what_makes_a_run_fast_or_fit(tmp_path):
     options = ["--micro-batch", "7", "--channels-last", "--recompute", "--parallel", "fsdp", "--evaluate-every", "3"]
     code, said = command("--out", tmp_path, "--steps", 1, *options)
     assert code == 0
-    _, hint = said.split("to go on: micronorm train ")
+    _, hint = said.split("to continue: micronorm train ")
     assert hint.startswith(f"digits/bcn-ws --out {tmp_path} --resume ")
     given = hint.split("--resume ")[1].split()
     assert sorted(given) == sorted([*options, "--device", "cpu"])
@@ -331,3 +333,40 @@ def test_the_hint_of_ranks_on_one_machine_is_for_as_many(monkeypatch):
     assert shlex.join(_launcher()) == "torchrun --nproc-per-node 4 -m micronorm"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # two machines: what joins them is not known here
     assert _launcher() == ["micronorm"]
+
+
+OWN = """
+from dataclasses import replace
+from torch import nn
+from micronorm import recipes
+from micronorm.recipes.networks import NETWORKS
+
+def small(*, classes):
+    layers = nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    return nn.Sequential(*layers, nn.Linear(8, classes))
+
+NETWORKS["small"] = small
+first = replace(recipes.find("digits"), table="mine", row="first", network="small")
+"""
+
+
+def test_a_recipe_of_ones_own_is_trained_from_its_file(tmp_path, monkeypatch):
+    (tmp_path / "my_recipes.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    monkeypatch.setitem(NETWORKS, "small", None)
+
+    def command(*arguments: str) -> tuple[int, str]:
+        result = CliRunner().invoke(app, list(arguments))
+        return result.exit_code, " ".join(result.output.split())
+
+    code, output = command("train", "my_recipes.py:first", "--steps", "1")
+    assert code == 0, output
+    assert "to continue: micronorm train my_recipes.py:first --out runs/mine-first-0 --resume" in output
+    assert records.read("runs/mine-first-0").facts["recipe"] == "mine/first"
+    code, output = command("fold", "runs/mine-first-0", "--out", "x.safetensors")
+    assert (code, "give model=" in output) == (1, True), output
+    code, output = command("fold", "runs/mine-first-0", "--model", "my_recipes.py:first", "--out", "x.safetensors")
+    assert code == 0, output
+    assert command("train", "my_recipes.py:small")[0] == 2
+    assert "must be a recipes.Recipe, got function" in command("train", "my_recipes.py:small")[1]

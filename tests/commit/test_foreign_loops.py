@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 
 import micronorm as mn
+from micronorm.convert import calibration_callback
 from tests.laws.ranks import fsdp_step, launch
 from tests.networks import SmallResNet, assert_same_state, samples
-from tests.tolerances import tolerance
+from tests.tolerances import assert_close_to_max, tolerance
 
 
 def estimates(model):
@@ -175,6 +176,46 @@ def test_lightning_commits_once_per_accumulated_step(model, tmp_path):
         )
         trainer.fit(Task(model), loader)
     assert_same_state(model.state_dict(), expected.state_dict(), tol=tolerance("one_step", torch.float32))
+
+
+@pytest.mark.slow  # imports Lightning
+def test_the_calibration_callback_fits_the_estimates_to_weights_that_lightning_has_averaged(model, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's own, about its loaders and its dependencies
+        lightning: Any = pytest.importorskip("lightning")
+        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+        class Task(lightning.LightningModule):
+            def __init__(self, net):
+                super().__init__()
+                self.net = net
+
+            def training_step(self, batch, _):
+                x, labels = batch
+                return F.cross_entropy(self.net(x), labels)
+
+            def configure_optimizers(self):
+                return sgd(self.net.parameters())
+
+        loader = torch.utils.data.DataLoader(
+            torch.utils.data.TensorDataset(*samples(torch.float32)), batch_size=8, shuffle=True
+        )
+        averaging = lightning.pytorch.callbacks.StochasticWeightAveraging(0.1, swa_epoch_start=1)
+        callback = calibration_callback(forward=lambda task, batch: task.net(batch[0]))
+        options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = lightning.Trainer(
+            max_epochs=3,
+            accelerator="cpu",
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+            callbacks=[callback, averaging],  # the order must not matter
+            **options,
+        )
+        trainer.fit(Task(model), loader)
+    trained = estimates(model)
+    mn.calibrate(model, [samples(torch.float32)])
+    for name, value in estimates(model).items():
+        assert_close_to_max(trained[name], value, tol=tolerance("one_step", torch.float32))
 
 
 @pytest.mark.skipif(torch.__version__ < "2.7", reason="FSDP2 of torch 2.6 needs a GPU's streams")

@@ -158,6 +158,19 @@ def test_detaching_out_of_order_leaves_nothing_in_force(model):
     second.detach()  # again: nothing
 
 
+def test_controls_of_deleted_handles_do_not_pile_up(model):
+    norm = model[1]
+    kept = mn.attach(model, rate=0.125)
+    for _ in range(50):
+        mn.attach(model, rate=0.25)
+    assert len(norm._window.controls) <= 2
+    last = mn.attach(model, rate=0.5)
+    last.detach()
+    assert norm._window.rate == 0.25  # its handle is gone, so it stays in force
+    kept.detach()
+    assert norm._window.rate == 0.25
+
+
 def test_layers_that_need_no_rate_need_no_optimizer_to_commit():
     model = nn.Sequential(layer(statistics="batch"), layer())
     model[1].weight.requires_grad_(False)

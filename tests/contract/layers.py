@@ -102,6 +102,9 @@ def _weight_cases() -> list[Case]:
 
 NORMS = _norm_cases()
 OURS = [case for case in NORMS if not case.torchs_own]
+"""Norms that are not torch's, those given by --spec included."""
+HOUSE = [case for case in OURS if SPECS[case.name.split()[0]].__module__.startswith("micronorm.")]
+"""The norms of micronorm, whose messages and repr follow the rules of the house."""
 WEIGHTS = _weight_cases()
 ALL = NORMS + WEIGHTS
 

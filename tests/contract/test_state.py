@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import micronorm as mn
-from tests.contract.layers import ALL, CHANNELS, NORMS, OURS, WEIGHTS, run
+from tests.contract.layers import ALL, CHANNELS, HOUSE, NORMS, OURS, WEIGHTS, run
 
 all_layers = pytest.mark.parametrize("case", ALL, ids=str)
 
@@ -49,8 +49,9 @@ def test_a_layer_can_be_made_on_the_meta_device_and_materialized(case):
     out = layer(torch.empty(case.shape, device="meta"))
     assert out.is_meta
     layer.to_empty(device="cpu")
-    layer.reset_parameters()
-    if case.torchs_own:
+    if case in HOUSE or case in WEIGHTS:
+        layer.reset_parameters()
+    else:
         layer.load_state_dict(case.make().state_dict())
     y = layer(case.input(torch.float32))
     assert torch.isfinite(y).all()
@@ -63,6 +64,8 @@ def test_the_repr_names_the_class_and_what_it_was_made_with(case):
     layer = case.layer()
     text = repr(layer)
     assert type(layer).__name__ in text
+    if case in OURS and case not in HOUSE:
+        return  # a user's layer may print what it likes
     assert ("eps" in text) or case in WEIGHTS
     assert "\n" not in text
 
@@ -105,7 +108,7 @@ def test_eval_mode_moves_nothing(case):
         assert torch.equal(value, before[name])
 
 
-@pytest.mark.parametrize("case", OURS, ids=str)
+@pytest.mark.parametrize("case", HOUSE, ids=str)
 def test_bad_input_names_the_layer_the_value_and_the_fix(case):
     layer = case.make()
     with pytest.raises(TypeError, match=r"int64.*float\(\)"):

@@ -1,4 +1,4 @@
-"""`mn.calibrate`: statistics of all elements together, however they were cut."""
+"""`mn.calibrate`: statistics of all elements together, in the order of the data flow, however they were cut."""
 
 import copy
 
@@ -16,24 +16,58 @@ def norms(model: nn.Module) -> dict[str, mn.nn.BatchChannelNorm]:
     return {n: m for n, m in model.named_modules() if isinstance(m, mn.nn.BatchChannelNorm)}
 
 
-def test_the_statistics_are_those_of_all_elements_whatever_the_cut():
+def test_one_call_gives_each_norm_the_moments_of_its_input_behind_calibrated_norms_whatever_the_cut():
     torch.manual_seed(0)
     model = SmallResNet().double().train()
     x, _ = samples()
-    seen: dict[str, Tensor] = {}
-    for name, layer in norms(model).items():
-        layer.register_forward_pre_hook(lambda _, args, name=name: seen.__setitem__(name, args[0].detach()))
-    model.eval()(x)  # what every layer sees before anything is changed
-    inputs = dict(seen)
-    model.train()
     for cut in ([24], [1, 20, 3], [1] * 24):
         twin = copy.deepcopy(model)
         assert mn.calibrate(twin, x.split(cut)) == len(cut)
         assert all(module.training for module in twin.modules())
-        for name, layer in norms(twin).items():
-            by_channel = inputs[name].transpose(0, 1).flatten(1)
-            assert_close_to_max(layer.running_mean, by_channel.mean(1), tol=1e-13)
-            assert_close_to_max(layer.running_var, by_channel.var(1, correction=0), tol=1e-13)
+        assert_calibrated(twin, x)
+
+
+def assert_calibrated(model: nn.Module, x: Tensor) -> None:
+    """Compare the estimates with the inputs of each norm when the calibrated model runs."""
+    inputs: dict[str, list[Tensor]] = {}
+    for name, layer in norms(model).items():
+        layer.register_forward_pre_hook(lambda _, args, name=name: inputs.setdefault(name, []).append(args[0].detach()))
+    model.eval()(x)
+    for name, layer in norms(model).items():
+        by_channel = torch.cat([y.transpose(0, 1).flatten(1) for y in inputs[name]], 1)
+        assert_close_to_max(layer.running_mean, by_channel.mean(1), tol=1e-13)
+        assert_close_to_max(layer.running_var, by_channel.var(1, correction=0), tol=1e-13)
+
+
+def test_a_norm_that_a_forward_calls_for_several_maps_gets_the_moments_of_all_of_them():
+    class SharedHead(nn.Module):
+        """Two levels go through the same head, one after the other, as in RetinaNet."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.conv = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1)
+            self.first, self.second = mn.nn.BatchChannelNorm(8, 2), mn.nn.BatchChannelNorm(8, 2)
+
+        def forward(self, x: Tensor) -> list[Tensor]:
+            y = self.stem(x)
+            return [self.second(self.conv(self.first(level).relu())) for level in (y, y[..., ::2, ::2] + 1)]
+
+    torch.manual_seed(0)
+    x, _ = samples()
+    for cut in ([24], [7, 17]):
+        model = SharedHead().double()
+        mn.calibrate(model, x.split(cut))
+        assert_calibrated(model, x)
+
+
+def test_the_batches_of_an_iterator_are_read_once_and_those_of_a_loader_once_per_norm():
+    model = SmallResNet()
+    x, _ = samples(torch.float32)
+    expected = copy.deepcopy(model)
+    mn.calibrate(expected, x.split(6))
+    assert mn.calibrate(model, iter(x.split(6))) == 4
+    for a, b in zip(model.buffers(), expected.buffers(), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_batch_norms_get_the_unbiased_variance():

@@ -479,7 +479,9 @@ def test_a_plan_says_which_activations_are_inside_the_layers(norm):
 
 def test_norms_with_an_activation_of_ours_are_counted_where_they_stay():
     plan = mn.plan(nn.Sequential(nn.Conv2d(3, 8, 3), mn.nn.BatchChannelNormAct(8)))
-    assert {d.name: d.reason for d in plan.decisions}["1"] == "is what was asked for; with the ReLU inside the layer"
+    assert {d.name: d.reason for d in plan.decisions}[
+        "1"
+    ] == "already converted: it is the requested norm; with the ReLU inside the layer"
 
 
 def test_without_fuse_and_for_other_norms_no_forward_is_changed():

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.fusion import fuse_conv_bn_eval
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import micronorm as mn
@@ -195,21 +194,6 @@ def test_update_bn_changes_nothing_and_calibrate_sets_every_estimate():
     assert_close_to_max(model.norm.running_var, everything.var((0, 2, 3), correction=0), tol=tol)
 
 
-def test_calibrate_is_exact_for_the_kth_norm_of_a_chain_at_the_kth_call():
-    torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Conv2d(3 if k == 0 else 8, 8, 3, padding=1), nn.BatchNorm2d(8)) for k in range(3)]
-    model = mn.convert(nn.Sequential(*layers), mn.BCN(groups=4)).double()
-    x, _ = samples(torch.float64)
-    history = []
-    for _ in range(5):
-        mn.calibrate(model, [x])
-        history.append([norm.running_var.clone() for norm in norms_of(model)])
-    for k in range(3):
-        assert torch.equal(history[k][k], history[k + 1][k])
-        if k:
-            assert not torch.equal(history[k - 1][k], history[k][k])
-
-
 @pytest.mark.parametrize("use_buffers", [False, True])
 def test_an_averaged_model_takes_the_estimates_and_steps_of_the_original_do_not_move_them(use_buffers):
     model = converted()
@@ -371,17 +355,6 @@ def test_a_mean_over_micro_batches_weighs_samples_by_their_cut_and_a_sum_does_no
     assert_same_state(accumulated([5, 3], by="sum"), whole, tol=tol)
     with pytest.raises(AssertionError, match="relative error"):
         assert_same_state(accumulated([5, 3], by="mean"), whole, tol=1e-3)
-
-
-# --- folding ---------------------------------------------------------------------------------------------------------
-
-
-def test_fuse_conv_bn_eval_takes_our_layers_and_computes_something_else():
-    model = converted().eval()
-    fused = fuse_conv_bn_eval(model.stem, model.norm)  # raises nothing
-    x, _ = samples(torch.float32)
-    wanted = model.norm(model.stem(x))
-    assert (fused(x) - wanted).abs().max() > 0.1 * wanted.abs().max()
 
 
 # --- wrappers --------------------------------------------------------------------------------------------------------

@@ -63,6 +63,7 @@ def test_a_plan_prints_every_decision_and_turns_into_json():
         "norms fused": 1,
         "norms with the activation inside the layer": 0,
         "max-pooling layers by kernel on a GPU": 0,
+        "residual branches that start at zero": 0,
     }
     assert record["pairing"] == "fx"
     assert [d["name"] for d in record["decisions"]] == ["0", "1", "3", "5"]
@@ -195,7 +196,7 @@ def test_what_was_asked_for_already_is_left_and_its_convolutions_are_standardize
     plan = mn.plan(model, mn.GN(groups=4))
     assert becomes(plan) == {"0": "WSConv2d", "1": None}
     plan.apply()
-    with pytest.raises(ValueError, match="reparameterized weight already"):
+    with pytest.raises(ValueError, match=r"the model is already converted\. .*its weight is reparameterized"):
         mn.plan(model, mn.GN(groups=4))
 
 

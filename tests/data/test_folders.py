@@ -199,9 +199,26 @@ def test_an_unreadable_image_is_named(root, tmp_path, workers, damage):
     content = path.read_bytes()
     path.write_bytes({"truncated": content[: len(content) // 2], "text": b"<html>404</html>", "empty": b""}[damage])
     train = open_folders(tmp_path, size=SIZE, workers=workers).train
-    with pytest.raises(ValueError, match=r"train/bee/bee_1\.JPEG is not a readable image .*replace it or delete it"):
+    with pytest.raises(
+        ValueError, match=r"train/bee/bee_1\.JPEG is not a readable image .*replace it or delete it"
+    ) as it:
         list(train.load(shares([0], [5], [6]), seed=0))
+    assert "Traceback" not in str(it.value)
     assert images_of(train, [6]).shape == (1, 3, SIZE, SIZE)  # the others can still be loaded
+
+
+@pytest.mark.parametrize("target", [".", "..", "../ant", "../../.."])
+def test_a_folder_that_links_to_itself_is_read_once(root, tmp_path, target):
+    shutil.copytree(root, tmp_path / "imagenet")
+    (tmp_path / "imagenet" / "train" / "ant" / "again").symlink_to(target)
+    assert len(open_folders(tmp_path, size=SIZE).train) == 12
+
+
+def test_links_to_folders_of_images_are_followed(root, tmp_path):
+    shutil.copytree(root, tmp_path / "imagenet")
+    shutil.copytree(root / "train" / "ant", tmp_path / "more")
+    (tmp_path / "imagenet" / "train" / "ant" / "more").symlink_to(tmp_path / "more")
+    assert len(open_folders(tmp_path, size=SIZE).train) == 12 + len(list((tmp_path / "more").iterdir()))
 
 
 @pytest.mark.parametrize("index", [-1, 12])

@@ -57,7 +57,7 @@ def test_a_pickle_of_python_3_is_read_too(protocol):
 )
 def test_what_a_file_brings_is_named_and_not_executed(call, name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=f"asks for {name}, which no array needs; not executed"):
+    with pytest.raises(ValueError, match=f"names {name}, which no array needs; not executed"):
         read_pickle(pickle.dumps({"data": Brings(*call)}, protocol=2))
     assert list(tmp_path.iterdir()) == []
 
@@ -92,7 +92,7 @@ def test_an_array_that_was_never_filled_is_refused():
 
 def test_another_encoding_than_latin1_is_refused():
     program = b"\x80\x02}U\x04datac_codecs\nencode\nX\x01\x00\x00\x00aU\x05rot13\x86Rs."
-    with pytest.raises(ValueError, match="asks for the encoding"):
+    with pytest.raises(ValueError, match="names the encoding"):
         read_pickle(program)
 
 

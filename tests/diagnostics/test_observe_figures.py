@@ -56,7 +56,7 @@ def test_the_figures_of_estimates_that_move_are_those_of_what_the_forward_comput
     row = observer.latest["layers"][""]
 
     per_sample = norm._window.scanned[-1].estimates
-    channel = (x - per_sample.mean[..., None, None]) / (per_sample.var[..., None, None] + norm.eps).sqrt()
+    channel = (x - per_sample.mean[..., None, None]) / (per_sample.var[..., None, None] + float(norm.eps)).sqrt()
     mean, std = channel.mean((0, 2, 3)).view(2, 4), channel.std((0, 2, 3), correction=0).view(2, 4)
     normalized = F.group_norm(channel, 2)
     expected = torch.stack(

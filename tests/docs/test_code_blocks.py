@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from micronorm.nn import SPECS
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINKED = [
@@ -18,6 +20,15 @@ LINKED = [
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 ANY_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:]*?)(?:#([^)]*))?\)")
+
+
+@pytest.fixture(autouse=True)
+def specs_as_they_were():
+    """Remove the specs that a page registers."""
+    before = dict(SPECS)
+    yield
+    SPECS.clear()
+    SPECS.update(before)
 
 
 # Lightning's advice where there are more than two cores, or a GPU

@@ -1,8 +1,13 @@
 """The figures in docs/results.md and in the README are those of the recorded rows."""
 
 import csv
+import importlib
+import json
 import statistics
 from pathlib import Path
+
+from micronorm import recipes
+from micronorm.recipes.results import Findings, RunResult
 
 ROOT = Path(__file__).parents[2]
 RESULTS = (ROOT / "docs" / "results.md").read_text()
@@ -32,6 +37,29 @@ def steps() -> dict[str, dict[tuple[str, str], tuple[float, float]]]:
         }
         for workload, (network, samples) in WORKLOADS.items()
     }
+
+
+def test_the_table_of_recorded_rows_is_up_to_date(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    record = importlib.import_module("record")
+    assert record.page() == RESULTS, "run `python benchmarks/record.py`"
+    assert "| `cifar1/c10-micro-gn-ws` | 6.82 | 7.01 | 0 | +0.19 | 11 | – |" in RESULTS
+
+
+def test_a_row_with_several_seeds_has_mean_spread_difference_and_the_cost_of_single_images(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    record = importlib.import_module("record")
+    entries = [{"minutes": 10.0}, {"minutes": 12.0}]
+    (tmp_path / "recorded.json").write_text(json.dumps(entries))
+    monkeypatch.setattr(record, "TARGET", tmp_path / "recorded.json")
+    made = {"recipe": "", "settings": {}, "data": {}}
+    counted = tuple(
+        RunResult(seed=seed, figures={"top1": error}, where=f"recorded.json#{seed}", **made)
+        for seed, error in enumerate((6.0, 7.0))
+    )
+    recipe = recipes.find("cifar1/c10-micro-bcn-ws")  # 164 epochs of 50,000 images
+    line = record._line(recipe, Findings(counted, ()), 86_400 / 8.2e6)
+    assert line[1:] == ["6.31", "6.50 ± 0.71", "0, 1", "+0.19", "11", "1 days"]
 
 
 def test_the_table_of_the_plain_loop_is_the_record():

@@ -15,8 +15,9 @@ import micronorm as mn
 from micronorm.engine.checkpoint import digest
 from micronorm.engine.dropout import key_dropout
 from micronorm.engine.microbatch import MicroBatch
-from micronorm.engine.optimization import SGD, Constant
+from micronorm.engine.optimization import SGD
 from micronorm.engine.parallel import OneRank
+from micronorm.engine.schedules import Constant
 from micronorm.engine.settings import Settings
 from micronorm.engine.state import rest_of_state, whole_state
 from micronorm.engine.step import Step, StepInputs

@@ -11,8 +11,9 @@ import micronorm as mn
 from micronorm.engine.graph import GraphedStep
 from micronorm.engine.loop import train
 from micronorm.engine.microbatch import MicroBatch
-from micronorm.engine.optimization import SGD, AdamW, Constant
+from micronorm.engine.optimization import SGD, AdamW
 from micronorm.engine.parallel import OneRank
+from micronorm.engine.schedules import Constant
 from micronorm.engine.settings import Execution, Settings
 from micronorm.engine.step import Step, StepInputs
 from micronorm.engine.trial import largest_fitting

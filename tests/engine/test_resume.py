@@ -209,13 +209,10 @@ def test_a_killed_process_leaves_a_folder_that_another_may_write_to_and_a_living
     assert shown(out, "step/loss") == list(range(1, STEPS + 1))  # those before the kill were not lost in a buffer
 
 
-def test_a_lock_can_be_released_twice(tmp_path):
-    held = journal.Lock(tmp_path)
-    held.release()
-    held.release()
-    again = journal.Lock(tmp_path)
-    assert (tmp_path / journal.LOCK).exists()
-    again.release()
+def test_a_folder_can_be_locked_again_once_it_was_released(tmp_path):
+    journal.lock_folder(tmp_path).close()
+    with journal.lock_folder(tmp_path):
+        assert (tmp_path / journal.LOCK).exists()
 
 
 @pytest.mark.parametrize("absent", ["in this file system", "in this system"])
@@ -318,6 +315,17 @@ def test_another_model_is_refused_and_left_as_it_is(tmp_path, other):
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 
+def test_a_model_of_the_same_tensors_and_another_function_is_refused(tmp_path):
+    kill_at(5, tmp_path)
+    before, model = contents(tmp_path), tiny_model()
+    model[1].eps = 1e-3
+    with pytest.raises(
+        ValueError, match=r"^step-\S+ is of another model: .*eps=1e-05.* but the model has .*eps=0\.001"
+    ):
+        run(tmp_path, resume=True, model=model)
+    assert contents(tmp_path) == before
+
+
 @pytest.mark.parametrize("step", [1, 5])
 def test_other_samples_are_refused_before_and_after_the_first_checkpoint(tmp_path, monkeypatch, step):
     kill_at(step, tmp_path)
@@ -361,6 +369,20 @@ def test_a_folder_that_holds_a_run_is_refused_without_resume(tmp_path):
         run(tmp_path)
     left = contents(tmp_path)
     assert all(left[name] == before[name] for name in left)
+
+
+@pytest.mark.parametrize("text", [b"", b"x", b"-1", b"1" * 400, b"\xff"])
+def test_a_remembered_micro_batch_that_is_no_number_is_refused_by_name(tmp_path, text):
+    run(tmp_path, steps=2)
+    (tmp_path / journal.MICRO_BATCH).write_bytes(text)
+    with pytest.raises(ValueError, match=r"micro_batch must hold a number of samples, got .*; delete it"):
+        run(tmp_path, resume=True)
+
+
+def test_rows_of_steps_without_a_loss_are_resumed_from(tmp_path):
+    run(tmp_path, steps=2)
+    (tmp_path / records.STEPS).write_text('{"step": 1, "samples": 8}\n{"step": 2, "loss": 1.0}\n')
+    assert run(tmp_path, resume=True).finished
 
 
 # --- the edges -------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from micronorm.convert.checkpoint import pack_state
 from micronorm.engine.weights import load_weights, read_weights
 
 
@@ -39,19 +40,24 @@ def test_files_of_the_usual_forms_are_read(tmp_path, wrapped):
         forms = {"plain": state, "model": {"model": {"state_dict": state}, "epoch": 3}}
         forms["ddp"] = {"state_dict": {f"module.{name}": value for name, value in state.items()}}
         torch.save(forms[wrapped], path)
-    found = read_weights(path)
-    assert found.keys() == state.keys()
-    assert all(torch.equal(found[name], state[name]) for name in state)
+    model = network()
+    assert set(load_weights(model, read_weights(path)).loaded) == state.keys()
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
 def test_what_holds_no_weights_is_refused_and_not_executed(tmp_path):
     with pytest.raises(FileNotFoundError, match="no weights at"):
         read_weights(tmp_path / "absent.pt")
     torch.save({"epoch": 3}, tmp_path / "empty.pt")
-    with pytest.raises(ValueError, match="holds no tensors by name"):
+    with pytest.raises(ValueError, match="no state dict found in"):
         read_weights(tmp_path / "empty.pt")
     (tmp_path / "code.pt").write_bytes(pickle.dumps(print))
-    with pytest.raises(ValueError, match="cannot be read as weights"):
+    with pytest.raises(ValueError, match="cannot be read as tensors alone"):
         read_weights(tmp_path / "code.pt")
     with pytest.raises(ValueError, match=r"none of the 1 tensors fits the model: the file has 'a'"):
         load_weights(network(), {"a": torch.ones(1)})
+
+
+def test_equal_weights_with_equal_metadata_give_equal_bytes():
+    model, metadata = network(), {name: name for name in "abcdef"}
+    assert len({pack_state(model, metadata) for _ in range(8)}) == 1

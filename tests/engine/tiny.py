@@ -14,7 +14,8 @@ from micronorm.data.memory import MemorySamples, PadCropFlip
 from micronorm.data.pixels import Standardization
 from micronorm.engine.listener import Listener
 from micronorm.engine.loop import train
-from micronorm.engine.optimization import SGD, Cosine
+from micronorm.engine.optimization import SGD
+from micronorm.engine.schedules import Cosine
 from micronorm.engine.settings import Execution, Outcome, Settings
 from micronorm.tasks.classification import Classification
 

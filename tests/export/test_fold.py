@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 import micronorm as mn
 from tests.export.networks import assert_folds, kinds, randomized, trained
@@ -20,7 +21,7 @@ def image(dims: int = 2, *, samples: int = 3, channels: int = 4, size: int = 6) 
 
 
 def layer(method: str, kind: str, *args, **kwargs) -> nn.Module:
-    return getattr(mn.nn, method + kind)(*args, **kwargs)
+    return getattr(mn.nn.weight, method + kind)(*args, **kwargs)
 
 
 def pair(channels: int = 12, **kwargs) -> nn.Sequential:
@@ -306,7 +307,7 @@ def test_a_convolution_whose_weight_is_used_directly_takes_no_channel_half():
 
 
 def test_a_raw_weight_that_the_model_computes_with_is_refused():
-    with pytest.raises(ValueError, match=r"'a' \(WSConv2d\) is more than called"):
+    with pytest.raises(ValueError, match=r"'a' \(WSConv2d\) is called, but the model also reads its weight"):
         mn.fold(Wired(lambda m, x: m.b(x) + m.a.weight.mean()))
 
 
@@ -420,3 +421,24 @@ def test_one_value_per_group_is_refused_by_torch():
 def test_one_channel_per_group_folds():
     model = randomized(nn.Sequential(mn.nn.WSConv2d(4, 12, 1), mn.nn.BatchChannelNorm(12, 12)))
     assert_folds(model, image())
+
+
+def ultralytics_scale(conv: nn.Module, norm: nn.Module) -> torch.Tensor:
+    """Return the diagonal matrix with which Ultralytics' fuse multiplies a convolution's weight."""
+    return torch.diag(norm.weight.div(torch.sqrt(norm.eps + norm.running_var)))
+
+
+@pytest.mark.parametrize("fuse", [fuse_conv_bn_eval, ultralytics_scale])
+def test_tools_that_fold_batch_norm_fail_loudly_on_bcn(fuse):
+    model = mn.convert(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))).eval()
+    with pytest.raises(RuntimeError, match=r"mn\.fold\(model\)"):
+        fuse(*model)
+    fuse(nn.Conv2d(3, 8, 3).eval(), nn.BatchNorm2d(8).eval())  # which they may fold
+
+
+def test_eps_is_a_number_for_everything_else():
+    norm = mn.nn.BatchChannelNorm(8, eps=1e-3)
+    assert (norm.eps, repr(norm.eps), norm.eps * 2, type(float(norm.eps))) == (1e-3, "0.001", 2e-3, float)
+    norm.eps = 1e-2
+    assert copy.deepcopy(norm).eps == 1e-2
+    assert all(type(layer.eps) is float for layer in mn.fold(nn.Sequential(norm)).modules() if hasattr(layer, "eps"))

@@ -1,3 +1,4 @@
+import errno
 import importlib
 import sys
 from pathlib import Path
@@ -113,13 +114,35 @@ def test_a_model_that_cannot_be_exported_says_why_and_what_to_try(tmp_path):
     assert files(tmp_path) == []
 
 
+def test_a_full_disk_is_named_with_the_file_and_the_space(tmp_path, monkeypatch):
+    def fail(model: nn.Module, args: object, path: Path, **options: object) -> None:
+        path.write_bytes(b"half")
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError as full:
+            raise RuntimeError("pages of advice") from full
+
+    monkeypatch.setattr(torch.onnx, "export", fail)
+    with pytest.raises(OSError, match=r"No space left on device \(about [\d,]+ bytes are needed\): '.*net\.onnx'"):
+        mn.export.onnx(small(), tmp_path / "net.onnx", torch.randn(1, 3, 8, 8))
+    assert files(tmp_path) == []
+
+
+def test_a_place_that_cannot_be_written_is_named_before_the_export(tmp_path):
+    for path, message in ((tmp_path, "is a folder"), (tmp_path / "none" / "net.onnx", "no folder .*none for net.onnx")):
+        with pytest.raises(ValueError, match=message):
+            mn.export.onnx(small(), path, torch.randn(1, 3, 8, 8))
+    with pytest.raises(OSError, match=r"'/proc/net\.onnx'"):
+        mn.export.onnx(small(), "/proc/net.onnx", torch.randn(1, 3, 8, 8))
+
+
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("package", ["onnx", "onnxscript", "onnxruntime"])
 def test_a_missing_package_says_what_to_install(tmp_path, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=rf"needs {package}: pip install 'micronorm\[onnx\]'"):
+    with pytest.raises(ImportError, match=rf"needs {package}: pip install onnx onnxruntime onnxscript"):
         mn.export.onnx(small(), tmp_path / "net.onnx", torch.randn(1, 3, 8, 8))
 
 
@@ -128,7 +151,7 @@ def test_a_missing_package_says_what_to_install(tmp_path, monkeypatch, package):
     [
         ({"opset": 20}, "opset must be at least 21"),
         ({"dynamic": "space"}, "dynamic must be True, False or \"batch\", got 'space'"),
-        ({"dynamic": False, "other_inputs": torch.zeros(1)}, "dynamic=False rules out"),
+        ({"dynamic": False, "other_inputs": torch.zeros(1)}, "dynamic=False does not allow"),
         ({"other_inputs": torch.zeros(1, 4, 8, 8)}, r"does not run on inputs of sizes 1×4×8×8; give other_inputs"),
     ],
 )
@@ -138,8 +161,17 @@ def test_bad_arguments_are_refused(tmp_path, options, message):
     assert files(tmp_path) == []
 
 
+def test_a_whole_detector_is_refused_before_the_export(tmp_path):
+    class Detector(nn.Sequential):
+        def forward(self, input: Tensor) -> list[dict[str, Tensor]]:
+            return [{"boxes": y[y > 0]} for y in super().forward(input)]
+
+    with pytest.raises(ValueError, match=r"Detector returns a dictionary for each image, .* such as model\.backbone"):
+        mn.export.onnx(Detector(*small()), tmp_path / "net.onnx", torch.randn(2, 3, 8, 8))
+
+
 def test_other_dtypes_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"a float32 model is needed, .* got torch\.float64"):
+    with pytest.raises(ValueError, match=r"the model must be float32 .* got torch\.float64"):
         mn.export.onnx(small().double(), tmp_path / "net.onnx", torch.randn(1, 3, 8, 8).double())
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from torch.distributed.algorithms import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.networks import SAMPLES, pieces, samples
@@ -141,6 +142,52 @@ def merge_cases(rank: int, world: int) -> dict[str, Any]:
         results["different lists"] = ""
     except RuntimeError as error:
         results["different lists"] = str(error)
+    return results
+
+
+def group_cases(rank: int, world: int) -> dict[str, Any]:
+    """Which ranks a model's statistics are merged over; rank r sees the constant r + 1."""
+    import warnings
+
+    import micronorm as mn
+
+    results: dict[str, Any] = {}
+    x = torch.full((1, 2, 2, 2), float(rank + 1))
+
+    def layer(lr: float = 0.0) -> tuple[Any, Any]:
+        made = mn.nn.BatchChannelNorm(2, 1, rate=1.0)
+        return made, torch.optim.SGD(made.parameters(), lr=lr)
+
+    def step(model: Any, optimizer: Any, images: torch.Tensor) -> str:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.zero_grad()
+            (model(images) * torch.tensor([1.0, 3.0])[:, None, None]).sum().backward()
+            optimizer.step()
+        return " ".join(str(warning.message) for warning in caught)
+
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    norm, optimizer = layer()
+    wrapped = DistributedDataParallel(norm, process_group=pairs[rank // 2])
+    results["DDP in pairs"] = (norm.running_mean.clone(), step(wrapped, optimizer, x), norm.running_mean)
+
+    torch.manual_seed(rank)  # a model per rank: other samples, no averaged gradients
+    norm, optimizer = layer(lr=0.1)
+    results["own models"] = [step(norm, optimizer, torch.randn(3, 2, 4, 4)) for _ in range(3)]
+
+    norm, optimizer = layer(lr=0.1)  # the same without averaged gradients, but with the same samples
+    torch.manual_seed(0)
+    results["replicas"] = [step(norm, optimizer, torch.randn(3, 2, 4, 4)) for _ in range(3)]
+
+    norm, optimizer = layer()
+    wrapped = DistributedDataParallel(norm)
+    with Join([wrapped]):
+        wrapped(x).sum().backward()
+        try:
+            optimizer.step()
+            results["Join"] = ""
+        except RuntimeError as error:
+            results["Join"] = str(error)
     return results
 
 

@@ -17,6 +17,7 @@ NORMS = {
     "LN": mn.LN(),
     "BCN": mn.BCN(groups=4),
     "BCN at a float rate": mn.BCN(groups=4, rate=0.3),
+    "BCN with bias correction": mn.BCN(groups=4, bias_correction=True),
 }
 WEIGHTS = {"plain": None, "WS": mn.WS()}
 
@@ -171,7 +172,9 @@ def test_a_sample_that_is_not_finite_is_left_out_of_the_estimates_whatever_the_c
                 scaler.scale(F.cross_entropy(net(x[part]), labels[part], reduction="sum")).backward()
             counts += [int(window.split.elements) for window in windows]
             if scaler.is_enabled():
-                net.head.weight.grad[0, 0] += torch.inf if index is first else 0  # skip this step in every run
+                gradient = net.head.weight.grad
+                assert gradient is not None
+                gradient[0, 0] += torch.inf if index is first else 0  # skip this step in every run
             else:
                 optimizer.zero_grad()  # the gradients are not finite, and this test is about the estimates
             scaler.step(optimizer)

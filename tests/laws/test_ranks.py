@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import micronorm as mn
-from tests.laws.ranks import launch, merge_cases, never_steps, sequential_average, train_ddp
+from tests.laws.ranks import group_cases, launch, merge_cases, never_steps, sequential_average, train_ddp
 from tests.networks import SAMPLES, SmallResNet, assert_same_state, train
 from tests.tolerances import assert_close_to_max, tolerance
 
@@ -18,7 +18,12 @@ SHARES = {
     2: [[2, 4, 1], [9, 1, 7]],  # 7 + 17
     4: [[1], [3], [13], [7]],
 }
-NETWORKS = {"GN": (mn.GN(groups=4), None), "BCN": (mn.BCN(groups=4), None), "BCN+WS": (mn.BCN(groups=4), mn.WS())}
+NETWORKS = {
+    "GN": (mn.GN(groups=4), None),
+    "BCN": (mn.BCN(groups=4), None),
+    "BCN+WS": (mn.BCN(groups=4), mn.WS()),
+    "BCN with bias correction": (mn.BCN(groups=4, bias_correction=True), None),
+}
 
 
 @pytest.mark.parametrize("world", SHARES)
@@ -68,6 +73,20 @@ def test_merging_follows_counts_groups_skips_and_refuses_different_lists():
         assert torch.equal(result["zero redundancy"], torch.full((2,), 2.0))
         assert "different lists" in result["different lists"]
         assert "rank 0: 1 layers, rank 1: 2 layers" in result["different lists"]
+
+
+def test_statistics_are_merged_over_the_group_of_ddp_and_models_that_differ_are_noticed():
+    for rank, result in enumerate(launch(group_cases, 4)):
+        before, message, after = result["DDP in pairs"]
+        assert not before.any()
+        assert message == ""
+        assert torch.equal(after, torch.full((2,), 1.5 if rank < 2 else 3.5))
+        first, *later = result["own models"]
+        assert "parameters of these layers differ between the ranks" in first
+        assert "process_group=None" in first
+        assert later == ["", ""]  # once
+        assert result["replicas"] == ["", "", ""]
+        assert "algorithms.Join" in result["Join"]
 
 
 def test_a_rank_that_never_steps_ends_in_a_timeout_that_names_the_layers(tmp_path, monkeypatch):

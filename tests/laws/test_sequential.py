@@ -139,22 +139,26 @@ def test_a_small_learning_rate_in_a_float32_tensor_counts_in_full(rate):
     data = Moments(torch.full((300, 1), 2.0, dtype=torch.float64), torch.zeros(300, 1, dtype=torch.float64))
     start = Moments(torch.zeros(1), torch.ones(1))
     tensor = torch.tensor(rate)
-    _, last = scan(start, data, rate=tensor, micro_batch=1)
-    _, expected = scan(start, data, rate=tensor.double().item(), micro_batch=1)
-    assert_close_to_max(last.mean, expected.mean, tol=1e-13)
+    rows, _ = scan(start, data, rate=tensor, micro_batch=1)
+    expected, _ = scan(start, data, rate=tensor.double().item(), micro_batch=1)
+    assert_close_to_max(rows.mean[-1], expected.mean[-1], tol=1e-13)
 
 
-def test_what_is_not_finite_reaches_no_earlier_micro_batch():
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan, 1e200])
+def test_a_micro_batch_that_is_not_finite_reaches_no_other(bad):
     layer = mn.nn.BatchChannelNorm(2, 1, statistics="sequential", rate=0.1).double()
-    x = torch.randn(5, 2, 2, 2, dtype=torch.float64)
-    clean = copy.deepcopy(layer)(x[:3])
-    x[3, 0, 0, 0] = torch.inf
-    y = layer(x)
-    assert torch.equal(y[:3], clean)
-    assert torch.isfinite(layer.running_mean).all()
-    assert torch.isfinite(layer.running_var).all()
-    with pytest.warns(RuntimeWarning, match="1 forwards and 0 windows"):
-        layer.state_dict()
+    x = torch.randn(5, 2, 2, 2, dtype=torch.float64) + 1
+    x[3, 0, 0, 0] = bad
+    one_by_one = copy.deepcopy(layer)
+    y, pieces = layer(x), torch.cat([one_by_one(part) for part in x.split(1)])
+    assert torch.equal(y.isfinite(), pieces.isfinite())
+    assert y[[0, 1, 2, 4]].isfinite().all()
+    assert_close_to_max(y[[0, 1, 2, 4]], pieces[[0, 1, 2, 4]], tol=1e-14)
+    assert_close_to_max(layer.running_mean, one_by_one.running_mean, tol=1e-14)
+    assert_close_to_max(layer.running_var, one_by_one.running_var, tol=1e-14)
+    for net in (layer, one_by_one):
+        with pytest.warns(RuntimeWarning, match="1 samples and 0 windows"):
+            net.state_dict()
 
 
 def test_an_unattached_layer_with_rate_lr_raises_and_names_the_ways_out():

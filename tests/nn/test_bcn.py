@@ -28,8 +28,8 @@ def randomized(layer):
 
 def batch_norm_then_group_norm(layer):
     """torch's own layers, the group affine spread over channels."""
-    bn = nn.BatchNorm2d(layer.num_channels, eps=layer.eps).double()
-    gn = nn.GroupNorm(layer.num_groups, layer.num_channels, eps=layer.eps).double()
+    bn = nn.BatchNorm2d(layer.num_channels, eps=float(layer.eps)).double()
+    gn = nn.GroupNorm(layer.num_groups, layer.num_channels, eps=float(layer.eps)).double()
     size = layer.num_channels // layer.num_groups
     with torch.no_grad():
         for name in ("weight", "bias", "running_mean", "running_var"):

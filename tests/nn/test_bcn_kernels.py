@@ -118,7 +118,7 @@ def test_an_optimizer_step_between_forward_and_backward_is_refused(device):
         y.sum().backward()
 
 
-@pytest.mark.parametrize("statistics", ["step", "sequential"])
+@pytest.mark.parametrize("statistics", ["step", "sequential", "batch"])
 def test_activation_checkpointing_gathers_once_and_changes_nothing(device, statistics):
     model = network(device, statistics=statistics)
     twin, x = copy.deepcopy(model), images(device, 2)

@@ -81,8 +81,18 @@ def test_a_training_step_does_not_synchronize(statistics):
     assert all(torch.isfinite(v).all() for v in net.state_dict().values())
 
 
-def test_a_captured_step_replays_its_commit_with_the_rate_of_the_moment():
-    net = SmallResNet(mn.BCN(groups=4), mn.WS()).double().cuda()
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"statistics": "step"},
+        {"statistics": "step", "bias_correction": True},
+        {"statistics": "sequential"},
+        {"statistics": "batch"},
+    ],
+    ids=str,
+)
+def test_a_captured_step_replays_its_commit_with_the_rate_of_the_moment(options):
+    net = SmallResNet(mn.BCN(groups=4, **options), mn.WS()).double().cuda()
     twin = copy.deepcopy(net)
     lr = torch.tensor(0.1, device="cuda")
     batches = [tuple(t.cuda() for t in samples(seed=k)) for k in range(4)]
@@ -109,6 +119,7 @@ def test_a_captured_step_replays_its_commit_with_the_rate_of_the_moment():
         step(net, optimizer, x, labels)
 
     other: Any = torch.optim.SGD(twin.parameters(), lr=0.1, fused=True)
+    mn.attach(twin, other)
     for k, (xs, ys) in enumerate(batches):
         lr.fill_(0.1 / (k + 1))
         other.param_groups[0]["lr"] = lr.item()

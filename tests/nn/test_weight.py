@@ -63,7 +63,7 @@ def test_fan_in_one_is_refused_by_every_layer(method):
         ("Linear", (1, 8)),
     ):
         with pytest.raises(ValueError, match="fan-in"):
-            getattr(mn.nn, method + kind)(*args)
+            getattr(mn.nn.weight, method + kind)(*args)
     with pytest.raises(ValueError, match="fan-in"):
         SPECS[method]()(nn.Conv2d(8, 8, 1, groups=8))
 
@@ -95,7 +95,7 @@ def test_a_spec_refuses_what_it_has_no_counterpart_for():
 @pytest.mark.parametrize("method", ["WN", "CWN"])
 def test_a_plain_state_dict_sets_the_length_to_the_weights_own(method):
     plain = nn.Linear(5, 3).double()
-    layer = getattr(mn.nn, f"{method}Linear")(5, 3).double()
+    layer = getattr(mn.nn.weight, f"{method}Linear")(5, 3).double()
     layer.load_state_dict(plain.state_dict())
     w = plain.weight.detach()
     w = w - w.mean(1, keepdim=True) if method == "CWN" else w
@@ -111,8 +111,8 @@ def test_a_plain_state_dict_sets_the_length_to_the_weights_own(method):
 @pytest.mark.parametrize("method", METHODS)
 def test_unknown_arguments_are_refused(method):
     with pytest.raises(TypeError, match="kernel"):
-        getattr(mn.nn, f"{method}Conv2d")(3, 4, 3, kernel=5)
-    assert "args" in inspect.signature(getattr(mn.nn, f"{method}Conv2d")).parameters
+        getattr(mn.nn.weight, f"{method}Conv2d")(3, 4, 3, kernel=5)
+    assert "args" in inspect.signature(getattr(mn.nn.weight, f"{method}Conv2d")).parameters
 
 
 def test_switches_show_in_the_repr():
@@ -133,7 +133,7 @@ def test_a_spec_that_is_given_the_layer_itself_says_how_to_call_it():
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", ["Conv2d", "ConvTranspose2d"])
 def test_transforms_of_torch_func_follow_the_weight(method, kind):
-    layer = getattr(mn.nn, f"{method}{kind}")(3, 4, 3).double()
+    layer = getattr(mn.nn.weight, f"{method}{kind}")(3, 4, 3).double()
     x, w = torch.randn(2, 3, 5, 5, dtype=torch.float64), layer.weight.detach().clone()
 
     def loss(w, x):

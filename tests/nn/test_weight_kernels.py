@@ -49,7 +49,7 @@ def network(device, dtype=torch.float32):
         mn.nn.WSConv2d(6, 4, 3, groups=2),
         nn.Tanh(),
         absorbed,
-        mn.nn.CWNConv2d(4, 4, 1),
+        mn.CWN()(nn.Conv2d(4, 4, 1)),
         mn.nn.WSConv2d(4, 4, 1, scale=False),
         nn.Tanh(),
         nn.Flatten(),
@@ -123,7 +123,7 @@ def test_a_backend_shows_in_the_repr_and_folding_does_without_it(device):
 def test_a_whole_model_is_one_launch_each_way_and_its_gradients_the_same(device, launches):
     model = network(device, torch.float64)
     assert SharedWeights(model).by_kernel
-    assert not SharedWeights(nn.Sequential(mn.nn.WNConv2d(3, 4, 3))).by_kernel
+    assert not SharedWeights(nn.Sequential(mn.WN()(nn.Conv2d(3, 4, 3)))).by_kernel
     x = torch.randn(7, 3, 8, 8, device=device).double()
     assert_shared_is_the_same(model, x)
     launches.clear()

@@ -4,22 +4,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from micronorm.ops.pool import Window, max_pool2d, operators
+from micronorm.ops.pool import PoolWindow, max_pool2d, operators
 from tests.devices import KERNEL_DEVICES, require_kernels
 from tests.poison import poison_memory
 from tests.tolerances import assert_close_to_max, tolerance
 
 # Overlapping windows, disjoint ones, windows with gaps between them, planes that no window ends with, and one number.
 WINDOWS = [
-    Window((3, 3), (2, 2), (1, 1)),
-    Window((2, 2), (2, 2), (0, 0)),
-    Window((3, 3), (2, 2), (0, 0), ceil_mode=True),
-    Window((3, 2), (1, 3), (1, 0), ceil_mode=True),
-    Window((4, 3), (1, 1), (2, 1)),
-    Window((2, 2), (3, 3), (1, 1), ceil_mode=True),
-    Window((1, 1), (2, 1), (0, 0)),
+    PoolWindow((3, 3), (2, 2), (1, 1)),
+    PoolWindow((2, 2), (2, 2), (0, 0)),
+    PoolWindow((3, 3), (2, 2), (0, 0), ceil_mode=True),
+    PoolWindow((3, 2), (1, 3), (1, 0), ceil_mode=True),
+    PoolWindow((4, 3), (1, 1), (2, 1)),
+    PoolWindow((2, 2), (3, 3), (1, 1), ceil_mode=True),
+    PoolWindow((1, 1), (2, 1), (0, 0)),
 ]
-LARGEST = Window((7, 7), (5, 7), (3, 2))
+LARGEST = PoolWindow((7, 7), (5, 7), (3, 2))
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 LAYOUTS = [torch.contiguous_format, torch.channels_last]
 
@@ -194,7 +194,7 @@ def test_compiled_code_gets_the_same(device, layout):
 @layouts
 def test_the_gradient_lies_as_the_input_does_where_one_number_is_left(device, layout):
     x = plane((2, 3, 3, 3), torch.float32, device, layout).requires_grad_()
-    (dx,) = torch.autograd.grad(max_pool2d(x, Window((3, 3), (3, 3), (0, 0))).sum(), x)
+    (dx,) = torch.autograd.grad(max_pool2d(x, PoolWindow((3, 3), (3, 3), (0, 0))).sum(), x)
     assert dx.stride() == x.stride()
 
 

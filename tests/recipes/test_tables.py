@@ -8,8 +8,8 @@ from torch import nn
 
 import micronorm as mn
 from micronorm import recipes
-from micronorm.engine.optimization import SGD, Cosine, Milestones
-from micronorm.nn.weight import CWNConv2d, WNConv2d, WSConv2d
+from micronorm.engine.optimization import SGD
+from micronorm.engine.schedules import Cosine, Milestones
 from micronorm.recipes.networks import build_network
 
 # Copied from the paper's tables, not from the recipes: error in %, top-1 and where there is one top-5.
@@ -203,7 +203,7 @@ def built(name: str) -> nn.Module:
         return recipe.equip(build_network(recipe.network, classes=recipe.classes))
 
 
-WEIGHTS = {mn.WS: WSConv2d, mn.WN: WNConv2d, mn.CWN: CWNConv2d, type(None): nn.Conv2d}
+WEIGHTS = {spec: type(spec()(nn.Conv2d(3, 3, 3))) for spec in (mn.WS, mn.WN, mn.CWN)} | {type(None): nn.Conv2d}
 
 
 @pytest.mark.parametrize("recipe", RUNNABLE, ids=name_of)
@@ -227,7 +227,7 @@ def test_every_layer_is_of_the_method_and_the_classifier_is_plain(recipe):
     "row, center, scale", [("gn-mean", True, False), ("gn-std", False, True), ("gn-ws", True, True)]
 )
 def test_the_halves_of_ws_are_told_apart(row, center, scale):
-    layers = [m for m in built(f"ind_abl/{row}").modules() if isinstance(m, WSConv2d)]
+    layers = [m for m in built(f"ind_abl/{row}").modules() if isinstance(m, mn.nn.WSConv2d)]
     assert {(layer.center, layer.scale) for layer in layers} == {(center, scale)}
 
 

@@ -1,3 +1,4 @@
+import errno
 import os
 import subprocess
 import sys
@@ -32,6 +33,17 @@ def test_an_exception_during_an_atomic_write_leaves_the_old_file_and_nothing_els
         write_atomically(file, fail)
     assert file.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_full_disk_is_reported_with_the_file_and_the_bytes_it_needs(tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device \(1,234 bytes needed, [\d,]+ free\)") as caught:
+        write_atomically(tmp_path / "file", b"x" * 1234)
+    assert caught.value.filename == str(tmp_path / "file")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_written_file_has_the_permissions_of_any_new_file(tmp_path):

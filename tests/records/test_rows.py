@@ -89,7 +89,7 @@ def test_a_full_disk_leaves_no_half_line(run, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(writing, "open", Full, raising=False)
-        with pytest.raises(OSError, match=r"7 of \d+ bytes written; is the disk full"):
+        with pytest.raises(OSError, match=r"No space left on device \(\d+ bytes needed, .* free\).*steps\.jsonl"):
             run.append_steps([step_row(2)])
     run.append_steps([step_row(2)])
     assert read(run.path).steps == [step_row(1), step_row(2)]
@@ -112,6 +112,12 @@ def test_a_row_without_a_proper_step_is_refused(run, step):
         (b"\xff", "not JSON"),
         (b'{"loss": 1}', "step None after step 1"),
         (b'{"step": 1}', "step 1 after step 1"),
+        (b'{"step": ' + b"9" * 400 + b"}", "an integer of 400 digits"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"step": 2, "epoch": 1.5}', "epoch must be an int from 0 on, got float 1.5"),
+        (b'{"step": 2, "loss": "low"}', "loss must be a number, got str low"),
+        (b'{"step": 2, "seconds": {"float": "nan"}}', "seconds must be a finite number from 0 on, got float nan"),
+        (b'{"step": 2, "test": [1]}', "test must be an object, got list"),
     ],
 )
 def test_a_damaged_line_that_is_not_the_torn_last_is_named_with_its_file(run, line, complaint):

@@ -1,5 +1,4 @@
 import base64
-import itertools
 import math
 
 import pytest
@@ -34,8 +33,8 @@ class Nothing:
         yield from ()
 
 
-def task(classes: int, **options) -> Classification:
-    return Classification(Nothing(), Nothing(), classes=classes, **options)
+def task(classes: int) -> Classification:
+    return Classification(Nothing(), Nothing(), classes=classes)
 
 
 def batch(labels: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,16 +46,12 @@ def scores(logits: list[list[float]], labels: list[int]) -> dict[str, float]:
     return {name: value.item() for name, value in found.sums.items()}
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_the_loss_is_the_summed_cross_entropy(smoothing):
+def test_the_loss_is_the_summed_cross_entropy():
     logits = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
     labels = [3, 0, 1, 1, 2, 0]
-    loss = task(4, label_smoothing=smoothing).loss(Given(logits), batch(labels))
-    expected = 0.0
-    for row, label in zip(logits.tolist(), labels, strict=True):
-        log_sum = math.log(sum(map(math.exp, row)))
-        for k, value in enumerate(row):
-            expected -= ((1 - smoothing) * (k == label) + smoothing / 4) * (value - log_sum)
+    loss = task(4).loss(Given(logits), batch(labels))
+    rows = zip(logits.tolist(), labels, strict=True)
+    expected = sum(math.log(sum(map(math.exp, row))) - row[label] for row, label in rows)
     assert loss.sum.item() == pytest.approx(expected, rel=1e-12)
     assert loss.count == 6
     loss.sum.backward()
@@ -125,13 +120,6 @@ def test_scores_are_tensors_without_axes_that_add_up():
         assert sum(part[name].item() for part in parts) == pytest.approx(value.item(), rel=1e-6)
 
 
-def test_label_smoothing_is_for_training_only():
-    logits, labels = torch.randn(9, 6), [0, 1, 2, 3, 4, 5, 0, 1, 2]
-    plain, smooth = task(6), task(6, label_smoothing=0.3)
-    assert plain.score(Given(logits), batch(labels)).sums == smooth.score(Given(logits), batch(labels)).sums
-    assert plain.loss(Given(logits), batch(labels)).sum != smooth.loss(Given(logits), batch(labels)).sum
-
-
 def test_figures_are_means_and_errors_in_per_cent():
     sums = {"loss": 6.0, "wrong": 3.0, "wrong5": 1.0, "count": 8.0}
     assert task(10).figures(sums) == {"loss": 0.75, "top1": 37.5, "top5": 12.5}
@@ -157,10 +145,9 @@ def test_a_model_with_another_number_of_logits_is_refused(shape):
         task(4).loss(Given(torch.zeros(shape)), batch([0, 1]))
 
 
-@pytest.mark.parametrize("options", [{"classes": 1}, {"classes": 3, "label_smoothing": 1.5}])
-def test_a_task_that_makes_no_sense_is_refused(options):
-    with pytest.raises(ValueError, match=r"at least 2 classes|between 0 and 1"):
-        Classification(Nothing(), Nothing(), **options)
+def test_a_task_of_one_class_is_refused():
+    with pytest.raises(ValueError, match="at least 2 classes, got 1"):
+        task(1)
 
 
 def opened(name, folder, **options) -> Task:  # the annotation is the test: pyright holds the task to the protocol
@@ -189,12 +176,11 @@ def test_every_set_known_by_name_opens_and_scores(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_training_samples_change_with_the_epoch_unless_told_not_to(tmp_path, name):
-    for augment, part in itertools.product([True, False], ["train", "test"]):
-        samples = getattr(opened(name, tmp_path / str(augment) / part, augment=augment), part)
-        indices = torch.arange(3)
+def test_training_samples_change_with_the_epoch_and_test_samples_do_not(tmp_path, name):
+    problem, indices = opened(name, tmp_path), torch.arange(3)
+    for samples in (problem.train, problem.test):
         (one, _), (other, _) = samples.load([(0, indices), (1, indices)], seed=0)
-        assert torch.equal(one, other) is not (augment and part == "train")
+        assert torch.equal(one, other) is (samples is problem.test)
 
 
 def test_a_folder_in_the_working_directory_is_found(tmp_path, monkeypatch):

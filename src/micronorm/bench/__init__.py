@@ -11,5 +11,4 @@ loops do not live here.
 | `timing.py` | clocks of host and device, captured graphs, copy bandwidth |
 | `measure.py` | all methods at one shape |
 | `results.py` | ratios to BatchNorm, tables, CSV files, and where figures come from |
-| `plot.py` | the ratios as plots |
 """

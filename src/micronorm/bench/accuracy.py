@@ -116,7 +116,7 @@ def _affine(norm: BatchChannelNorm) -> list[nn.Parameter]:
 def _reference(norm: BatchChannelNorm, x: Tensor, affine: list[Tensor]) -> Tensor:
     """Compute the plain equations of the mode that the layer is in."""
     estimates = Moments(norm.running_mean.double(), norm.running_var.double())
-    options = {"groups": norm.num_groups, "eps": norm.eps}
+    options = {"groups": norm.num_groups, "eps": float(norm.eps)}
     if norm.training and norm.statistics == "sequential":
         assert isinstance(norm.rate, float)
         return algorithm1(x, estimates, norm.rate, *affine, micro_batch=norm.micro_batch, **options)[0]

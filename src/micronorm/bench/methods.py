@@ -7,6 +7,7 @@ GroupNorm's CUDA kernels need parameters in the dtype of the activations.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from micronorm.nn.backends import BACKENDS, explain_backend
 from micronorm.nn.bcn import BCN, BatchChannelNorm, Statistics
+from micronorm.nn.spec import SPECS, NormSpec
 
 RATE = 0.1  # a float, so that "sequential" needs no optimizer; its value does not change the operations
 MODES = ("step", "sequential", "batch")
@@ -135,6 +137,16 @@ ON_GPU = (*FUSED, BN, BN_COMPILED, GN, BN_GN, BN_GN_COMPILED)
 METHODS = tuple(dict.fromkeys((*ON_GPU, *ON_CPU, *FORMS)))
 
 
+def _registered() -> list[NormMethod]:
+    """Return a method, norm then ReLU, for every registered norm spec."""
+    specs = [(name, spec) for name, spec in SPECS.items() if issubclass(spec, NormSpec)]
+
+    def build(spec: type[NormSpec], channels: int, dtype: torch.dtype) -> nn.Module:
+        return nn.Sequential(spec()(channels).to(dtype), nn.ReLU(inplace=True))
+
+    return [NormMethod(name.lower(), f"{name}>ReLU", "train", partial(build, spec)) for name, spec in specs]
+
+
 def choose_methods(wanted: Sequence[str], *, on_gpu: bool, compiled: bool = True) -> list[NormMethod]:
     """Return the methods with these keys; without keys, the default methods of the device.
 
@@ -143,6 +155,8 @@ def choose_methods(wanted: Sequence[str], *, on_gpu: bool, compiled: bool = True
         ['BCN+ReLU (step)', 'BN>ReLU (train)']
     """
     known = {method.key: method for method in METHODS}
+    for method in _registered():
+        known.setdefault(method.key, method)
     for key in wanted:
         if key not in known:
             raise ValueError(f"no method {key!r}; there are {', '.join(known)}")

@@ -142,11 +142,12 @@ class CutsReport:
         head = f"{self.samples} samples, cut as {cuts}: "
         if self.ok:
             lines = [
-                head + f"the step does not depend on the cut. {self.compared} gradients, estimates, buffers and losses "
+                head
+                + f"the step does not depend on the split. {self.compared} gradients, statistics, buffers and losses "
                 f"agree; the largest relative difference is {self.worst:.1e}."
             ]
         else:
-            lines = [head + "THE STEP DEPENDS ON THE CUT.", *(str(finding) for finding in self.findings)]
+            lines = [head + "THE STEP DEPENDS ON THE SPLIT.", *(str(finding) for finding in self.findings)]
             if self.differences:
                 first = ", ".join(f"{d.kind} {d.name} {d.error:.1e} ({d.cut})" for d in self.differences[:3])
                 more = f" and {len(self.differences) - 3} more" if len(self.differences) > 3 else ""

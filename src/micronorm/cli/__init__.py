@@ -9,9 +9,11 @@ import typer
 
 import micronorm
 from micronorm.cli import bench, check, demo, diagnose, doctor, fold, plan, report, reproduce, train
+from micronorm.cli.faults import Commands
 
 app = typer.Typer(
     name="micronorm",
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,  # errors of ours show Python's own traceback, which users can paste into a report

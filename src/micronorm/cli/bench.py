@@ -11,13 +11,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from micronorm.bench import cases, methods, plot, results
+from micronorm.bench import cases, methods, results
 from micronorm.bench.cases import CASES, GPU_GROUPS, LAYOUTS, Case
 from micronorm.bench.measure import BenchSettings, measure
 from micronorm.bench.results import ROUTES, BenchResult
 from micronorm.bench.timing import FOOTPRINT, LARGE, PASSES_AT_LEAST, copy_bandwidth
 from micronorm.cli.progress import say
-from micronorm.cli.targets import MISUSE
+from micronorm.cli.specs import norm_spec
+from micronorm.cli.targets import MISUSE, TargetError
+from micronorm.nn import register
 
 FAULTY = 1
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -31,7 +33,9 @@ def bench(
         _Several, typer.Option(help="A group of cases (large, small, cpu) or a shape such as 16x64x56x56. Repeatable.")
     ] = None,
     layout: Annotated[_Several, typer.Option(help="nhwc or nchw. Repeatable; default: both.")] = None,
-    method: Annotated[_Several, typer.Option(help="A method by its key, see --list. Repeatable.")] = None,
+    method: Annotated[
+        _Several, typer.Option(help="A key of --list, or module:Spec for your own norm. Repeatable.")
+    ] = None,
     route: Annotated[_Several, typer.Option(help="eager or graph (CUDA graph). Repeatable.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Default: bfloat16 on a GPU, float32 on a CPU.")] = None,
     rounds: Annotated[int, typer.Option(help="Timed rounds; use 15 or more for figures to keep.")] = 15,
@@ -39,7 +43,6 @@ def bench(
     threads: Annotated[int | None, typer.Option(help="Number of torch threads; default: torch's choice.")] = None,
     no_compile: Annotated[bool, typer.Option("--no-compile", help="Leave out the torch.compile methods.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the results to this CSV file.")] = None,
-    plots: Annotated[Path | None, typer.Option("--plot", help="Write plots to this folder.")] = None,
     listed: Annotated[bool, typer.Option("--list", help="List cases and methods, and measure nothing.")] = False,
 ) -> None:
     """Time norm + ReLU, forward and backward: our layer beside BatchNorm, GroupNorm and their compositions.
@@ -56,15 +59,14 @@ def bench(
         where = _device(device)
         on_gpu = where.type == "cuda"
         chosen_cases = cases.choose_cases(case or (), on_gpu=on_gpu)
-        chosen_methods = methods.choose_methods(method or (), on_gpu=on_gpu, compiled=not no_compile)
+        keys = [_register(word) if ":" in word else word for word in method or ()]
+        chosen_methods = methods.choose_methods(keys, on_gpu=on_gpu, compiled=not no_compile)
         layouts = _members("--layout", layout, LAYOUTS)
         routes = _members("--route", route, ROUTES if on_gpu else ("eager",))
         settings = _settings(where, routes, dtype=dtype, rounds=rounds, threads=threads)
         if out is not None:
             _check_file(out)
-        if plots is not None:
-            _check_folder("--plot", plots)
-    except ValueError as fault:
+    except (ValueError, TargetError) as fault:
         typer.echo(f"micronorm bench: {fault}", err=True)
         raise typer.Exit(MISUSE) from None
     repeated = {"case": case, "layout": layout, "method": method, "route": route}
@@ -83,9 +85,6 @@ def bench(
         found += new
     if out is not None:
         results.write_csv(out, [results.as_record(result, facts) for result in found])
-    if plots is not None:
-        caption = f"{facts['gpu'] or facts['cpu']}, torch {facts['torch']}, {str(facts['date'])[:10]}"
-        plot.draw(found, plots, caption=caption)
     faults = [result for result in found if result.method.is_ours and result.fault]
     if faults:
         names = dict.fromkeys(f"{result.method.key} at {result.case.name}" for result in faults)
@@ -135,21 +134,17 @@ def _check_file(out: Path) -> None:
         raise ValueError(f"--out writes CSV, got {out.name!r}; name it something.csv")
     if out.is_dir():
         raise ValueError(f"--out writes a file, {out} is a folder; name a file in it, {out / 'rows.csv'}")
-    _check_folder("--out", out.parent)
-
-
-def _check_folder(option: str, folder: Path) -> None:
-    """Make the folder and write to it once. This comes before the measurement, which may take an hour."""
-    try:
+    folder = out.parent
+    try:  # before the measurement, which may take an hour
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".micronorm-"):
             pass
     except OSError as fault:
-        raise ValueError(f"{option} cannot write into {folder}: {fault.strerror}; name another folder") from None
+        raise ValueError(f"--out cannot write into {folder}: {fault.strerror}; name another folder") from None
 
 
 def _command(options: Mapping[str, Any]) -> str:
-    """Return the command that repeats the measurement, without --out and --plot, which name paths."""
+    """Return the command that repeats the measurement, without --out, which names a path."""
     words = ["micronorm", "bench"]
     for name, value in options.items():
         if value is True:
@@ -204,6 +199,14 @@ def _print_table(console: Console, case: Case, found: Sequence[BenchResult]) -> 
     console.print(table)
     for remark in results.remarks(found):
         say(console, remark)
+
+
+def _register(target: str) -> str:
+    """Register the user's norm spec `module:Spec`, and return the key of its method."""
+    spec = norm_spec(target)
+    if spec is None:
+        raise TargetError(f"{target} names no norm; write module:Spec")
+    return register(type(spec)).__name__.lower()
 
 
 def _list() -> None:

@@ -16,7 +16,7 @@ _BAR_WIDTH, _NARROW_BAR_WIDTH, _WIDTH_FOR_BAR = 14, 6, 100
 _REFRESH_PER_SECOND = 4
 
 
-class Row(Listener):
+class BoardRow(Listener):
     """The row of one run; pass it to the run as its listener."""
 
     def __init__(self, name: str) -> None:
@@ -57,7 +57,7 @@ class Board:
         rows: The runs, from top to bottom.
     """
 
-    def __init__(self, console: Console, rows: Sequence[Row]) -> None:
+    def __init__(self, console: Console, rows: Sequence[BoardRow]) -> None:
         self.console, self.rows = console, rows
         self._live: Live | None = None
 
@@ -74,7 +74,7 @@ class Board:
         elif any(row.steps for row in self.rows):
             self.console.print(self.table())
 
-    def print_finished(self, row: Row) -> None:
+    def print_finished(self, row: BoardRow) -> None:
         """Print the result of a run, unless the live table shows it."""
         if self._live is None:
             self.console.print(f"{row.name}: {row.error:.2f} % test error, {row.seconds:.1f} s")

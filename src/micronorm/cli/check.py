@@ -1,7 +1,8 @@
-"""`micronorm check`: test whether an optimizer step depends on how its samples are cut into micro-batches."""
+"""`micronorm check`: test whether an optimizer step depends on how its samples are split into micro-batches."""
 
 import copy
 import json
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import torch
@@ -11,9 +12,9 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor, nn
 
-from micronorm.check import CutsReport, check_cuts
+from micronorm.check import CutsReport, check_cuts, check_start
 from micronorm.cli.specs import Groups, Norm, Weight, norm_spec, weight_spec
-from micronorm.cli.targets import MISUSE, TargetError, resolve
+from micronorm.cli.targets import TargetError, resolve
 from micronorm.convert import convert
 from micronorm.ops.private_api import DropoutNd
 
@@ -25,12 +26,12 @@ def check(
     target: Annotated[
         str,
         typer.Argument(
-            help="package.module:factory, torchvision:NAME or timm:NAME. A factory returns (model, batch, loss) or a "
-            "model. A model alone is checked with random images and a summed cross-entropy."
+            help="timm:NAME, torchvision:NAME, recipe:NAME or package.module:factory. A factory returns (model, batch, "
+            "loss) or a model. A model alone is checked with random images and a summed cross-entropy."
         ),
     ],
-    batch: Annotated[int, typer.Option(min=2, help="The number of random images.")] = 6,
-    size: Annotated[int, typer.Option(min=1, help="The height and width of the images.")] = 64,
+    batch: Annotated[int, typer.Option(min=2, max=4096, help="The number of random images.")] = 6,
+    size: Annotated[int, typer.Option(min=1, max=4096, help="The height and width of the images.")] = 64,
     classes: Annotated[
         int | None, typer.Option(min=1, help="The number of labels; by default the number of outputs.")
     ] = None,
@@ -40,26 +41,28 @@ def check(
     no_dropout: Annotated[
         bool, typer.Option("--no-dropout", help="Switch off dropout and drop-path, which hide other faults.")
     ] = False,
+    lr: Annotated[
+        float | None,
+        typer.Option(help="Also take 20 steps of SGD at this learning rate on a copy, and warn if the loss jumps."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Run one step whole, in halves and one image at a time. Name the first module that makes them differ, and why.
 
-    With --norm or --weight the model is converted first.
+    With --norm or --weight the model is converted first. With --lr, a jump of the loss in the first steps is a note: it
+    does not change the exit code.
 
-    Exit code 0: the step does not depend on the cut. 1: it does. 2: the target or an option is wrong.
+    Exit code 0: the step does not depend on the split. 1: it does. 2: the target or an option is wrong.
     """
-    try:
-        model, data, loss = _subject(resolve(target), batch=batch, size=size, classes=classes)
-        wanted = norm_spec(norm, groups=groups), weight_spec(weight)
-        if any(spec is not None for spec in wanted):
-            model = convert(model, *wanted)
-        if no_dropout:
-            _switch_dropout_off(model)
-        report = check_cuts(model, data, loss)
-    except (TargetError, ValueError, TypeError) as error:
-        message = " ".join(str(error).split())
-        typer.echo(f"micronorm check: {message}", err=True)
-        raise typer.Exit(MISUSE) from None
+    model, data, loss = _subject(resolve(target), batch=batch, size=size, classes=classes)
+    wanted = norm_spec(norm, groups=groups), weight_spec(weight)
+    if any(spec is not None for spec in wanted):
+        model = convert(model, *wanted)
+    if no_dropout:
+        _switch_dropout_off(model)
+    report = check_cuts(model, data, loss)
+    jump = None if lr is None else check_start(model, data, loss, lr=lr)
+    report.notes.extend([jump] if jump else [])
     if as_json:
         typer.echo(json.dumps({"target": target, **report.to_dict()}, indent=2))
     else:
@@ -71,18 +74,27 @@ def _subject(made: nn.Module | tuple, *, batch: int, size: int, classes: int | N
     if isinstance(made, tuple):
         if len(made) != 3:
             raise TargetError(f"a factory must return a model or (model, batch, loss), got {len(made)} values")
-        return made
+        model, data, loss = made
+        _try(lambda: loss(copy.deepcopy(model), data), "the loss fails on the whole batch", "correct it")
+        return model, data, loss
     model = made.train()
     channels = next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), 3)
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(batch, channels, size, size, generator=generator)
-    outputs = _logits(_try(model, images[:1])).shape
+    with torch.no_grad():
+        shape = f"1×{channels}×{size}×{size}"
+        output = _try(
+            lambda: copy.deepcopy(model).eval()(images[:1]),
+            f"the model fails on an image of {shape}",
+            "try --size, or use a factory of (model, batch, loss)",
+        )
+    outputs = _logits(output).shape
     if len(outputs) < 2:
         raise TargetError(f"the model returns {tuple(outputs)}, not logits; use a factory of (model, batch, loss)")
     if classes is not None and classes > outputs[1]:
         raise TargetError(f"--classes {classes} is above the model's {outputs[1]} outputs")
     labels = torch.randint(classes or outputs[1], (batch, *outputs[2:]), generator=generator)
-    return model, (images, labels), _summed_cross_entropy
+    return model, (images, labels), summed_cross_entropy
 
 
 def _switch_dropout_off(model: nn.Module) -> None:
@@ -95,17 +107,12 @@ def _switch_dropout_off(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def _try(model: nn.Module, image: Tensor) -> Any:
-    """Return the output of a copy in eval mode."""
-    with torch.no_grad():
-        try:
-            return copy.deepcopy(model).eval()(image)
-        except Exception as error:
-            shape = "×".join(map(str, image.shape))
-            raise TargetError(
-                f"the model fails on an image of {shape} ({type(error).__name__}: {error}); try --size, or use a "
-                "factory of (model, batch, loss)"
-            ) from error
+def _try(call: Callable[[], Any], fault: str, hint: str) -> Any:
+    """Return what code of the user returns. Turn any error into a TargetError with `fault` and `hint`."""
+    try:
+        return call()
+    except Exception as error:
+        raise TargetError(f"{fault} ({type(error).__name__}: {error}); {hint}") from error
 
 
 def _logits(output: Any) -> Tensor:
@@ -121,7 +128,8 @@ def _logits(output: Any) -> Tensor:
     return output
 
 
-def _summed_cross_entropy(model: nn.Module, part: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+def summed_cross_entropy(model: nn.Module, part: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    """Return the sum of the cross-entropies and the number of labels."""
     images, labels = part
     return F.cross_entropy(_logits(model(images)), labels, reduction="sum"), labels.numel()
 
@@ -130,7 +138,7 @@ def _print(console: Console, report: CutsReport) -> None:
     text = Text(str(report))
     if console.is_terminal:
         text.highlight_words([f.where for f in report.findings] + ["fix:", "evidence:"], "bold")
-        text.highlight_words(["THE STEP DEPENDS ON THE CUT."], "bold red")
-        text.highlight_words(["the step does not depend on the cut."], "green")
+        text.highlight_words(["THE STEP DEPENDS ON THE SPLIT."], "bold red")
+        text.highlight_words(["the step does not depend on the split."], "green")
     # Wrap lines in a terminal only: whole lines in a file are easier to search.
     console.print(text, soft_wrap=not console.is_terminal)

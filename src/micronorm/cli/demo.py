@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from micronorm import records
-from micronorm.cli.board import Board, Row
+from micronorm.cli.board import Board, BoardRow
 from micronorm.cli.cuts import Stopped, run, split_difference
 from micronorm.cli.demo_page import write_demo_page
 from micronorm.cli.findings import (
@@ -23,7 +23,6 @@ from micronorm.cli.findings import (
     name_of,
 )
 from micronorm.cli.progress import say
-from micronorm.cli.targets import MISUSE
 from micronorm.engine.settings import Execution
 from micronorm.recipes import find_table
 from micronorm.recipes.digits import EPOCHS, STEP_BATCH
@@ -62,9 +61,6 @@ def demo(
         make_room(out)
         shown.run()
         return
-    except (FileExistsError, NotADirectoryError, PermissionError) as fault:
-        typer.echo(f"{COMMAND}: {fault}", err=True)
-        raise typer.Exit(MISUSE) from None
     except Stopped as stopped:
         number = stopped.number
     except KeyboardInterrupt:
@@ -139,7 +135,7 @@ class _Demo:
 
     def _train_methods(self) -> None:
         command = f"{COMMAND} --epochs {self.variation.epochs} --seed {self.variation.seed}"
-        rows = [Row(name_of(recipe)) for recipe in RECIPES]
+        rows = [BoardRow(name_of(recipe)) for recipe in RECIPES]
         with Board(self.console, rows) as board:
             for recipe, row in zip(RECIPES, rows, strict=True):
                 folder = self.out / recipe.row

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -11,20 +12,22 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor, nn
 
+from micronorm import records
 from micronorm.cli.pictures import read_images
 from micronorm.cli.specs import Groups, Norm, Weight, norm_spec, weight_spec
-from micronorm.cli.targets import MISUSE, TargetError, resolve
+from micronorm.cli.targets import TargetError, resolve
 from micronorm.convert import convert
-from micronorm.convert.foreign import read_state
+from micronorm.convert.checkpoint import load_state, read_state
 from micronorm.data.pixels import Standardization
 from micronorm.diagnostics.diagnosis import Diagnosis
 from micronorm.diagnostics.diagnosis import diagnose as examine
+from micronorm.engine.journal import WEIGHTS
+from micronorm.recipes import find
 
 FOUND = 1
 """The exit code if a layer has a problem."""
 
 _BATCH = 32
-_PREFIXES = ("module.", "_orig_mod.")  # added by DataParallel and DistributedDataParallel, and by torch.compile
 
 
 class _Subject(NamedTuple):
@@ -40,12 +43,12 @@ def diagnose(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="timm:NAME, torchvision:NAME, recipe:TABLE/ROW or package.module:factory. A factory returns a model, "
+            help="timm:NAME, torchvision:NAME, recipe:NAME or package.module:factory. A factory returns a model, "
             "or (model, batch, …) with images first in the batch.",
         ),
     ],
     checkpoint: Annotated[
-        Path | None, typer.Option(help="The state dict: .safetensors, or a file of torch.save, read as tensors only.")
+        Path | None, typer.Option(help="A run directory, or a state dict: .safetensors, or a file of torch.save.")
     ] = None,
     data: Annotated[
         str | None,
@@ -70,28 +73,25 @@ def diagnose(
     """Run a network over images, and report layers near an elimination singularity with a remedy.
 
     It finds channels that a ReLU keeps inactive, channels that are normalized together although their statistics differ
-    too much (StatDiff), and estimates that do not fit the images. With --norm or --weight the model is converted before
-    the checkpoint is loaded.
+    too much (StatDiff), and running statistics that do not fit the images. With --norm or --weight the model is
+    converted before the checkpoint is loaded.
 
-    Exit code 0: no layer has a problem. 1: some have. 2: the model, the checkpoint, the data or an option is wrong.
+    If the checkpoint lies in a run directory, a collapse at the start of its training is reported too.
+
+    Exit code 0: no problem. 1: a layer has one, or training collapsed. 2: the model, the checkpoint, the data or an
+    option is wrong.
     """
-    try:
-        subject = _resolve(target)
-        model = subject.model
-        wanted = norm_spec(norm, groups=groups), weight_spec(weight)
-        if any(spec is not None for spec in wanted):
-            model = convert(model, *wanted)
-        notes = _other_groups(model, norm, groups)
-        fresh = _is_fresh(model) and checkpoint is None
-        if checkpoint is not None:
-            _load(model, checkpoint)
-        source, batch = _images(subject, target, data, images, size, notes)
-        diagnosis = _examine(model, batch, device, by=by, fresh=fresh)
-    except (TargetError, ValueError, TypeError) as error:
-        message = " ".join(str(error).split())
-        typer.echo(f"micronorm diagnose: {message[:500]}{'…' * (len(message) > 500)}", err=True)
-        raise typer.Exit(MISUSE) from None
-    facts = {"target": target, "checkpoint": str(checkpoint) if checkpoint else None, "data": source}
+    subject = _resolve(target)
+    model, wanted = subject.model, (norm_spec(norm, groups=groups), weight_spec(weight))
+    if any(spec is not None for spec in wanted):
+        model = convert(model, *wanted)
+    notes = _other_groups(model, norm, groups)
+    fresh = _is_fresh(model) and checkpoint is None
+    if checkpoint is not None:
+        _load(model, checkpoint)
+    source, batch = _images(subject, target, data, images, size, notes)
+    collapse = None if checkpoint is None else _collapse(checkpoint)
+    diagnosis = replace(_examine(model, batch, device, by=by, fresh=fresh), collapse=collapse)
     diagnosis.notes.extend(notes)
     if checkpoint is None and (fresh or target.split(":")[0] in ("torchvision", "timm", "recipe")):
         by_batches = ", and batch normalization used its batches" if fresh else ""
@@ -101,6 +101,7 @@ def diagnose(
     if source == "random":
         diagnosis.notes.append("random images tell little about the channels that real images use: use --data")
     if as_json:
+        facts = {"target": target, "checkpoint": str(checkpoint) if checkpoint else None, "data": source}
         typer.echo(json.dumps({**facts, "images": len(batch), **diagnosis.to_dict()}, indent=1, ensure_ascii=False))
     else:
         shape = "×".join(map(str, batch.shape))
@@ -109,14 +110,10 @@ def diagnose(
 
 
 def _resolve(target: str) -> _Subject:
-    if target.startswith("recipe:"):
-        from micronorm import recipes
-
-        recipe = recipes.find(target.removeprefix("recipe:"))
-        return _Subject(recipe.build(seed=0), data=recipe.data if recipe.data == "digits" else None)
-    made = resolve(target, also=["recipe:TABLE/ROW"])
+    made = resolve(target)
     if isinstance(made, nn.Module):
-        return _Subject(made)
+        uses_digits = target.startswith("recipe:") and find(target.removeprefix("recipe:")).data == "digits"
+        return _Subject(made, data="digits" if uses_digits else None)
     model = made[0] if made else None
     if not isinstance(model, nn.Module):
         raise TargetError(f"{target} must return a model or a tuple that starts with one, got {type(model).__name__}")
@@ -138,43 +135,27 @@ def _other_groups(model: nn.Module, norm: str, groups: int | None) -> list[str]:
     return [f"--groups {groups} does not divide the channels of all layers; groups used: {layers}"] if layers else []
 
 
+def _collapse(checkpoint: Path) -> str | None:
+    """Return how the run that wrote the checkpoint collapsed at its start; None if it did not or there is no record."""
+    folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
+    if not (folder / records.FACTS).is_file():
+        return None
+    found = records.read(folder, rows=False).facts.get("collapse")
+    return found if isinstance(found, str) else None
+
+
 def _load(model: nn.Module, checkpoint: Path) -> None:
-    """Load a state dict. Raise TargetError if a key is missing or unknown."""
-    if checkpoint.is_dir():
-        inside = checkpoint / "model.safetensors"
-        hint = f": did you mean {inside}?" if inside.is_file() else f" without {inside.name}"
-        raise TargetError(f"{checkpoint} is a folder{hint}")
-    if not checkpoint.is_file():
-        raise TargetError(f"{checkpoint} does not exist")
-    expected = model.state_dict()
-    state = _strip(read_state(checkpoint), expected)
-    # Tied tensors are written once, and files of torch before 0.4.1 have no num_batches_tracked.
-    given = {expected[key].data_ptr() for key in state.keys() & expected.keys() if expected[key].numel()}
-    missing = [
-        key
-        for key, tensor in expected.items()
-        if key not in state and tensor.data_ptr() not in given and not key.endswith("num_batches_tracked")
-    ]
-    foreign = [key for key in state if key not in expected]
-    if missing or foreign:
-        parts = [f"{what}: {', '.join(keys[:4])}{' …' * (len(keys) > 4)}" for what, keys in
-                 (("missing in the file", missing), ("not in the model", foreign)) if keys]  # fmt: skip
-        raise TargetError(
-            f"{checkpoint} does not fit the model ({'; '.join(parts)}). If it was saved from a converted model, use "
-            "--norm, --groups and --weight"
-        )
+    """Load the state dict of a file, or of a run directory."""
+    file = checkpoint / WEIGHTS if checkpoint.is_dir() else checkpoint
+    if not file.is_file():
+        raise TargetError(f"{file} does not exist")
+    state = read_state(file)
     try:
-        model.load_state_dict(state, strict=False)
-    except RuntimeError as error:
-        raise TargetError(f"{checkpoint} does not fit the model: {error}") from error
-
-
-def _strip(state: dict[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Remove the prefixes that wrappers add to every key."""
-    for prefix in _PREFIXES * 2:
-        if all(key.startswith(prefix) for key in state) and not any(key.startswith(prefix) for key in expected):
-            state = {key.removeprefix(prefix): value for key, value in state.items()}
-    return state
+        load_state(model, state)
+    except ValueError as error:
+        raise TargetError(
+            f"{file}: {error}. If it was saved from a converted model, use --norm, --groups and --weight"
+        ) from error
 
 
 def _is_fresh(model: nn.Module) -> bool:
@@ -207,6 +188,8 @@ def _images(
 def _examine(model: nn.Module, images: Tensor, device: str, *, by: str, fresh: bool) -> Diagnosis:
     try:
         place = torch.device(device)
+        if place.type == "meta":
+            raise TargetError("--device meta computes no values; use cpu or cuda")
         model.to(place)
     except (RuntimeError, AssertionError) as error:
         raise TargetError(f"--device {device}: {error}") from error

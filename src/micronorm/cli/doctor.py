@@ -11,8 +11,9 @@ import torch
 import typer
 from torch import nn
 
-from micronorm.cli.selftest import Result, run_tests, self_tests
-from micronorm.cli.targets import MISUSE
+from micronorm.cli.faults import FAILED
+from micronorm.cli.selftest import SelfTestResult, run_tests, self_tests
+from micronorm.cli.targets import TargetError
 from micronorm.data.search import find_data, search_folders
 from micronorm.engine.environment import environment
 from micronorm.nn import SPECS, BatchChannelNorm
@@ -20,17 +21,15 @@ from micronorm.nn.backends import explain_backend, kernel_problem
 from micronorm.nn.spec import NormSpec
 from micronorm.ops.weight import choose_backend
 
-FAILED = 1
-
-# Optional packages: the extra that installs them, and what they are for.
+# Optional packages, and what they are for.
 EXTRAS = (
-    (("torchvision",), "models", "ImageNet's networks and folders, CIFAR's download"),
-    (("timm",), "models", "timm's models by name"),
-    (("onnx", "onnxruntime", "onnxscript"), "onnx", "export to ONNX"),
-    (("tensorboard",), "tensorboard", "TensorBoard events of a run"),
-    (("lightning",), "lightning", "Lightning's training loop"),
-    (("accelerate",), "accelerate", "Accelerate's training loop"),
-    (("transformers",), "transformers", "Hugging Face's Trainer"),
+    (("torchvision",), "ImageNet's networks and folders, CIFAR's download"),
+    (("timm",), "timm's models by name"),
+    (("onnx", "onnxruntime", "onnxscript"), "export to ONNX"),
+    (("tensorboard",), "TensorBoard events of a run"),
+    (("lightning",), "Lightning's training loop"),
+    (("accelerate",), "Accelerate's training loop"),
+    (("transformers",), "Hugging Face's Trainer"),
 )
 _REQUIRED = ("matplotlib", "numpy", "rich", "safetensors", "scikit-learn", "torch", "typer")
 
@@ -44,8 +43,7 @@ def doctor(
     Exit code 0: no self-test failed. 1: one failed, and is named. 2: an option is wrong.
     """
     if data is not None and not data.is_dir():
-        typer.echo(f"micronorm doctor: --data must be a folder, got {data}", err=True)
-        raise typer.Exit(MISUSE)
+        raise TargetError(f"--data must be a folder, got {data}")
     devices = [torch.device("cpu")]
     if torch.cuda.is_available():
         devices.append(torch.device("cuda", torch.cuda.current_device()))
@@ -106,13 +104,13 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _describe_extra(packages: Sequence[str], extra: str, purpose: str) -> dict[str, Any]:
+def _describe_extra(packages: Sequence[str], purpose: str) -> dict[str, Any]:
     versions = {name: _version(name) for name in packages}
-    install = None if all(versions.values()) else f"pip install 'micronorm[{extra}]'"
+    install = None if all(versions.values()) else f"pip install {' '.join(packages)}"
     return {"packages": versions, "purpose": purpose, "install": install}
 
 
-def _print(found: dict[str, Any], results: Sequence[Result]) -> None:
+def _print(found: dict[str, Any], results: Sequence[SelfTestResult]) -> None:
     own, data = found["environment"], found["data"]
     revision = f", revision {own['revision']}" if own["revision"] else ""
     versions = {"micronorm": f"{own['micronorm']}{revision}", "python": own["python"], "torch": own["torch"]}

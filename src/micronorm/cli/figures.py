@@ -16,13 +16,12 @@ from micronorm.cli.progress import TrainingProgress, say
 from micronorm.engine.parallel import own_device
 from micronorm.recipes import figures
 from micronorm.recipes.figures.data import read, same_settings
-from micronorm.recipes.figures.figure import OPTIONS
 
 FOLDER = "figures"
 """Folder of data files and pictures, inside the folder of runs."""
 
 
-def reproduce_figure(name: str, request: figures.Request, *, out: Path | None, as_json: bool) -> None:
+def reproduce_figure(name: str, request: figures.Request, *, as_json: bool) -> None:
     """Print the numbers of a figure as JSON, or measure them if they are missing and draw the figure.
 
     Raises:
@@ -52,7 +51,7 @@ def reproduce_figure(name: str, request: figures.Request, *, out: Path | None, a
         say(console, f"Numbers: {path} ({found['date'][:10]}, {found['seconds']:g} s).")
     for row, why in ((found or {}).get("numbers") or {}).get("missing", {}).items():
         say(console, f"Missing: {row} ({why}); drawn without it.")
-    for picture in figure.save(found or {}, out or request.runs / FOLDER, stem):
+    for picture in figure.save(found or {}, request.runs / FOLDER, stem):
         say(console, f"Drawn: {picture}")
 
 
@@ -81,6 +80,6 @@ def _find(wanted: dict[str, Any], stem: str, runs: Path) -> tuple[dict[str, Any]
 
 def _command(name: str, request: figures.Request) -> str:
     """Return the command that repeats the measurement, without folders."""
-    given = {option: getattr(request, option) for option in OPTIONS}
+    given = {"dataset": request.dataset, "epochs": request.epochs}
     words = [word for option, value in given.items() if value is not None for word in (f"--{option}", str(value))]
     return shlex.join(["micronorm", "reproduce", name, *words])

@@ -7,21 +7,29 @@ import torch
 import typer
 from torch import nn
 
+from micronorm.cli.faults import FAILED, one_line
 from micronorm.cli.specs import Groups, Statistics, norm_spec, weight_spec
-from micronorm.cli.targets import MISUSE, TargetError, resolve_model
+from micronorm.cli.targets import TargetError, resolve_model
 from micronorm.convert import convert
-from micronorm.convert.foreign import read_state
+from micronorm.convert.checkpoint import load_state, pack_state, read_header, read_state
+from micronorm.engine.journal import WEIGHTS
 from micronorm.export import fold as fold_model
 from micronorm.export import onnx as export_onnx
+from micronorm.export.fold import is_ours
+from micronorm.recipes.load import load as load_run
+from micronorm.records import write_atomically
 
-FAILED = 1
 _HOW = ("model", "norm", "groups", "weight", "statistics")
 
 
 def fold(
-    checkpoint: Annotated[Path, typer.Argument(help="The converted model's state dict: .safetensors, .pt or .pth.")],
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(help="A run directory of `micronorm train`, or a state dict: .safetensors, .pt or .pth."),
+    ],
     model: Annotated[
-        str | None, typer.Option(help="The model it was saved from: timm:NAME, torchvision:NAME or module:factory.")
+        str | None,
+        typer.Option(help="The model it was saved from: recipe:NAME, timm:NAME, torchvision:NAME or module:factory."),
     ] = None,
     norm: Annotated[str | None, typer.Option(help="The norm the model was converted to; default bcn.")] = None,
     groups: Groups = None,
@@ -30,12 +38,16 @@ def fold(
     out: Annotated[Path | None, typer.Option(help="Write the folded state dict here (.safetensors).")] = None,
     onnx: Annotated[Path | None, typer.Option(help="Write an ONNX file here, verified by onnxruntime.")] = None,
     size: Annotated[tuple[int, int], typer.Option(help="Height and width of the example image.")] = (224, 224),
-    channels: Annotated[int, typer.Option(min=1, help="Channels of the example image.")] = 3,
+    channels: Annotated[
+        int | None, typer.Option(min=1, help="Channels of the example image; default those of the first convolution.")
+    ] = None,
 ) -> None:
     """Fold a trained checkpoint into plain layers, and write them as a state dict, as ONNX, or both.
 
-    A state dict contains tensors but not the layers: --model, --norm, --groups, --weight and --statistics describe the
-    model it was saved from. A .safetensors file may contain them as metadata of the same names.
+    A run directory says itself what was trained. For a state dict, --model, --norm, --groups, --weight and --statistics
+    describe the model it was saved from. A .safetensors file may contain them as metadata of the same names; it may
+    name recipes and models of timm and torchvision, but no code of yours. A model that --model gives with layers of
+    micronorm is not converted again.
 
     Exit code 0: written. 1: the checkpoint does not fit the model, or folding or export failed. 2: an option is wrong.
     """
@@ -44,48 +56,61 @@ def fold(
             raise TargetError("give --out FILE.safetensors, --onnx FILE.onnx, or both")
         if out is not None and out.suffix != ".safetensors":
             raise TargetError(f"--out writes safetensors, got {out.name!r}")
-        if not checkpoint.is_file():
-            raise TargetError(f"no file {checkpoint}")
-        given = dict(zip(_HOW, (model, norm, groups, weight, statistics), strict=True))
-        network = _rebuild(_metadata(checkpoint) | {key: value for key, value in given.items() if value is not None})
-        state = read_state(checkpoint)
-        has_bcn, saved_bcn = (any("group_weight" in key for key in keys) for keys in (network.state_dict(), state))
-        if has_bcn and not saved_bcn:
-            raise ValueError("the file contains no group_weight: it was saved from the model before its conversion")
-        network.load_state_dict(state)
-        _write(fold_model(network.eval()), out, onnx, torch.randn(2, channels, *size))
-    except (TargetError, ImportError, RuntimeError, TypeError, ValueError) as fault:
-        message = " ".join(str(fault).split())
-        typer.echo(f"micronorm fold: {message[:500]}{'…' * (len(message) > 500)}", err=True)
-        raise typer.Exit(MISUSE if isinstance(fault, TargetError) else FAILED) from None
+        options = dict(zip(_HOW, (model, norm, groups, weight, statistics), strict=True))
+        network = _read(checkpoint, {key: value for key, value in options.items() if value is not None})
+        folded = network if out is None else fold_model(network)
+        if onnx is not None:
+            _write_onnx(folded, onnx, channels, size)
+        if out is not None:
+            write_atomically(out, pack_state(folded))
+            typer.echo(f"{out}: {len(folded.state_dict())} tensors")
+    except (OSError, RuntimeError, TypeError, ValueError) as fault:  # the options are right, the checkpoint is not
+        typer.echo(f"micronorm fold: {one_line(fault)}", err=True)
+        raise typer.Exit(FAILED) from None
 
 
-def _metadata(checkpoint: Path) -> dict[str, Any]:
-    if checkpoint.suffix != ".safetensors":
-        return {}
-    from safetensors import safe_open
+def _read(checkpoint: Path, options: dict[str, Any]) -> nn.Module:
+    """Return the trained network in eval mode."""
+    if checkpoint.is_dir():
+        if not options:
+            return load_run(checkpoint)
+        checkpoint = checkpoint / WEIGHTS
+    if not checkpoint.is_file():
+        raise TargetError(f"no file {checkpoint}")
+    network, state = _rebuild(options, read_header(checkpoint)), read_state(checkpoint)
+    has_bcn, saved_bcn = (any("group_weight" in key for key in keys) for keys in (network.state_dict(), state))
+    if has_bcn and not saved_bcn:
+        raise ValueError(f"{checkpoint} contains no group_weight: it was saved from the model before its conversion")
+    try:
+        load_state(network, state)
+    except ValueError as error:
+        raise ValueError(f"{checkpoint}: {error}") from error
+    return network.eval()
 
-    with safe_open(checkpoint, "pt") as file:
-        return {key: value for key, value in (file.metadata() or {}).items() if key in _HOW}
 
-
-def _rebuild(how: dict[str, Any]) -> nn.Module:
-    """Build the converted network with fresh weights."""
+def _rebuild(options: dict[str, Any], header: dict[str, str]) -> nn.Module:
+    """Build the converted network with fresh weights from the command line, and from the file's metadata."""
+    how = {key: value for key, value in header.items() if key in _HOW} | options
     if "model" not in how:
-        raise TargetError("give the model: --model timm:NAME, torchvision:NAME or package.module:factory")
-    groups = int(how["groups"]) if "groups" in how else None
-    norm = norm_spec(how.get("norm", "bcn"), groups=groups, statistics=how.get("statistics"))
-    return convert(resolve_model(how["model"]), norm, weight_spec(how.get("weight", "ws")))
+        raise TargetError("give the model: --model recipe:NAME, timm:NAME, torchvision:NAME or package.module:factory")
+    network = resolve_model(how["model"], from_file="model" not in options)
+    if how["model"].startswith("recipe:") or any(map(is_ours, network.modules())):
+        unused = [f"--{name}" for name in options if name != "model"]
+        if unused:
+            raise TargetError(f"{how['model']} gives a converted model: leave out {' and '.join(unused)}")
+        return network
+    norm = norm_spec(
+        how.get("norm", "bcn"),
+        from_file="norm" not in options,
+        groups=int(how["groups"]) if "groups" in how else None,
+        statistics=how.get("statistics"),
+    )
+    return convert(network, norm, weight_spec(how.get("weight", "ws"), from_file="weight" not in options))
 
 
-def _write(folded: nn.Module, out: Path | None, onnx: Path | None, example: torch.Tensor) -> None:
-    if onnx is not None:
-        report = export_onnx(folded, onnx, (example,))
-        shapes = " and ".join("×".join(map(str, shape)) for shape in report.shapes)
-        nodes = f"opset {report.opset}, {report.group_normalizations} GroupNormalization nodes"
-        typer.echo(f"{onnx}: {nodes}; onnxruntime agrees to {report.worst:.1e} at {shapes}")
-    if out is not None:
-        from safetensors.torch import save_model
-
-        save_model(folded, str(out))
-        typer.echo(f"{out}: {len(folded.state_dict())} tensors")
+def _write_onnx(model: nn.Module, path: Path, channels: int | None, size: tuple[int, int]) -> None:
+    first = next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), 3)
+    report = export_onnx(model, path, (torch.randn(2, channels or first, *size),))
+    shapes = " and ".join("×".join(map(str, shape)) for shape in report.shapes)
+    nodes = f"opset {report.opset}, {report.group_normalizations} GroupNormalization nodes"
+    typer.echo(f"{path}: {nodes}; onnxruntime agrees to {report.worst:.1e} at {shapes}")

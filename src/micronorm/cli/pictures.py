@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from micronorm.cli.targets import TargetError
-from micronorm.convert.foreign import loading_fault
-from micronorm.data.folders import SUFFIXES
+from micronorm.convert.checkpoint import loading_fault
+from micronorm.data.folders import SUFFIXES, decode
 from micronorm.data.pixels import IMAGENET, Standardization
 
 TENSORS = (".pt", ".pth", ".npy", ".safetensors")
@@ -95,11 +95,7 @@ def _read_folder(folder: Path, count: int, size: int) -> Tensor:
     chosen = [files[i * len(files) // count] for i in range(count)] if len(files) > count else files
     images = torch.empty(len(chosen), 3, size, size, dtype=torch.uint8)
     for n, file in enumerate(chosen):
-        try:
-            with Image.open(file) as opened:
-                image = opened.convert("RGB")
-        except Exception as error:  # PIL's decoders raise many kinds of exceptions
-            raise TargetError(f"{file} is not a readable picture ({type(error).__name__}: {error})") from error
+        image = decode(file)
         # The usual evaluation crop: the shorter side to 256/224 of the size, then the middle.
         scale = size * 256 / 224 / min(image.size)
         wide, high = (max(size, math.ceil(side * scale)) for side in image.size)

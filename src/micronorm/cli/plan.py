@@ -1,27 +1,40 @@
 """`micronorm plan`: show what a conversion would do to each layer of a model."""
 
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
-from micronorm.cli.specs import Groups, Norm, Statistics, Weight, norm_spec, weight_spec
-from micronorm.cli.targets import MISUSE, TargetError, resolve_model
+from micronorm.cli.faults import one_line
+from micronorm.cli.specs import Groups, Statistics, norm_spec, weight_spec
+from micronorm.cli.targets import TargetError, resolve_model
 from micronorm.convert import Plan
 from micronorm.convert import plan as make_plan
+from micronorm.nn.spec import NormSpec, WeightSpec
+from micronorm.recipes import find
+from micronorm.recipes.networks import build_network
 
 NOTHING = 1
 
 
 def plan(
     target: Annotated[
-        str, typer.Argument(help="timm:NAME, torchvision:NAME, or package.module:factory for a model of your own.")
+        str,
+        typer.Argument(
+            help="timm:NAME, torchvision:NAME, package.module:factory for a model of your own, or recipe:NAME for the "
+            "conversion of a recipe."
+        ),
     ],
-    norm: Norm = "bcn",
+    norm: Annotated[
+        str | None, typer.Option(help="bcn, gn, bn, …, module:Spec or none; default bcn, of a recipe its own.")
+    ] = None,
     groups: Groups = None,
-    weight: Weight = "ws",
+    weight: Annotated[
+        str | None, typer.Option(help="ws, wn, cwn, module:Spec or none; default ws, of a recipe its own.")
+    ] = None,
     statistics: Statistics = None,
     absorb: Annotated[
         bool, typer.Option("--absorb", help="Keep the mean and scale of each pretrained kernel.")
@@ -41,18 +54,17 @@ def plan(
     """
     try:
         made = make_plan(
-            resolve_model(target),
-            norm_spec(norm, groups=groups, statistics=statistics),
-            weight_spec(weight),
+            *_subject(target, norm, weight, groups=groups, statistics=statistics),
             absorb=absorb or None,
             warm_steps=warm_steps,
             layer_norm=layer_norm,
             fuse=not no_fuse,
         )
-    except (TargetError, TypeError, ValueError) as fault:
-        typer.echo(f"micronorm plan: {fault}", err=True)
-        nothing = isinstance(fault, ValueError) and str(fault).startswith("nothing to convert")
-        raise typer.Exit(NOTHING if nothing else MISUSE) from None
+    except ValueError as fault:
+        if not str(fault).startswith("nothing to convert"):
+            raise
+        typer.echo(f"micronorm plan: {one_line(fault)}", err=True)
+        raise typer.Exit(NOTHING) from None
     console = Console(highlight=False)
     if as_json:
         typer.echo(json.dumps({"target": target, **made.to_dict()}, indent=1, ensure_ascii=False))
@@ -61,6 +73,20 @@ def plan(
         console.print(made.summary(), markup=False)
     else:
         typer.echo(str(made))
+
+
+def _subject(
+    target: str, norm: str | None, weight: str | None, **options: Any
+) -> tuple[nn.Module, NormSpec | None, WeightSpec | None]:
+    """Return the model and the specs to plan with. A recipe gives its plain network, and its specs by default."""
+    specs = norm_spec(norm or "bcn", **options), weight_spec(weight or "ws")
+    if not target.startswith("recipe:"):
+        return resolve_model(target), *specs
+    recipe = find(target.removeprefix("recipe:"))
+    if norm is None and any(value is not None for value in options.values()):
+        raise TargetError("--groups and --statistics change the recipe's norm: name one with --norm too")
+    network = build_network(recipe.network, classes=recipe.classes)
+    return network, recipe.norm if norm is None else specs[0], recipe.weight if weight is None else specs[1]
 
 
 def _table(target: str, plan: Plan) -> Table:

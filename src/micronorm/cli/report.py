@@ -1,19 +1,15 @@
 """`micronorm report RUN…`: write one page about some runs, and its charts as files."""
 
-import os
 import webbrowser
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from micronorm import records
+from micronorm.cli.faults import one_line
 from micronorm.cli.targets import MISUSE
 from micronorm.report import write_page, write_plots
-
-FAILED = 1
 
 
 def report(
@@ -31,29 +27,18 @@ def report(
     unfinished runs up to their last step. If some of several records are damaged, the page leaves them out and names
     them.
 
-    Exit code 0: written. 1: a file could not be written. 2: no readable run was found, or an option is wrong.
+    Exit code 0: written. 1: the disk is full. 2: no readable run was found, or a path or an option is wrong.
     """
-    try:
-        found, faults = _read(_find(runs))
-    except (OSError, ValueError) as fault:
-        raise _said(str(fault), MISUSE) from None
+    found, faults = _read(_find(runs))
     for fault in faults:
-        _say(f"left out: {fault}" if found else fault)
+        typer.echo(f"micronorm report: {'left out: ' if found else ''}{fault}", err=True)
     if not found:
         raise typer.Exit(MISUSE)
     heading = title or (found[0].path.resolve().name if len(found) == 1 else f"{len(found)} runs")
-    try:
-        with _writing(out):
-            page = write_page(out, runs=found, title=heading, left_out=faults)
-        typer.echo(f"{page}: {len(found)} run{'s' * (len(found) > 1)}, {page.stat().st_size / 1000:,.0f} kB")
-        if plots is not None:
-            with _writing(plots, folder=True):
-                files = write_plots(plots, runs=found)
-            typer.echo(f"{plots}: {len(files)} files")
-    except ValueError as fault:
-        raise _said(str(fault), MISUSE) from None
-    except _NotWritten as fault:
-        raise _said(str(fault), FAILED) from None
+    page = write_page(out, runs=found, title=heading, left_out=faults)
+    typer.echo(f"{page}: {len(found)} run{'s' * (len(found) > 1)}, {page.stat().st_size / 1000:,.0f} kB")
+    if plots is not None:
+        typer.echo(f"{plots}: {len(write_plots(plots, runs=found))} files")
     if browse:
         webbrowser.open(page.resolve().as_uri())
 
@@ -76,35 +61,5 @@ def _read(runs: list[Path]) -> tuple[list[records.Record], list[str]]:
         try:
             found.append(records.read(run))
         except (OSError, ValueError) as fault:
-            faults.append(" ".join(str(fault).split()))
+            faults.append(one_line(fault))
     return found, faults
-
-
-class _NotWritten(Exception):
-    """A file or folder could not be written; the message says why."""
-
-
-@contextmanager
-def _writing(target: Path, *, folder: bool = False) -> Iterator[None]:
-    """On failure name the user's path instead of a temporary file, and remove the folders made for it."""
-    missing = [path for path in (target, *target.parents) if not os.path.exists(path)]
-    try:
-        if not folder and target.is_dir():
-            raise IsADirectoryError(0, "it is a folder")
-        if folder and target.is_file():
-            raise NotADirectoryError(0, "it is a file, not a folder")
-        yield
-    except OSError as fault:
-        for path in missing:
-            with suppress(OSError):
-                path.rmdir()
-        raise _NotWritten(f"{target} cannot be written: {fault.strerror or fault}") from fault
-
-
-def _say(message: str) -> None:
-    typer.echo(f"micronorm report: {' '.join(message.split())}", err=True)
-
-
-def _said(message: str, code: int) -> typer.Exit:
-    _say(message)
-    return typer.Exit(code)

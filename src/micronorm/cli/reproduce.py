@@ -2,10 +2,9 @@
 
 import json
 import math
-import shlex
-import time
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,25 +13,21 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as Grid
 
-from micronorm import records
 from micronorm.cli.figures import list_figures, reproduce_figure
-from micronorm.cli.progress import TrainingProgress, say
+from micronorm.cli.progress import say
+from micronorm.cli.row_queue import INCOMPLETE, RowQueue
 from micronorm.cli.targets import MISUSE, TargetError, unknown
-from micronorm.cli.train import execution_options
-from micronorm.engine.loop import Diverged
 from micronorm.engine.settings import DTYPES, Execution
 from micronorm.recipes import Recipe, Table, find_table, tables
 from micronorm.recipes.figures import Request
-from micronorm.recipes.results import Findings, Result, gather, packaged, read_runs
-from micronorm.recipes.run import Variation, run_recipe
+from micronorm.recipes.results import Findings, RunResult, gather, packaged, read_runs
+from micronorm.recipes.run import Variation
 
-INCOMPLETE = 1
-
-_SHOWN = {"top1": "top-1", "top5": "top-5"}
+_SHOWN = {"top1": "top-1 error", "top5": "top-5 error", "miou": "mIoU"}
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """A recipe and what was found for it."""
 
     recipe: Recipe
@@ -87,11 +82,12 @@ def reproduce(
     dataset: Annotated[
         str | None, typer.Option(help="What a figure is measured on: digits, cifar10, …; the smallest by default.")
     ] = None,
-    network: Annotated[str | None, typer.Option(help="What a figure trains, by the name recipes use.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Where a figure's pictures go; by default RUNS/figures.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Run nothing; print what is recorded as JSON.")] = False,
 ) -> None:
     """Show a table of the paper with its results and ours, then train the rows that have no result of ours.
+
+    The rows to train are listed first, with their length. On a terminal the command then asks, unless an option such as
+    --rows, --seed or --minutes says that training is meant. Use --json to train nothing.
 
     A run counts when it finished with the recipe's settings and data. Of several seeds the mean is shown. A run that
     was stopped resumes from its checkpoint.
@@ -99,57 +95,87 @@ def reproduce(
     Rows run one after the other, in the order of --rows. So `--rows a,b,c --minutes 25` is a queue: it runs until the
     minutes are over, and the same command continues it later, also on another machine with the same RUNS folder.
 
-    A figure (fig:…) is drawn as SVG and PNG. Missing numbers are measured first, into RUNS/figures.
+    A figure (fig:…) is drawn as SVG and PNG into RUNS/figures. Missing numbers are measured first.
 
     Exit code 0: every row asked for has a figure or was run. 1: one could not be run, or the minutes were over (rows
     that cannot be run at all count only if --rows names them). 2: a name or an option is wrong. 130, 143: stopped by a
     signal.
     """
+    meant = {"--rows": rows, "--epochs": epochs, "--seed": seed, "--data": data, "--minutes": minutes, "--dtype": dtype}
+    meant |= {"--channels-last": channels_last or None, "--cuda-graph": cuda_graph or None}
+    given = [name for name, value in {**meant, "--dataset": dataset}.items() if value is not None]
     try:
-        if table is not None and table.startswith("fig:"):
-            if rows is not None:
-                raise TargetError(f"--rows is for tables; {table} is a figure")
-            request = Request(dataset=dataset, network=network, epochs=epochs, seed=seed, data=data, runs=runs)
-            _reproduce_figure(table, request, as_json=as_json, out=out)
-            return
-        if as_json and (epochs, seed, data) != (None, None, None):
-            raise TargetError("--json runs nothing; remove --epochs, --seed and --data")
+        _check_options(table, given, as_json=as_json)
         if table is None:
-            if any(option is not None for option in (rows, epochs, seed, data, dataset, network, out)):
-                raise TargetError(f"say which table: {', '.join(tables())}")
             _list_tables(as_json=as_json)
             return
-        if (dataset, network, out) != (None, None, None):
-            raise TargetError("--dataset, --network and --out are for figures; a table's rows have their own")
+        if table.startswith("fig:"):
+            _reproduce_figure(table, Request(dataset=dataset, epochs=epochs, data=data, runs=runs), as_json=as_json)
+            return
         chosen, asked = _choose(table, rows)
         if dtype is not None and dtype not in DTYPES:
             raise TargetError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     except (TargetError, ValueError) as fault:
         typer.echo(f"micronorm reproduce: {fault}", err=True)
         raise typer.Exit(MISUSE) from None
-    console = Console(highlight=False)
-    found = _look(chosen, runs)
+    found = _find_rows(chosen, runs)
     if as_json:
         typer.echo(json.dumps([row.to_dict() for row in found], indent=1, ensure_ascii=False, allow_nan=False))
         return
-    _print_rows(console, find_table(table), found)
-    _print_remarks(console, found)
-    missing = [row.recipe for row in found if _is_missing(row, epochs=epochs, seed=seed)]
-    variation = Variation(epochs=epochs, seed=0 if seed is None else seed, dtype=dtype)
-    execution = Execution(
-        channels_last=channels_last, cuda_graph=cuda_graph, evaluate_epochs=evaluate_every, minutes=minutes
+    options = {"channels_last": channels_last, "cuda_graph": cuda_graph, "evaluate_epochs": evaluate_every}
+    queue = RowQueue(
+        Console(highlight=False),
+        runs=runs,
+        data=data,
+        variation=Variation(epochs=epochs, seed=seed or 0, dtype=dtype),
+        execution=Execution(minutes=minutes, **options),
     )
-    failed = _run_all(console, missing, asked, runs=runs, data=data, variation=variation, execution=execution)
+    missing = [row.recipe for row in found if _is_missing(row, epochs=epochs, seed=seed)]
+    _show_and_run(find_table(table), found, missing, asked, queue, confirm=not given and sys.stdin.isatty())
+
+
+def _show_and_run(
+    table: Table,
+    found: Sequence[TableRow],
+    missing: Sequence[Recipe],
+    asked: set[str],
+    queue: RowQueue,
+    *,
+    confirm: bool,
+) -> None:
+    """Print the table, train what is missing, and print the table again if a row was trained."""
+    _print_rows(queue.console, table, found)
+    _print_remarks(queue.console, found)
+    failed = queue.run(missing, asked, confirm=confirm)
     if len(failed) < len(missing):
-        _print_rows(console, find_table(table), _look(chosen, runs, tell=False))
+        _print_rows(queue.console, table, _find_rows([row.recipe for row in found], queue.runs, tell=False))
     if failed & asked:
         raise typer.Exit(INCOMPLETE)
 
 
-def _reproduce_figure(name: str, request: Request, *, as_json: bool, out: Path | None) -> None:
+_FOR_FIGURES = ("--epochs", "--data", "--dataset")
+
+
+def _check_options(table: str | None, given: Sequence[str], *, as_json: bool) -> None:
+    """Raise TargetError if an option does not fit what is reproduced: nothing, a figure, or a table."""
+    if table is None and given:
+        raise TargetError(f"say which table: {', '.join(tables())}")
+    if table is not None and table.startswith("fig:"):
+        unfit = [name for name in given if name not in _FOR_FIGURES]
+        if unfit:
+            raise TargetError(f"{', '.join(unfit)} is for tables; {table} is a figure")
+        return
+    if "--dataset" in given:
+        raise TargetError("--dataset is for figures; a table's rows have their own")
+    training = [name for name in given if name != "--rows"]
+    if as_json and training:
+        raise TargetError(f"--json runs nothing; remove {', '.join(training)}")
+
+
+def _reproduce_figure(name: str, request: Request, *, as_json: bool) -> None:
     """Reproduce a figure. An interrupted measurement ends the command, and the same command continues it."""
     try:
-        reproduce_figure(name, request, out=out, as_json=as_json)
+        reproduce_figure(name, request, as_json=as_json)
     except (OSError, ImportError) as fault:  # no data, no matplotlib
         typer.echo(f"micronorm reproduce: {name} could not be made: {' '.join(str(fault).split())}", err=True)
         raise typer.Exit(INCOMPLETE) from None
@@ -194,16 +220,16 @@ def _choose(name: str, rows: str | None) -> tuple[tuple[Recipe, ...], set[str]]:
     return chosen, {recipe.name for recipe in chosen}
 
 
-def _look(recipes: Sequence[Recipe], runs: Path, *, tell: bool = True) -> list[Row]:
+def _find_rows(recipes: Sequence[Recipe], runs: Path, *, tell: bool = True) -> list[TableRow]:
     local, damaged = read_runs(runs)
     if tell:
         for path, why in damaged:
             typer.echo(f"micronorm reproduce: {path} cannot be read and is left out: {why}", err=True)
     results = [*packaged(), *local]
-    return [Row(recipe, gather(recipe, results)) for recipe in recipes]
+    return [TableRow(recipe, gather(recipe, results)) for recipe in recipes]
 
 
-def _is_missing(row: Row, *, epochs: int | None, seed: int | None) -> bool:
+def _is_missing(row: TableRow, *, epochs: int | None, seed: int | None) -> bool:
     if epochs is not None and epochs != row.recipe.settings.epochs:
         return True  # the user requested another length, so no recorded run matches
     return not row.found.counted if seed is None else seed not in row.found.seeds
@@ -212,12 +238,15 @@ def _is_missing(row: Row, *, epochs: int | None, seed: int | None) -> bool:
 # --- what is printed --------------------------------------------------------------------------------------------------
 
 
-def _print_rows(console: Console, table: Table, rows: Sequence[Row]) -> None:
+def _print_rows(console: Console, table: Table, rows: Sequence[TableRow]) -> None:
     in_paper = {name for row in rows for name in row.recipe.paper or ()}
-    shown = [name for name in _SHOWN if name in in_paper] or ["top1"]
+    in_ours = {name for row in rows for name in row.found.mean() or ()}
+    shown = [name for name in _SHOWN if name in in_paper] or [name for name in _SHOWN if name in in_ours][:1]
     grid = Grid(box=box.SIMPLE_HEAD)
-    figures = " / ".join(_SHOWN[name] for name in shown)
-    say(console, f"{table.name}: {table.title}. Error in %, {figures}; of several seeds mean ± standard deviation.")
+    say(console, f"{table.name}: {table.title}.")
+    if shown:
+        figures = " / ".join(_SHOWN[name] for name in shown)
+        say(console, f"Figures: {figures} in %; of several seeds mean ± standard deviation.")
     for column in ("row", "paper", "ours", "seeds", "provenance"):
         grid.add_column(column, justify="right" if column in ("paper", "ours") else "left", overflow="fold")
     for row in rows:
@@ -240,12 +269,12 @@ def _figures(figures: Mapping[str, float] | None, spread: Mapping[str, float] | 
     return " / ".join(f"{figures[name]:.2f}{around.get(name, '')}" if name in figures else "–" for name in shown)
 
 
-def _provenance(result: Result) -> str:
+def _provenance(result: RunResult) -> str:
     facts = ", ".join(str(fact) for fact in (result.date[:10], result.device, result.settings.get("dtype")) if fact)
     return f"{result.where} ({facts})" if facts else result.where
 
 
-def _print_remarks(console: Console, rows: Sequence[Row]) -> None:
+def _print_remarks(console: Console, rows: Sequence[TableRow]) -> None:
     """Print each recipe note once with its rows, then the runs that were not counted and why."""
     about: dict[str, list[str]] = {}
     for row in rows:
@@ -257,102 +286,3 @@ def _print_remarks(console: Console, rows: Sequence[Row]) -> None:
         if row.found.counted:  # else the table says so
             for result, why in row.found.rejected:
                 say(console, f"{row.recipe.row}: {result.where} does not count: {why}.")
-
-
-# --- runs -------------------------------------------------------------------------------------------------------------
-
-
-def _run_all(
-    console: Console,
-    missing: Sequence[Recipe],
-    asked: set[str],
-    *,
-    runs: Path,
-    data: Path | None,
-    variation: Variation,
-    execution: Execution,
-) -> set[str]:
-    """Run the recipes one after the other, until the minutes are over.
-
-    Returns:
-        The names of the recipes that could not be run.
-    """
-    deadline = None if execution.minutes is None else time.monotonic() + 60 * execution.minutes
-    places = {r.name: _place(runs, r, variation) for r in missing if r.unavailable is None}
-    for recipe in missing:
-        if recipe.name in places:
-            say(console, _announcement(recipe, places[recipe.name], variation))
-        elif recipe.name in asked:
-            say(console, f"{recipe.name} cannot be run: {recipe.unavailable}.")
-    failed = {recipe.name for recipe in missing} - set(places)
-    for recipe in missing:
-        if recipe.name not in places:
-            continue
-        if deadline is not None:
-            left = (deadline - time.monotonic()) / 60
-            if left <= 0:
-                say(console, f"The minutes are over before {recipe.name}; the same command continues with it.")
-                raise typer.Exit(INCOMPLETE)
-            execution = replace(execution, minutes=left)
-        why = _run_row(recipe, out=places[recipe.name], data=data, variation=variation, execution=execution)
-        if why is not None:
-            failed.add(recipe.name)
-            typer.echo(f"micronorm reproduce: {recipe.name} could not be run: {why}", err=True)
-    return failed
-
-
-def _announcement(recipe: Recipe, out: Path, variation: Variation) -> str:
-    length = variation.apply(recipe.settings).length
-    text = f"To run: {recipe.name} ({recipe.title}), {length}, seed {variation.seed}, into {out}."
-    if length != recipe.settings.length:
-        text += f" It has {recipe.settings.length}: this run is kept, but never counts as ours."
-    return text
-
-
-def _place(runs: Path, recipe: Recipe, variation: Variation) -> Path:
-    """Return the folder of the run: a new one, or that of the same run left unfinished, to be resumed."""
-    seed, epochs = variation.seed, variation.epochs
-    short = epochs is not None and epochs != recipe.settings.epochs
-    first = runs / recipe.table / recipe.row / (f"seed-{seed}-epochs-{epochs}" if short else f"seed-{seed}")
-    place, number = first, 1
-    while _is_finished(place):  # and yet does not count: it is kept
-        number += 1
-        place = first.with_name(f"{first.name}-{number}")
-    return place
-
-
-def _is_finished(place: Path) -> bool:
-    try:
-        outcome = records.read(place, rows=False).outcome
-    except (FileNotFoundError, ValueError):
-        return False
-    return outcome is not None and outcome.get("finished") is True
-
-
-def _run_row(recipe: Recipe, *, out: Path, data: Path | None, variation: Variation, execution: Execution) -> str | None:
-    """Train one row as `micronorm train` does. A stopped run ends the command.
-
-    Returns:
-        Why the row could not be run, or None.
-    """
-    command = ["micronorm", "train", recipe.name, "--seed", str(variation.seed), "--out", str(out)]
-    command += [] if variation.dtype is None else ["--dtype", variation.dtype]
-    command += [] if variation.epochs is None else ["--epochs", str(variation.epochs)]
-    command += execution_options(execution)
-    try:
-        outcome = run_recipe(
-            recipe,
-            out=out,
-            variation=variation,
-            execution=execution,
-            data=data,
-            resume=(out / records.FACTS).exists(),
-            listener=TrainingProgress(Console(highlight=False)),
-            command=shlex.join(command),
-        )
-    except (OSError, ImportError, MemoryError, ValueError, Diverged) as fault:  # such as missing data or a loss of NaN
-        return " ".join(str(fault).split())
-    if not outcome.finished:
-        typer.echo(f"{recipe.name} was stopped after step {outcome.steps}; run the same command to continue.")
-        raise typer.Exit(INCOMPLETE if outcome.signal is None else 128 + outcome.signal)
-    return None

@@ -11,16 +11,17 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from micronorm.check import check_cuts
+from micronorm.cli.check import summed_cross_entropy
 from micronorm.cli.cuts import largest_difference
 from micronorm.data.memory import MemorySamples
 from micronorm.data.pixels import Standardization
 from micronorm.engine import checkpoint
 from micronorm.engine.loop import train
-from micronorm.engine.optimization import SGD, Cosine
+from micronorm.engine.optimization import SGD
+from micronorm.engine.schedules import Cosine
 from micronorm.engine.settings import Execution, Settings
 from micronorm.nn import BatchChannelNorm
 from micronorm.nn.backends import KERNELS, kernel_problem
@@ -42,7 +43,7 @@ class Absent(Exception):
 
 
 @dataclass(frozen=True)
-class Result:
+class SelfTestResult:
     """The result of one self-test."""
 
     name: str
@@ -69,7 +70,7 @@ def self_tests(devices: Sequence[torch.device]) -> list[SelfTest]:
     return tests if gpu is None else [*tests, ("process group (nccl)", partial(check_group, "nccl", gpu))]
 
 
-def run_tests(tests: Sequence[SelfTest]) -> list[Result]:
+def run_tests(tests: Sequence[SelfTest]) -> list[SelfTestResult]:
     """Run all tests in order and return their results. An exception counts as a failure of that test."""
     results = []
     for name, test in tests:
@@ -82,7 +83,7 @@ def run_tests(tests: Sequence[SelfTest]) -> list[Result]:
             status, detail = "failed", str(fault)
         except Exception as error:  # a broken installation may raise anything
             status, detail = "failed", " ".join(f"{type(error).__name__}: {error}".split())
-        results.append(Result(name, status, detail, time.perf_counter() - started))  # type: ignore[arg-type]
+        results.append(SelfTestResult(name, status, detail, time.perf_counter() - started))  # type: ignore[arg-type]
     return results
 
 
@@ -91,15 +92,10 @@ def check_law(device: torch.device) -> str:
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(6, 1, 8, 8, generator=generator).to(device)
     model = find("digits/bcn-ws").build(seed=0).to(device).train()
-    report = check_cuts(model, (images, torch.arange(6, device=device)), _summed_cross_entropy)
+    report = check_cuts(model, (images, torch.arange(6, device=device)), summed_cross_entropy)
     if not report.ok:
         raise Failed("; ".join(str(report).splitlines()[:2]))
     return f"{report.compared} tensors agree within {report.worst:.1e}, whole, halved and one by one"
-
-
-def _summed_cross_entropy(model: nn.Module, part: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    images, labels = part
-    return F.cross_entropy(model(images), labels, reduction="sum"), len(labels)
 
 
 def check_step(device: torch.device) -> str:

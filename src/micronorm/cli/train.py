@@ -1,8 +1,10 @@
 """`micronorm train RECIPE`: train a recipe into a run directory."""
 
+import contextlib
 import os
 import shlex
 import sys
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
@@ -12,18 +14,21 @@ import typer
 from rich.console import Console
 
 from micronorm.cli.progress import TrainingProgress
-from micronorm.cli.targets import MISUSE
+from micronorm.cli.targets import MISUSE, TargetError, find_recipe
 from micronorm.engine.loop import Diverged
 from micronorm.engine.settings import DTYPES, Execution, Outcome
-from micronorm.recipes import find
 from micronorm.recipes.run import Variation, run_recipe
 
 FAILED = 1
 DIVERGED = 3
+_WRONG_PATHS = (FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError)
 
 
 def train(
-    recipe: Annotated[str, typer.Argument(help="A recipe, such as digits or cifar1/c10-bcn-ws; see `reproduce`.")],
+    recipe: Annotated[
+        str,
+        typer.Argument(help="digits, cifar1/c10-bcn-ws, …, see `reproduce`; or file.py:name for a recipe of your own."),
+    ],
     step_batch: Annotated[int | None, typer.Option(min=1, help="Samples per optimizer step, over all ranks.")] = None,
     micro_batch: Annotated[
         str, typer.Option(help="Samples per forward and backward; auto starts with what fits into memory.")
@@ -72,22 +77,21 @@ def train(
     Exit code 0: trained as requested. 1: the run failed. 2: a name or an option is wrong. 3: the loss or a weight is
     not finite. 130, 143: interrupted.
     """
-    try:
-        found = find(recipe)
+    console = Console(highlight=False)
+    with _one_line_errors():
+        found = find_recipe(recipe)
+        if unverified and not found.data.startswith("cifar"):
+            raise ValueError(f"--unverified is for CIFAR's files, {found.name} is of {found.data}: leave it out")
         variation = Variation(
             step_batch=step_batch,
             epochs=epochs,
             lr=lr,
-            dtype=dtype,
+            dtype=_dtype(dtype),
             seed=seed,
             size=size,
             unverified=unverified or None,
             weights=None if weights is None else str(weights),
         )
-        if dtype is not None and dtype not in DTYPES:
-            raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-        if unverified and not found.data.startswith("cifar"):
-            raise ValueError(f"--unverified is for CIFAR's files, {found.name} is of {found.data}: leave it out")
         execution = Execution(
             micro_batch=_micro_batch(micro_batch),
             device=None if device is None else _device(device),
@@ -102,11 +106,9 @@ def train(
             evaluate_epochs=evaluate_every,
             observe=observe,
         )
-    except ValueError as fault:
-        raise _fail(fault, MISUSE) from None
-    folder = out or Path("runs") / f"{found.name.replace('/', '-')}-{seed or 0}"
-    console = Console(highlight=False)
-    try:
+        folder = out or Path("runs") / f"{found.name.replace('/', '-')}-{seed or 0}"
+        again = [*_launcher(), "train", recipe if ":" in recipe else found.name, "--out", str(folder), "--resume"]
+        again += [] if data is None else ["--data", str(data)]  # the record does not contain the data folder
         outcome = run_recipe(
             found,
             out=folder,
@@ -119,18 +121,33 @@ def train(
             listener=TrainingProgress(console),
             command=shlex.join(["micronorm", *sys.argv[1:]]),
         )
-    except (ValueError, TypeError, FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError) as fault:
-        raise _fail(fault, MISUSE) from None
-    except Diverged as fault:
-        raise _fail(fault, DIVERGED) from None
-    except (OSError, ImportError, MemoryError) as fault:  # a download, a full disk; no torchvision
-        raise _fail(fault, FAILED) from None
     if outcome.first:
-        again = ["train", found.name, "--out", str(folder), "--resume"]
-        again += [] if data is None else ["--data", str(data)]  # the record does not contain the data folder
-        _print_outcome(console, outcome, folder, [*_launcher(), *again, *execution_options(execution, workers)])
+        _print_outcome(console, outcome, folder, [*again, *execution_options(execution, workers)])
     if outcome.signal is not None:
         raise typer.Exit(128 + outcome.signal)
+
+
+@contextlib.contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """Print errors of the user or the machine as one line, and exit with the code that belongs to them."""
+    code, fault = 0, None
+    try:
+        yield
+    except (TargetError, ValueError, TypeError, *_WRONG_PATHS) as error:
+        code, fault = MISUSE, error
+    except Diverged as error:
+        code, fault = DIVERGED, error
+    except (OSError, ImportError, MemoryError) as error:  # a download, a full disk; no torchvision
+        code, fault = FAILED, error
+    if fault is not None:
+        typer.echo(f"micronorm train: {' '.join(str(fault).split())}", err=True)
+        raise typer.Exit(code)
+
+
+def _dtype(text: str | None) -> str | None:
+    if text is not None and text not in DTYPES:
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {text!r}")
+    return text
 
 
 def _micro_batch(text: str) -> int | None:
@@ -154,11 +171,6 @@ def _device(text: str) -> torch.device:
         found = f"{count} GPU{'s' * (count > 1)}, from cuda:0 on" if count else "no GPU"
         raise ValueError(f"--device {text}: torch can use {found}; `micronorm doctor` says what is installed")
     return device
-
-
-def _fail(fault: BaseException, code: int) -> typer.Exit:
-    typer.echo(f"micronorm train: {' '.join(str(fault).split())}", err=True)
-    return typer.Exit(code)
 
 
 def _launcher() -> list[str]:
@@ -188,4 +200,4 @@ def _print_outcome(console: Console, outcome: Outcome, folder: Path, again: list
     say(f"{outcome.steps} steps; {figures or 'not evaluated'}")
     say(f"state {outcome.digest[:16]}; {folder / 'model.safetensors'}")
     if not outcome.finished:
-        say(f"to go on: {shlex.join(again)}")
+        say(f"to continue: {shlex.join(again)}")

@@ -11,11 +11,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from micronorm.commit.hook import group_rate, refresh_rate
+from micronorm.commit.hook import group_rate, limited, refresh_rate
 from micronorm.commit.merge import commit
-from micronorm.nn.bcn import BatchChannelNorm, check_rate, warn_of_zero_weights
+from micronorm.nn.bcn import BatchChannelNorm
+from micronorm.nn.bcn_state import warn_of_zero_weights
 from micronorm.nn.gather import BATCH_MOMENTUM
-from micronorm.nn.inputs import check_count
+from micronorm.nn.inputs import check_count, check_rate
 from micronorm.nn.window import MAX_FORWARDS, Control, Window
 
 
@@ -86,7 +87,7 @@ class Handle:
         """Write the current rates to the device. Call it before replaying a CUDA graph that contains a commit."""
         for window in self._windows:
             # A commit in another mode uses no rate: "batch" has its momentum, "sequential" moves in the forward.
-            if window.layer.statistics == "step" and window.layer.weight.requires_grad:
+            if window.layer.statistics == "step" and window.layer.is_trainable():
                 refresh_rate(window, window.rate if isinstance(window.rate, float) else self._learning_rate(window))
 
     def discard(self) -> None:
@@ -119,7 +120,7 @@ class Handle:
             if rate is None and layer.statistics == "batch":
                 rate = BATCH_MOMENTUM
             elif rate is None and window.control.learning_rate is not None:
-                rate = float(window.control.learning_rate())
+                rate = float(limited(window.control.learning_rate()))
             elif rate is None:
                 # The rate of the last commit. It starts at zero, so a zero counts only if a commit wrote it.
                 last = float(window.device_rate)
@@ -174,7 +175,8 @@ def attach(
         model: the module whose layers to control. Messages call the layers by their names in it.
         optimizer: one or several optimizers. `"lr"` means their learning rate, and only they commit these layers.
         rate: `"lr"` or a float in [0, 1], instead of the layers' own.
-        process_group: the ranks whose windows are merged: all by default, None for no merging.
+        process_group: the ranks whose windows are merged. By default the group of the DistributedDataParallel module
+            around the model, or all ranks if there is none; None for no merging.
         max_forwards: how many forwards a layer may gather without a commit before it raises an error.
 
     Returns:
@@ -203,7 +205,7 @@ def attach(
     check_count("max_forwards", max_forwards)
     optimizers = _optimizers(optimizer)
     held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
-    if optimizers and not any(id(layer.weight) in held for _, layer in layers):
+    if optimizers and not any(_holds(held, layer) for _, layer in layers):
         raise ValueError(
             f"the optimizer holds {len(held)} parameters, but the weight of none of the model's {len(layers)} "
             f"BatchChannelNorm layers (the first is {layers[0][0]!r}); build it from model.parameters()"
@@ -211,31 +213,38 @@ def attach(
     _warn_of_partly_held(layers, held)
     refs = tuple(weakref.ref(o) for o in optimizers)
     windows = [layer._window for _, layer in layers]
+    controls = []
     for (name, layer), window in zip(layers, windows, strict=True):
-        mine = id(layer.weight) in held
-        window.controls.append(
-            Control(
-                name=name or type(layer).__name__,
-                rate=rate,
-                learning_rate=partial(_current_learning_rate, refs, weakref.ref(window)) if mine else None,
-                optimizers=refs if mine else (),
-                process_group=process_group,
-                max_forwards=max_forwards,
-            )
+        mine = _holds(held, layer)
+        control = Control(
+            name=name or type(layer).__name__,
+            rate=rate,
+            learning_rate=partial(_current_learning_rate, refs, weakref.ref(window)) if mine else None,
+            optimizers=refs if mine else (),
+            process_group=process_group,
+            max_forwards=max_forwards,
         )
-    controls = [window.control for window in windows]
+        controls.append(control)
+    handle = Handle(windows, controls)
+    for window, control in zip(windows, controls, strict=True):
+        control.handle = weakref.ref(handle)
+        window.attach(control)
     warn_of_zero_weights(_zero_weights(controls, [layer for _, layer in layers]))
-    return Handle(windows, controls)
+    return handle
+
+
+def _holds(held: set[int], layer: BatchChannelNorm) -> bool:
+    return any(id(p) in held for p in layer.weight_parameters())
 
 
 def _current_learning_rate(optimizers: Iterable[weakref.ref], window: weakref.ref[Window]) -> float | Tensor:
-    """Return the learning rate of the parameter group that holds the layer's weight, limited to [0, 1]."""
+    """Return the learning rate of the parameter group that holds the layer's weight, as `group_rate` does."""
     target = window()
     assert target is not None
-    weight = target.layer.weight
+    own = {id(parameter) for parameter in target.layer.weight_parameters()}
     for optimizer in filter(None, (ref() for ref in optimizers)):
         for group in optimizer.param_groups:
-            if any(parameter is weight for parameter in group["params"]):
+            if any(id(parameter) in own for parameter in group["params"]):
                 return group_rate(target, group, optimizer)
     raise RuntimeError(f"no attached optimizer holds the weight of {target.describe()} any more; call mn.attach again")
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from micronorm.commit.idle import count_idle_steps
 from micronorm.commit.merge import commit
 from micronorm.nn.window import Window, call_at_first_window, live_windows
 from micronorm.ops.private_api import disable_dynamo, foreach_copy_
@@ -44,11 +45,13 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer in _inner:
         return
-    held = _held_by(optimizer)
+    alive = live_windows()
+    held = _held_by(optimizer, alive)
     if held:
         _refresh_rates(held, optimizer)
         # A fused optimizer under GradScaler runs this hook also when it skips the step; found_inf then says so.
         commit([window for window, _ in held], skip=getattr(optimizer, "found_inf", None))
+    count_idle_steps(alive, {id(window) for window, _ in held})
 
 
 def _refresh_rates(held: list[tuple[Window, dict[str, Any]]], optimizer: Optimizer) -> None:
@@ -59,7 +62,7 @@ def _refresh_rates(held: list[tuple[Window, dict[str, Any]]], optimizer: Optimiz
         rate = window.rate
         if not isinstance(rate, float):
             if id(group) not in group_rates:
-                group_rates[id(group)] = group_rate(window, group, optimizer)
+                group_rates[id(group)] = limited(group_rate(window, group, optimizer))
             rate = group_rates[id(group)]
         if isinstance(rate, Tensor) and rate.device == window.device:
             on_device.append((window, rate))
@@ -72,18 +75,18 @@ def _refresh_rates(held: list[tuple[Window, dict[str, Any]]], optimizer: Optimiz
             window.written_rate = None
 
 
-def _held_by(optimizer: Optimizer) -> list[tuple[Window, dict[str, Any]]]:
+def _held_by(optimizer: Optimizer, alive: list[tuple[Window, Any]]) -> list[tuple[Window, dict[str, Any]]]:
     """Return the windows of the layers whose weight the optimizer holds, each with its parameter group.
 
     They are in the optimizer's order, which is the same on every rank. The order in which layers were made may differ.
     """
     places = {id(p): (i, j) for i, group in enumerate(optimizer.param_groups) for j, p in enumerate(group["params"])}
     found = []
-    for window in live_windows():
-        weight = window.layer.weight
+    for window, layer in alive:
         # A layer that was frozen in mid-window keeps its estimates and its window.
-        if id(weight) in places and weight.requires_grad and _is_bound(window, optimizer):
-            found.append((places[id(weight)], window))
+        own = [places[id(p)] for p in layer.weight_parameters() if id(p) in places and p.requires_grad]
+        if own and _is_bound(window, optimizer):
+            found.append((min(own), window))
     found.sort(key=lambda item: item[0])
     return [(window, optimizer.param_groups[place[0]]) for place, window in found]
 
@@ -95,7 +98,10 @@ def _is_bound(window: Window, optimizer: Optimizer) -> bool:
 
 
 def group_rate(window: Window, group: dict[str, Any], optimizer: Optimizer) -> float | Tensor:
-    """Return the learning rate of the parameter group that holds the layer's weight, limited to [0, 1]."""
+    """Return the learning rate of the parameter group that holds the layer's weight.
+
+    A number is limited to [0, 1]. A tensor is not: the code that uses it limits it, in a kernel without another launch.
+    """
     rate = group.get("lr")
     if rate is None:
         raise RuntimeError(
@@ -103,7 +109,7 @@ def group_rate(window: Window, group: dict[str, Any], optimizer: Optimizer) -> f
             "weight has no learning rate; give one with mn.attach(model, rate=...)"
         )
     if isinstance(rate, Tensor):
-        return rate.detach().reshape(()).clamp(0, 1)
+        return rate.detach().reshape(())
     if rate > 1 and optimizer not in _clamped:
         _clamped.add(optimizer)
         warnings.warn(
@@ -114,12 +120,17 @@ def group_rate(window: Window, group: dict[str, Any], optimizer: Optimizer) -> f
     return min(max(float(rate), 0.0), 1.0)
 
 
+def limited(rate: float | Tensor) -> float | Tensor:
+    """Return the rate, limited to [0, 1] if it is a tensor."""
+    return rate.clamp(0, 1) if isinstance(rate, Tensor) else rate
+
+
 def refresh_rate(window: Window, rate: float | Tensor) -> None:
     """Write the rate of the next commit to the device, if it has changed."""
     capturing = window.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if isinstance(rate, Tensor):
         if not capturing or rate.device == window.device:
-            window.device_rate.copy_(rate)
+            window.device_rate.copy_(rate.clamp(0, 1))
             window.written_rate = None
     elif not capturing and rate != window.written_rate:  # for a captured commit, `Handle.refresh` writes it
         window.device_rate.fill_(rate)

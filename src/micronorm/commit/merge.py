@@ -1,11 +1,10 @@
-"""The commit: merge the windows of many layers across ranks and move their estimates, without a device sync.
+"""The commit: merge the windows of many layers and move their estimates, without a device sync.
 
 Layers of one mode, device, dtype and process group form a bucket and move together. Suffix _l: one number per layer
 of a bucket. Vectors without suffix run over the channels of all its layers.
 """
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from micronorm.commit.ranks import agree, all_reduce, find_data_parallel, process_group
 from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.nn.window import Window
 from micronorm.ops.bcn import Sums, move_by_window, shift_sums
@@ -20,26 +20,10 @@ from micronorm.ops.moments import Moments, wide_dtype
 from micronorm.ops.private_api import foreach_add_, foreach_copy_, foreach_mul_
 
 
-class _Layout(NamedTuple):
-    """The indices of n, s₁ and s₂ in the joined windows of a bucket, and the layer of each channel."""
-
-    elements: Tensor
-    first: Tensor
-    second: Tensor
-    layer: Tensor
-
-
 @lru_cache(maxsize=64)
-def _layout(channels: tuple[int, ...], device: torch.device) -> _Layout:
-    counts, firsts, seconds, layers = [], [], [], []
-    start = 0
-    for i, c in enumerate(channels):
-        counts.append(start)
-        firsts.extend(range(start + 1, start + 1 + c))
-        seconds.extend(range(start + 1 + c, start + 1 + 2 * c))
-        layers.extend([i] * c)
-        start += 1 + 2 * c
-    return _Layout(*(torch.tensor(t, dtype=torch.int64, device=device) for t in (counts, firsts, seconds, layers)))
+def _layer_index(channels: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return the layer of each channel of a bucket."""
+    return torch.tensor([i for i, c in enumerate(channels) for _ in range(c)], dtype=torch.int64, device=device)
 
 
 @torch.no_grad()
@@ -52,15 +36,17 @@ def commit(windows: Sequence[Window], *, skip: Tensor | None = None) -> None:
         windows: the windows of the layers, in an order that all ranks share.
         skip: on the device; if it is not zero, nothing moves and the windows keep their sums.
     """
+    find_data_parallel(windows)
     buckets: dict[tuple, list[Window]] = {}
     for window in _one_per_buffer(windows):
         layer: BatchChannelNorm = window.layer
-        group = _process_group(window.control.process_group)
+        group = process_group(window)
         if layer.statistics == "step" or (layer.statistics == "sequential" and group is not None):
-            buckets.setdefault((layer.statistics, window.device, layer.running_mean.dtype, group), []).append(window)
-    for (statistics, _, _, group), bucket in buckets.items():
+            kind = layer.statistics, layer.bias_correction
+            buckets.setdefault((*kind, window.device, layer.running_mean.dtype, group), []).append(window)
+    for (statistics, *_, group), bucket in buckets.items():
         if group is not None:
-            _agree(bucket, group)
+            agree(bucket, group)
         (_commit_step if statistics == "step" else _average)(bucket, group, skip)
     _advance_others([w for w in windows if w.layer.warm_steps and w.layer.statistics != "step"], skip)
     for window in windows:
@@ -77,41 +63,64 @@ def _one_per_buffer(windows: Sequence[Window]) -> list[Window]:
     return list(chosen.values())
 
 
+class _Merged(NamedTuple):
+    """The windows of a bucket, merged over the ranks: elements per layer, and sums around the present estimates."""
+
+    count_l: Tensor
+    first: Tensor
+    second: Tensor
+    skip: Tensor
+    """Not zero if any rank skips this step: then nothing moves on any rank."""
+
+
+def _merge(windows: Sequence[Window], mean: Tensor, layer: Tensor, group: Any, skip: Tensor | None) -> _Merged:
+    count_l, first, second = (torch.cat(parts) for parts in zip(*(window.split for window in windows), strict=True))
+    # The estimates may have changed in mid-window, and the references may differ between ranks.
+    distance = torch.cat([window.reference for window in windows]) - mean
+    _, first, second = shift_sums(Sums(count_l[layer], first, second), distance)
+    skip = torch.zeros_like(count_l[:1]) if skip is None else skip.to(count_l).reshape(1)
+    merged = _Merged(count_l, first, second, skip)
+    if group is None:
+        return merged
+    return _Merged(*all_reduce(torch.cat(merged), group, windows).split([len(part) for part in merged]))
+
+
 def _commit_step(windows: Sequence[Window], group: Any, skip: Tensor | None) -> None:
     layers: list[BatchChannelNorm] = [window.layer for window in windows]
     channels = tuple(window.channels for window in windows)
-    device = windows[0].device
-    layout = _layout(channels, device)
-    flat = torch.cat([window.sums for window in windows])
-    reference = torch.cat([window.reference for window in windows])
+    layer_index = _layer_index(channels, windows[0].device)
     old = Moments(
         torch.cat([layer.running_mean for layer in layers]), torch.cat([layer.running_var for layer in layers])
     )
-    count_l = flat[layout.elements]
-    sums = Sums(count_l[layout.layer], flat[layout.first], flat[layout.second])
-    # From here on around the estimates: they may have changed in mid-window, and ranks may have other references.
-    sums = shift_sums(sums, reference - old.mean)
-    skip = torch.zeros(1, dtype=flat.dtype, device=device) if skip is None else skip.to(flat).reshape(1)
-    if group is not None:
-        # The flag is summed too: if one rank skips the step, nothing moves on any rank.
-        merged = _all_reduce(torch.cat([count_l, sums.first, sums.second, skip]), group, windows)
-        count_l, first, second, skip = merged.split([len(windows), len(sums.first), len(sums.second), 1])
-        sums = Sums(count_l[layout.layer], first, second)
-    rate = torch.stack([window.device_rate for window in windows])[layout.layer]
-    new = Moments(*(e.to(old.mean.dtype) for e in move_by_window(old, sums, rate)))
+    count_l, first, second, skip = _merge(windows, old.mean, layer_index, group, skip)
+    sums = Sums(count_l[layer_index], first, second)
+    rate_l = torch.stack([window.device_rate for window in windows])
+    corrected = layers[0].bias_correction
+    seen_l = torch.stack([layer.estimates_weight for layer in layers]).to(rate_l) if corrected else None
+    if seen_l is not None:
+        # The estimates are averages with these weights: r for this window, (1 − r)·seen for all before it.
+        seen_l = torch.lerp(seen_l, torch.ones_like(seen_l), rate_l)
+        rate_l = torch.where(seen_l > 0, rate_l / seen_l, 0.0)
+    rate = rate_l[layer_index]
+    new = Moments(*(e.to(old.mean.dtype) for e in move_by_window(old, sums, rate, mixture=corrected)))
     # A number that is not finite in the buffers' dtype drops the whole window of its layer.
     broken = (new.mean.isfinite() & new.var.isfinite()).logical_not()
-    broken_l = torch.zeros_like(count_l).index_add_(0, layout.layer, broken.to(count_l.dtype)) > 0
+    broken_l = torch.zeros_like(count_l).index_add_(0, layer_index, broken.to(count_l.dtype)) > 0
     taken_l = (count_l > 0) & ~broken_l & (skip == 0)
-    taken = taken_l[layout.layer]
+    taken = taken_l[layer_index]
     mean, var = (torch.where(taken, after, before) for before, after in zip(old, new, strict=True))
-    reference = torch.where(skip == 0, mean.to(reference.dtype), reference)  # a skipped step keeps its window
+    references = [window.reference for window in windows]
+    reference = torch.where(skip == 0, mean, torch.cat(references))  # a skipped step keeps its window
     foreach_copy_([layer.running_mean for layer in layers], list(mean.split(channels)))
     foreach_copy_([layer.running_var for layer in layers], list(var.split(channels)))
-    foreach_copy_([window.reference for window in windows], list(reference.split(channels)))
+    foreach_copy_(references, list(reference.split(channels)))
     lost = (broken_l & (skip == 0)).to(torch.int64).split(1)
     foreach_add_([window.lost[1:] for window in windows], list(lost))
-    foreach_mul_([window.sums for window in windows], (skip != 0).to(flat.dtype).squeeze())
+    foreach_mul_([window.sums for window in windows], (skip != 0).to(count_l.dtype).squeeze())
+    if seen_l is not None:
+        weights = [layer.estimates_weight for layer in layers]
+        before = torch.stack(weights)
+        foreach_copy_(weights, list(torch.where(taken_l, seen_l.to(before.dtype), before).unbind()))
     for i, layer in enumerate(layers):
         if layer.warm_steps:
             _advance_blend(layer, taken_l[i], None)
@@ -122,7 +131,7 @@ def _average(windows: Sequence[Window], group: Any, skip: Tensor | None) -> None
     layers: list[BatchChannelNorm] = [window.layer for window in windows]
     buffers = [buffer for layer in layers for buffer in (layer.running_mean, layer.running_var)]
     flat = torch.cat(buffers).to(wide_dtype(windows[0].device))
-    mean = _all_reduce(flat, group, windows) / dist.get_world_size(group)
+    mean = all_reduce(flat, group, windows) / dist.get_world_size(group)
     foreach_copy_(
         buffers, [m.to(b.dtype) for m, b in zip(mean.split([b.numel() for b in buffers]), buffers, strict=True)]
     )
@@ -132,16 +141,16 @@ def _advance_others(windows: Sequence[Window], skip: Tensor | None) -> None:
     """Advance the blends of layers in other modes than "step", on all ranks if any of them has run the layer."""
     buckets: dict[tuple, list[Window]] = {}
     for window in windows:
-        group = _process_group(window.control.process_group)
+        group = process_group(window)
         if group is not None:
             buckets.setdefault((window.device, group), []).append(window)
         elif window.forwards:
             _advance_blend(window.layer, torch.ones((), dtype=torch.bool, device=window.device), skip)
     for (device, group), bucket in buckets.items():
-        _agree(bucket, group)
+        agree(bucket, group)
         ran = torch.tensor([window.forwards for window in bucket], dtype=wide_dtype(device), device=device)
         skipped = torch.zeros_like(ran[:1]) if skip is None else skip.to(ran).reshape(1)
-        *taken, stays = _all_reduce(torch.cat([ran, skipped]), group, bucket) > 0
+        *taken, stays = all_reduce(torch.cat([ran, skipped]), group, bucket) > 0
         for window, runs in zip(bucket, taken, strict=True):
             _advance_blend(window.layer, runs & ~stays, None)
 
@@ -154,52 +163,3 @@ def _advance_blend(layer: BatchChannelNorm, taken: Tensor, skip: Tensor | None) 
     # Counted in whole steps, so that K commits end at exactly one.
     after = ((layer.blend * steps).round() + 1).clamp(max=steps) / steps
     layer.blend.copy_(torch.where(taken, after, layer.blend))
-
-
-def _process_group(wanted: Any) -> Any:
-    """Return the group to merge over, or None if this rank is alone."""
-    if wanted is None or not dist.is_available() or not dist.is_initialized():
-        return None
-    group = dist.group.WORLD if wanted is ... else wanted
-    return group if dist.get_world_size(group) > 1 else None
-
-
-def _names(windows: Sequence[Window]) -> str:
-    shown = [window.describe() for window in windows[:4]]
-    return ", ".join(shown) + (f" and {len(windows) - 4} more" if len(windows) > 4 else "")
-
-
-@contextlib.contextmanager
-def _naming(windows: Sequence[Window]) -> Iterator[None]:
-    """Name the layers if a collective fails, as it does at the timeout when a rank does not take part."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"merging the statistics of {_names(windows)} across ranks failed: every rank of the group must step its "
-            "optimizer as often as the others, also one that saw no samples (or pass mn.attach(process_group=...))"
-        ) from error
-
-
-def _all_reduce(flat: Tensor, group: Any, windows: Sequence[Window]) -> Tensor:
-    with _naming(windows):
-        dist.all_reduce(flat, group=group)
-    return flat
-
-
-def _agree(windows: Sequence[Window], group: Any) -> None:
-    """Raise on every rank if the ranks are about to merge different lists of layers."""
-    mine = tuple((window.layer.statistics, window.channels) for window in windows)
-    if all((group, mine) in window.agreed_layer_lists for window in windows):
-        return
-    lists: list[Any] = [None] * dist.get_world_size(group)
-    with _naming(windows):
-        dist.all_gather_object(lists, mine, group=group)
-    if any(other != mine for other in lists):
-        counts = ", ".join(f"rank {rank}: {len(other)} layers" for rank, other in enumerate(lists))
-        raise RuntimeError(
-            f"ranks step with different lists of BatchChannelNorm layers ({counts}); here {_names(windows)}. Build the "
-            "same model and the same optimizer groups on every rank, or give mn.attach a process_group."
-        )
-    for window in windows:
-        window.agreed_layer_lists.add((group, mine))

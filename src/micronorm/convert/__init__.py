@@ -3,7 +3,7 @@
 The layers that conversion builds live in `micronorm.nn`; folding a converted model for inference in `micronorm.export`.
 """
 
-from micronorm.convert.calibrate import calibrate
+from micronorm.convert.calibrate import calibrate, calibration_callback
 from micronorm.convert.decide import convert, plan
 from micronorm.convert.foreign import ForeignReport, load_foreign
 from micronorm.convert.fusion import register_block
@@ -16,6 +16,7 @@ __all__ = [
     "ForeignReport",
     "Plan",
     "calibrate",
+    "calibration_callback",
     "convert",
     "load_foreign",
     "norm_act",

@@ -104,6 +104,7 @@ def computed_inside(made: nn.Module, norm: SourceNorm) -> tuple[str | None, tupl
 
 def _carry_into_bcn(made: BatchChannelNorm, norm: SourceNorm) -> None:
     _carry(made, norm, ("running_mean", "running_var"))
+    made.update_estimates_weight()
     constant = zero_initialized(norm, made.num_groups)
     if constant is None:
         _carry(made, norm, ("weight", "bias"))

@@ -27,6 +27,7 @@ def plan(
     warm_steps: int = 0,
     layer_norm: bool = False,
     fuse: bool = True,
+    zero_init_residual: bool = False,
 ) -> Plan:
     """Decide what becomes of every normalization and convolution of `model`. Nothing changes until `apply()`.
 
@@ -48,10 +49,13 @@ def plan(
             (`docs/conversion.md`), and let kernels compute max-pooling on a GPU. Outputs and gradients are the same,
             except that in half precision the kernels round once where separate operations round each time. A model
             that already has our norms can be converted just for this, for example after unpickling.
+        zero_init_residual: start the last norm of each residual branch at zero (BCN: `group_weight`, others: `weight`),
+            so that each block starts as its shortcut. Deep networks that train from scratch need it.
 
     Raises:
         TypeError: if an argument has the wrong type.
-        ValueError: if options contradict each other, the model is wrapped, or nothing would change.
+        ValueError: if options contradict each other, the model is wrapped, nothing would change, or
+            `zero_init_residual` finds no residual branch.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1))
@@ -66,9 +70,22 @@ def plan(
     refuse_wrappers(model, WRAPPERS)
     check_flag("layer_norm", layer_norm)
     check_flag("fuse", fuse)
+    check_flag("zero_init_residual", zero_init_residual)
+    if zero_init_residual and warm_steps:
+        raise ValueError(
+            "warm_steps starts as the pretrained network, zero_init_residual without its branches: use one"
+        )
     absorb = _check_options(norm, weight, absorb=absorb, warm_steps=warm_steps)
     planner = Planner(
-        model, norm, weight, filter, absorb=absorb, warm_steps=warm_steps, layer_norm=layer_norm, fuse=fuse
+        model,
+        norm,
+        weight,
+        filter,
+        absorb=absorb,
+        warm_steps=warm_steps,
+        layer_norm=layer_norm,
+        fuse=fuse,
+        zero_init_residual=zero_init_residual,
     )
     return planner.plan(example_inputs)
 
@@ -84,6 +101,7 @@ def convert(
     warm_steps: int = 0,
     layer_norm: bool = False,
     fuse: bool = True,
+    zero_init_residual: bool = False,
 ) -> Model:
     """Convert `model` in place and return it. Arguments and errors are those of `mn.plan`.
 
@@ -104,6 +122,7 @@ def convert(
         warm_steps=warm_steps,
         layer_norm=layer_norm,
         fuse=fuse,
+        zero_init_residual=zero_init_residual,
     )
     return cast(Model, made.apply())  # the model itself, unless the model is a single norm
 

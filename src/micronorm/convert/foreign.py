@@ -3,18 +3,16 @@
 Two things differ. *Names*: the authors' Batch-Channel Normalization is a module with a group affine of 1×G×1 around a
 child, `pbn` or `bn`, that holds the channel affine and the estimates. *Standardized weights*: their rows are scaled so
 that our formula gives the same result; see `standardization`. A model saved afterwards has an ordinary state dict.
-
-Files are read with torch.load(weights_only=True) or safetensors, so that no code in them runs.
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from micronorm.convert.checkpoint import read_state, shorten, strip_prefixes
 from micronorm.convert.standardization import (
     AUTHORS_BCN,
     AUTHORS_WS,
@@ -28,8 +26,6 @@ from micronorm.nn.bcn import BatchChannelNorm
 
 __all__ = ["AUTHORS_BCN", "AUTHORS_WS", "TIMM_BIT", "ForeignReport", "RowScales", "Standardization", "load_foreign"]
 
-_WRAPPERS = ("state_dict", "model", "model_state_dict")  # keys under which training scripts save a state dict
-_PREFIXES = ("module.", "_orig_mod.")  # of DataParallel and DistributedDataParallel, and of torch.compile
 _CHILDREN = ("pbn", "bn")  # the channel half of the authors' module
 _CHANNEL_HALF = ("weight", "bias", "running_mean", "running_var")
 _BOOKKEEPING = ("num_batches_tracked", "estbn_moving_speed")  # no output depends on them
@@ -102,7 +98,7 @@ def load_foreign(
         ('1.group_weight', '1.weight')
     """
     expected = _expected(model)
-    file, prefix = _strip(read_state(source), expected)
+    file, prefix = strip_prefixes(read_state(source), expected)
     problems: list[str] = []
     state, renamed, dropped, unmoved = dict(file), {}, [], []
     for name, norm in _norms(model):
@@ -130,65 +126,6 @@ def load_foreign(
         raise ValueError("nothing was loaded:\n  " + "\n  ".join(problems))
     model.load_state_dict(state)
     return ForeignReport(loaded, prefix, renamed, tuple(dropped), rescaled, tuple(unmoved))
-
-
-# --- the file --------------------------------------------------------------------------------------------------------
-
-
-def _read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the contents of a file on the CPU, without running code in it."""
-    if isinstance(source, Mapping):
-        return source
-    path = os.fspath(source)
-    if path.endswith(".safetensors"):
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        try:
-            return load_file(path)
-        except SafetensorError as error:
-            raise ValueError(f"{path} is not a safetensors file: {error}") from error
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # files that are not checkpoints fail in many ways
-        why = loading_fault(error)
-        raise ValueError(f"{path} cannot be read as tensors alone, and nothing else in it is run: {why}") from error
-    if not isinstance(found, Mapping):
-        raise ValueError(f"{path} holds a {type(found).__name__}, not a state dict")
-    return found
-
-
-def loading_fault(error: Exception) -> str:
-    """Return the message of an error of torch.load, without its advice to load the file in a way that runs its code."""
-    text = " ".join(str(error).split())
-    text = text.rpartition("WeightsUnpickler error:")[2].partition("Check the documentation of torch.load")[0]
-    text = text.partition("Please use `torch.serialization")[0].strip()
-    return type(error).__name__ if not text or "weights_only" in text else text
-
-
-def read_state(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the state dict in a file of torch.save or safetensors, without wrapping dictionaries."""
-    found = _read(source)
-    while inner := [found[key] for key in _WRAPPERS if isinstance(found.get(key), Mapping)]:
-        found = inner[0]
-    others = [key for key, value in found.items() if not (isinstance(key, str) and isinstance(value, Tensor))]
-    if others or not found:
-        has = f"{_shorten(others)} in it are no tensors" if others else "it is empty"
-        raise ValueError(f"no state dict found, neither bare nor under one of {', '.join(_WRAPPERS)}: {has}")
-    return dict(found)
-
-
-def _strip(state: dict[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str]:
-    """Return the state dict without the prefixes that wrappers add to every key, and these prefixes."""
-    stripped = ""
-    while prefix := next((p for p in _PREFIXES if _all_start(state, p) and not _all_start(expected, p)), ""):
-        state = {key.removeprefix(prefix): value for key, value in state.items()}
-        stripped += prefix
-    return state, stripped
-
-
-def _all_start(keys: Iterable[str], prefix: str) -> bool:
-    return all(key.startswith(prefix) for key in keys)
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
@@ -226,7 +163,7 @@ def _norm_names(
         hint = "; these are micronorm's own, for model.load_state_dict" if "group_weight" in leaves else ""
         known = " or ".join(f"'{child}.weight'" for child in _CHILDREN)
         problems.append(
-            f"{where}: no known naming of Batch-Channel Normalization has {_shorten(leaves)}; "
+            f"{where}: no known naming of Batch-Channel Normalization has {shorten(leaves)}; "
             f"known is a 1×G×1 'weight' around {known}{hint}"
         )
         return {}
@@ -250,9 +187,9 @@ def _mismatches(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
     """Return messages on keys that only one side has, and on tensors of another shape or kind."""
     found = []
     if missing := [key for key in expected if key not in state]:
-        found.append(f"missing in the file: {_shorten(missing)}")
+        found.append(f"missing in the file: {shorten(missing)}")
     if unexpected := [key for key in state if key not in expected]:
-        found.append(f"in the file but not in the model: {_shorten(unexpected)}")
+        found.append(f"in the file but not in the model: {shorten(unexpected)}")
     for key in state.keys() & expected.keys():
         theirs, ours = state[key], expected[key]
         if theirs.shape != ours.shape:
@@ -260,11 +197,6 @@ def _mismatches(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
         elif theirs.is_floating_point() != ours.is_floating_point():
             found.append(f"{key}: {theirs.dtype} in the file, {ours.dtype} in the model")
     return found
-
-
-def _shorten(names: list[str], most: int = 12) -> str:
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(repr, names[:most])) + rest
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
@@ -278,7 +210,7 @@ def _rescale(
     if theirs is None:
         if layers:
             problems.append(
-                f"{_shorten(list(layers))} standardize their weights, and a file does not say how its network did; "
+                f"{shorten(list(layers))} standardize their weights, and a file does not say how its network did; "
                 "give standardization=AUTHORS_WS, AUTHORS_BCN, TIMM_BIT or another Standardization"
             )
         return {}

@@ -10,10 +10,14 @@ from torch import nn
 from micronorm.convert.flow import Flow
 from micronorm.convert.known_blocks import Block
 from micronorm.convert.pooling import use_kernel
+from micronorm.convert.residual import zero_weight
 from micronorm.convert.surgery import replace, set_forward
+from micronorm.nn.fingerprint import mark_plain
+from micronorm.nn.weight import CONVOLUTIONS
 
 _INSIDE = "norms with the activation inside the layer"
 _POOLS = "max-pooling layers by kernel on a GPU"
+_ZERO = "residual branches that start at zero"
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class Decision:
         fused: what a norm of micronorm computes together with itself, one entry for each block that calls it.
         unfused: why it computes nothing more.
         inside: the activation that a norm-act layer computes in its norm's passes.
+        zero: whether the layer ends a residual branch and starts at zero.
     """
 
     names: tuple[str, ...]
@@ -43,6 +48,7 @@ class Decision:
     fused: tuple[str, ...] = ()
     unfused: tuple[str, ...] = ()
     inside: str | None = None
+    zero: bool = False
 
     @property
     def name(self) -> str:
@@ -51,7 +57,7 @@ class Decision:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the decision as plain values."""
-        fields = ("name", "names", "role", "type", "becomes", "reason", "fused", "unfused", "inside")
+        fields = ("name", "names", "role", "type", "becomes", "reason", "fused", "unfused", "inside", "zero")
         return {name: getattr(self, name) for name in fields}
 
 
@@ -87,6 +93,7 @@ class Plan:
             "norms fused": sum(bool(d.fused) for d in decisions),
             _INSIDE: sum(d.inside is not None for d in decisions),
             _POOLS: len(pools),
+            _ZERO: sum(d.zero for d in decisions),
         }
         """How many norms and convolutions are converted and left, norms fused, and layers handled in other ways."""
         self._pending: tuple[nn.Module, Mapping[nn.Module, Block], list[nn.Module]] | None = (model, blocks, pools)
@@ -107,8 +114,14 @@ class Plan:
         if missing:
             raise RuntimeError(f"the model has changed since the plan was made, at {missing[:3]}; make a new one")
         replacements = {decision.module: make() for decision, make in changes}
+        zeroed = [zero_weight(replacements.get(d.module, d.module)) for d in self.decisions if d.zero]
         self._pending = None  # the plan does not keep the model alive
         model = replace(model, replacements)
+        for weight in zeroed:
+            nn.init.zeros_(weight)
+        for decision in self.decisions:
+            if decision.role == "convolution" and decision.make is None and isinstance(decision.module, CONVOLUTIONS):
+                mark_plain(decision.module)
         for module, block in blocks.items():
             set_forward(module, block.forward, block.method)
         for pool in pools:
@@ -140,7 +153,7 @@ class Plan:
         """Return the totals, the pairing, and why norms are not fused, in two or three lines."""
         detail = f" ({self.pairing_detail})" if self.pairing_detail else ""
         totals = ", ".join(
-            f"{count} {what}" for what, count in self.totals.items() if count or what not in (_INSIDE, _POOLS)
+            f"{count} {what}" for what, count in self.totals.items() if count or what not in (_INSIDE, _POOLS, _ZERO)
         )
         lines = [totals, f"paired by {self.pairing}{detail}"]
         reasons = Counter(d.unfused[0] for d in self.decisions if d.unfused and not d.fused)

@@ -15,6 +15,7 @@ from micronorm.convert.flow.trace import by_order
 from micronorm.convert.fusion import Fusions, activation_name, find_fusions
 from micronorm.convert.plan import Decision, Plan
 from micronorm.convert.pooling import can_pool
+from micronorm.convert.residual import last_norms
 from micronorm.convert.rules import SourceNorm, describe_norm, looks_like_a_norm, refuse_reparameterized
 from micronorm.convert.surgery import is_rewritten, names_of
 from micronorm.nn.bcn import BCN, BatchChannelNorm
@@ -26,6 +27,8 @@ from micronorm.nn.weight import CONVOLUTIONS, counterpart_kind, is_standardized_
 
 Filter = Callable[[nn.Module, str], bool]
 
+_CONVERTED = "already converted"
+"""How the reason begins for a layer that is already what the options ask for."""
 _BATCH_STATISTICS = "; in train mode a BatchNorm uses the batch's statistics, so keep it in eval mode"
 
 
@@ -43,10 +46,11 @@ class Planner:
         warm_steps: int,
         layer_norm: bool,
         fuse: bool,
+        zero_init_residual: bool,
     ) -> None:
         self.model, self.norm, self.weight = model, norm, weight
         self.absorb, self.warm_steps, self.layer_norm = absorb, warm_steps, layer_norm
-        self.fuse = fuse
+        self.fuse, self.zero_init_residual = fuse, zero_init_residual
         self.names = {module: tuple(names) for module, names in names_of(model).items()}
         self.allowed = {
             module: filter is None or bool(filter(module, names[0])) for module, names in self.names.items()
@@ -67,6 +71,8 @@ class Planner:
         decisions = [
             (norms | convolutions)[module] for module in self.names if module in norms or module in convolutions
         ]
+        if self.zero_init_residual:
+            decisions = self._with_zero_start(decisions, flow)
         fusions, pools = Fusions(), []
         if self.fuse:
             fusions = find_fusions(self.model, self._fusible(decisions))
@@ -87,6 +93,26 @@ class Planner:
             return type(self.norm(old.channels)) in FUSIBLE and not old.tail and not old.channels_last
 
         return list(filter(is_fusible, self.names))
+
+    def _with_zero_start(self, decisions: list[Decision], flow: Flow) -> list[Decision]:
+        """Return the decisions with a zero start for the last norm of each residual branch."""
+        norms = {d.module for d in decisions if d.role == "norm" and self._removes_scale(d.module, d)}
+        ends = last_norms(flow, set(filter(self._can_start_at_zero, norms)))
+        if not ends:
+            hint = "; pass example_inputs for the real data flow" if flow.method == "order" else ""
+            raise ValueError(
+                "zero_init_residual=True, but the data flow has no residual branch that ends in a trainable norm, "
+                f"as x + norm(conv(...)) does{hint}"
+            )
+        reason = "ends a residual branch: starts at zero"
+        return [replace(d, zero=True, reason=f"{d.reason}; {reason}") if d.module in ends else d for d in decisions]
+
+    def _can_start_at_zero(self, module: Any) -> bool:
+        """Return whether a norm is trainable and has no activation, whose gradient at zero may be zero."""
+        weight = getattr(module, "weight", None)
+        frozen = isinstance(weight, nn.Parameter) and not weight.requires_grad
+        plain = isinstance(getattr(module, "act", None), nn.Identity | None)
+        return self.allowed[module] and not frozen and plain and getattr(module, "activation", None) is None
 
     # --- norms -------------------------------------------------------------------------------------------------------
 
@@ -126,7 +152,7 @@ class Planner:
             return leave("left out by the filter")
         if self._is_asked_for(module):
             inside = activation_inside(module.drop, module.act) if isinstance(module, BatchChannelNormAct) else None
-            return leave("is what was asked for", inside=inside and activation_name(inside))
+            return leave(f"{_CONVERTED}: it is the requested norm", inside=inside and activation_name(inside))
         if self.norm is None:
             return leave("norm=None")
         old = self.norms.get(module)
@@ -179,7 +205,7 @@ class Planner:
         weight = old.tensor("weight")
         trainable = weight.requires_grad if isinstance(weight, nn.Parameter) else True
         if not trainable:
-            remarks.append("stays frozen: its estimates too")
+            remarks.append("stays frozen, and its estimates do not move")
         if old.family == "frozen":
             start = "starts from its old function and " if self.warm_steps else ""
             remarks.append(f"was frozen; {start}trains from here on, as the layer before it does")
@@ -206,7 +232,7 @@ class Planner:
             return ["affine carried over" if weight is not None else "no affine to carry over"]
         if mean is None:
             carried = "affine carried over; " if weight is not None else ""
-            return [f"{carried}no statistics to carry: estimates start at (0, 1), mn.calibrate finds them"]
+            return [f"{carried}no statistics to carry: estimates start at (0, 1), mn.calibrate sets them"]
         remarks = ["statistics and affine carried over" if weight is not None else "statistics carried over, no affine"]
         if weight is not None and not weight.is_meta and not bool(weight.detach().ne(0).any()):
             if zero_initialized(old, groups) is not None:
@@ -231,7 +257,7 @@ class Planner:
         if self.weight is None:
             return decide(None, "weight=None")
         if isinstance(module, Reparameterized):
-            return decide(None, "has a reparameterized weight already")
+            return decide(None, f"{_CONVERTED}: its weight is reparameterized")
         kind = counterpart_kind(module)
         if kind is None:
             return decide(None, f"the forward of {type(module).__name__} is not known")
@@ -241,7 +267,7 @@ class Planner:
             return decide(None, "keeps its function: it is frozen")
         calls = flow.calls.get(module, [])
         if not calls and flow.method != "order":
-            follower = self._registered_after.get(module)
+            follower = next((n.module for n in self._registered if n.inputs and n.inputs[0].module is module), None)
             if follower not in targets or follower in flow.calls:
                 return decide(None, "not reached by the data flow")
             label = f"{type(follower).__name__} {self.names[follower][0]!r}"
@@ -267,11 +293,6 @@ class Planner:
         """The layers in the order of registration, for branches that the data flow does not reach."""
         return by_order(self.model, self._is_leaf, self._could_pair)
 
-    @cached_property
-    def _registered_after(self) -> dict[nn.Module, nn.Module]:
-        """The norm registered after each convolution."""
-        return {node.inputs[0].module: node.module for node in self._registered if node.inputs}  # type: ignore[misc]
-
     def _convert_convolution(self, module: nn.Module, kind: str, reason: str) -> Decision:
         assert self.weight is not None
         if is_standardized_by_timm(module):
@@ -283,7 +304,7 @@ class Planner:
         return Decision(self.names[module], "convolution", type(module).__name__, becomes, reason, module, make)
 
     def _refuse_no_change(self, decisions: list[Decision]) -> None:
-        if any(decision.make is not None for decision in decisions):
+        if any(decision.make is not None or decision.zero for decision in decisions):
             return
         if not decisions:
             kinds = sorted({type(module).__name__ for module in self.names})[:8]
@@ -292,7 +313,9 @@ class Planner:
         more = f"; and {len(decisions) - 4} more" if len(decisions) > 4 else ""
         frozen = not any(p.requires_grad for p in self.model.parameters())
         hint = ". Every parameter of the model is frozen; convert first, then freeze" if frozen else ""
-        raise ValueError(f"nothing to convert. Looked at {seen}{more}{hint}")
+        ours = any(d.reason.startswith(_CONVERTED) for d in decisions)
+        why = "nothing to convert: the model is already converted" if ours else "nothing to convert"
+        raise ValueError(f"{why}. Looked at {seen}{more}{hint}")
 
 
 def _with_fusion(decision: Decision, fusions: Fusions) -> Decision:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from micronorm.convert.surgery import has_own_forward, set_forward
 from micronorm.nn.backends import resolve_backend
-from micronorm.ops.pool import MAX_WINDOW, Window, max_pool2d
+from micronorm.ops.pool import MAX_WINDOW, PoolWindow, max_pool2d
 
 _LARGEST = 2**31  # the kernels count the outputs of a sample in 32 bits
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -47,7 +47,7 @@ def _forward(self: Any, input: Tensor) -> Tensor:
     return max_pool2d(input, window)
 
 
-def _is_supported(x: Tensor, window: Window) -> bool:
+def _is_supported(x: Tensor, window: PoolWindow) -> bool:
     if x.ndim != 4 or x.dtype not in _DTYPES or x.numel() == 0 or torch.jit.is_tracing():
         return False
     height, width = window.output((x.shape[2], x.shape[3]))
@@ -55,7 +55,7 @@ def _is_supported(x: Tensor, window: Window) -> bool:
     return fits and resolve_backend("auto", x) == "triton"
 
 
-def _window(pool: Any) -> Window | None:
+def _window(pool: Any) -> PoolWindow | None:
     """Return the windows of an nn.MaxPool2d, or None if the kernels do not support them."""
     kernel, padding, dilation = (_pair(size) for size in (pool.kernel_size, pool.padding, pool.dilation))
     stride = kernel if isinstance(pool.stride, list | tuple) and not pool.stride else _pair(pool.stride)
@@ -64,7 +64,7 @@ def _window(pool: Any) -> Window | None:
     # torch raises an error for other sizes and paddings.
     valid = min(*kernel, *stride) > 0 and all(0 <= 2 * p <= k for p, k in zip(padding, kernel, strict=True))
     small = kernel[0] * kernel[1] <= MAX_WINDOW and stride[0] * stride[1] <= MAX_WINDOW
-    return Window(kernel, stride, padding, pool.ceil_mode) if valid and small else None
+    return PoolWindow(kernel, stride, padding, pool.ceil_mode) if valid and small else None
 
 
 def _pair(size: Any) -> tuple[int, int] | None:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from micronorm.data.loading import FileSamples, Order
 from micronorm.data.memory import CROP, FLIP
@@ -147,7 +146,7 @@ class FolderSamples(FileSamples):
         return self._standardize(images), labels
 
 
-class _Decoder(Dataset[tuple[Tensor, Tensor]]):
+class _Decoder:
     """Turns shares into batches of bytes. It is sent to the workers, so it holds arrays, not a million strings."""
 
     def __init__(self, root: Path, classes: Sequence[str], *, size: int, augment: bool) -> None:
@@ -178,7 +177,7 @@ class _Decoder(Dataset[tuple[Tensor, Tensor]]):
     def _image(self, name: Path, draws: Sequence[float], *, mirror: bool) -> Tensor:
         from torchvision.transforms.v2 import functional as transforms
 
-        image = decode_image(self._root / name)
+        image = decode(self._root / name)
         size = [self._size, self._size]
         if self._augment:
             box = crop_box(draws, height=image.height, width=image.width)
@@ -214,8 +213,8 @@ def crop_box(draws: Sequence[float], *, height: int, width: int) -> Box:
     return Box((height - h) // 2, (width - w) // 2, h, w)
 
 
-def decode_image(path: Path) -> Any:
-    """Return the image as a PIL image, in RGB."""
+def decode(path: Path) -> Any:
+    """Return the image as a PIL image, in RGB. Raise ValueError with its name if it cannot be read."""
     from PIL import Image
 
     try:
@@ -236,12 +235,19 @@ def _subfolders(folder: Path) -> tuple[str, ...]:
 
 
 def _images(folder: Path) -> list[str]:
-    """Return the paths of the images in a class folder and below, relative to it, sorted."""
+    """Return the paths of the images in a class folder and below, relative to it, sorted.
+
+    Links to folders are followed, but each folder is read once: a link may lead back to a folder that contains it.
+    """
     found = []
-    for place, _, files in os.walk(folder, followlinks=True):
-        below = os.path.relpath(place, folder)
+    seen = {folder.resolve(), *folder.resolve().parents}
+    for place, below, files in os.walk(folder, followlinks=True):
+        real = {name: Path(place, name).resolve() for name in sorted(below)}
+        below[:] = [name for name in real if real[name] not in seen]
+        seen.update(real.values())
+        inside = os.path.relpath(place, folder)
         found += [
-            os.path.normpath(os.path.join(below, file))
+            os.path.normpath(os.path.join(inside, file))
             for file in files
             if file.lower().endswith(SUFFIXES) and not file.startswith(".")
         ]

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from micronorm.data.memory import check_indices
 
@@ -53,11 +53,13 @@ class FileSamples:
         queue.shares = orders = self._orders(shares, seed)
         try:
             for batch in loader:
+                if isinstance(batch, ValueError):
+                    raise ValueError(str(batch))
                 yield self.finish(batch)
         except Exception as error:
             if not self._workers:
                 raise
-            # The worker's error is in the message. The frames of this traceback would hold the loader in a cycle.
+            # The frames of this traceback would hold the loader in a cycle.
             raise error.with_traceback(None)  # noqa: B904
         finally:
             orders.close()  # an unfinished generator would hold this object in a cycle
@@ -71,7 +73,7 @@ class FileSamples:
     def _new_loader(self) -> tuple[DataLoader, "_Shares"]:
         queue = _Shares()
         loader = DataLoader(
-            self._decoder,
+            _Decoding(self._decoder),
             sampler=queue,
             batch_size=None,  # one item of the decoder is a batch
             num_workers=self._workers,
@@ -81,6 +83,21 @@ class FileSamples:
             generator=torch.Generator(),  # otherwise the loader draws its workers' seeds from the global generator
         )
         return loader, queue
+
+
+class _Decoding(Dataset[Any]):
+    """Batches by their order. A worker returns the error of a broken file: raised, it would arrive with a traceback."""
+
+    def __init__(self, decoder: Any) -> None:
+        self._decoder = decoder
+
+    def __getitem__(self, order: Order) -> Any:
+        try:
+            return self._decoder[order]
+        except ValueError as error:
+            if get_worker_info() is None:
+                raise
+            return error
 
 
 class _Shares(Sampler[Order]):

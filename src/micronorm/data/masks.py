@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from micronorm.data.folders import SUFFIXES, decode_image, require_torchvision
+from micronorm.data.folders import SUFFIXES, decode, require_torchvision
 from micronorm.data.loading import FileSamples, Order
 from micronorm.data.memory import CROP, FLIP
 from micronorm.data.pixels import IMAGENET, Standardizer
@@ -213,7 +213,7 @@ class _MaskDecoder:
         return images, masks
 
     def _read(self, files: MaskedImage) -> tuple[Tensor, Tensor]:
-        image = torch.from_numpy(np.array(decode_image(files.image))).permute(2, 0, 1)
+        image = torch.from_numpy(np.array(decode(files.image))).permute(2, 0, 1)
         mask = torch.from_numpy(_decode_mask(files.mask))
         labels = mask[mask != self._void]
         if labels.numel() and int(labels.max()) >= self._classes:

@@ -53,7 +53,7 @@ class MemorySamples:
     Args:
         images: N×C×H×W uint8.
         labels: N whole numbers.
-        standardization: per channel; see `channel_statistics`.
+        standardization: mean and standard deviation per channel.
         augmentation: random changes of an image; none by default.
         device: where the images are kept.
 

@@ -72,7 +72,7 @@ class _Encode:
 
     def __call__(self, value: str, encoding: str) -> bytes:
         if text(encoding) != "latin1":
-            raise ValueError(f"it asks for the encoding {encoding!r}")
+            raise ValueError(f"it names the encoding {encoding!r}")
         return value.encode("latin1")
 
 
@@ -91,7 +91,7 @@ class _Reader(pickle.Unpickler):
         try:
             return _ADMITTED[module_name, global_name]
         except KeyError:
-            raise ValueError(f"it asks for {module_name}.{global_name}, which no array needs; not executed") from None
+            raise ValueError(f"it names {module_name}.{global_name}, which no array needs; not executed") from None
 
 
 def read_pickle(data: bytes) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def read_pickle(data: bytes) -> dict[str, Any]:
         >>> read_pickle(pickle.dumps({"labels": print}, protocol=2))
         Traceback (most recent call last):
             ...
-        ValueError: it asks for __builtin__.print, which no array needs; not executed
+        ValueError: it names __builtin__.print, which no array needs; not executed
     """
     try:
         value = _Reader(io.BytesIO(data), encoding="bytes", fix_imports=False).load()

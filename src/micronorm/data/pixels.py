@@ -20,27 +20,6 @@ IMAGENET = Standardization(
 """The usual values for ImageNet, which are published for pixels between 0 and 1."""
 
 
-def channel_statistics(images: Tensor) -> Standardization:
-    """Return mean and biased standard deviation of each channel of N×C×H×W bytes, exact up to the last rounding.
-
-    Example:
-        >>> channel_statistics(torch.tensor([0, 2, 4, 6], dtype=torch.uint8).reshape(2, 1, 2, 1)).mean
-        (3.0,)
-    """
-    if images.dtype != torch.uint8 or images.dim() != 4 or not images.numel():
-        raise ValueError(f"images must be N×C×H×W bytes with N > 0, got {images.dtype} {tuple(images.shape)}")
-    values = torch.arange(256, dtype=torch.float64)
-    mean, std = [], []
-    for channel in images.unbind(1):
-        # Counts of the 256 values are exact, so rounding errors do not grow with the number of images.
-        share = torch.bincount(channel.flatten(), minlength=256).cpu().double() / channel.numel()
-        mean.append((share * values).sum().item())
-        std.append((share * (values - mean[-1]).square()).sum().sqrt().item())
-    if not all(std):
-        raise ValueError(f"channel {std.index(0.0)} has a single value, so its standard deviation is 0")
-    return Standardization(tuple(mean), tuple(std))
-
-
 class Standardizer:
     """Compute (x − mean)/std of N×C×H×W bytes in float32, with mean and std on a device.
 

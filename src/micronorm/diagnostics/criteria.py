@@ -76,7 +76,10 @@ def measure_problems(stats: NormStatistics, *, trained: bool) -> dict[Problem, M
         channels = () if "input" in stats.not_finite else _indices(stats.not_finite_channels)
         return {"non_finite": Measure(math.inf, 1.0, {"not finite": ", ".join(stats.not_finite)}, channels)}
     found: dict[Problem, Measure] = {}
-    if stats.by_estimates and trained and stats.positions >= LIMITS.samples:  # one position has no deviation
+    # Estimates that differ from the data are no problem in a layer that was trained with them: it computes what it
+    # computed in training. If they push channels below zero, the other measures find it.
+    differs_from_training = stats.by_estimates and not stats.trained_by_estimates
+    if differs_from_training and trained and stats.positions >= LIMITS.samples:  # one position has no deviation
         found["estimates"] = _measure_estimates(stats)
     if stats.activation is not None and has_enough_data(stats):
         found["stat_diff"] = _measure_stat_diff(stats)
@@ -163,8 +166,7 @@ def advise(
         return (
             "mn.calibrate(model, batches) with training images; first make sure that the network was trained on images "
             "like these",
-            "normalized channels have mean 0 and deviation 1 again. In a trained network, estimates of (0, 1) were "
-            "never committed: see mn.attach",
+            "normalized channels have mean 0 and deviation 1 again, as in training",
         )
     by_affine = bool(_active_without_affine(stats)[list(channels)].double().mean() > 0.5)
     if problem != "stat_diff" and by_affine:
@@ -174,6 +176,13 @@ def advise(
             "with a smaller learning rate or a warm-up: the normalized channels are fine, but their weight and bias "
             "push them below zero. No conversion changes that",
             "about half of these channels' positions are active again and pass gradients",
+        )
+    if stats.trained_by_estimates:
+        return (
+            "train with estimates that follow the data more closely: mn.BCN(bias_correction=True), or a larger rate "
+            "by mn.attach(model, rate=0.1). mn.calibrate(model, batches) sets them now, but changes what the network "
+            "computes: train on after it",
+            f"StatDiff of this layer goes from {float(stats.stat_diff.max()):.2g} to 0 as the estimates settle",
         )
     if stats.family in ("batch", "instance", "batch-channel"):
         return (

@@ -14,6 +14,7 @@ from micronorm.diagnostics.activations import ZERO_BELOW_ZERO
 from micronorm.diagnostics.criteria import LIMITS, Problem, advise, has_enough_data, measure_problems
 from micronorm.diagnostics.norm_stats import NormStatistics, StatisticsSource, measure_norms
 from micronorm.diagnostics.weights import PAPER_RESNET50, input_uses
+from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.nn.weight import WSConv1d, WSConv2d, WSConv3d
 
 TITLES: dict[Problem, str] = {
@@ -53,7 +54,7 @@ class LayerFinding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The findings of `diagnose`, in the order in which the layers run. It is true if it has no findings.
+    """The findings of `diagnose`, in the order in which the layers run. It is true if it has none, and no collapse.
 
     Fix the first finding first: the later ones may follow from it. `judged` counts the norms with enough samples and a
     known activation; for the others, only finite values and estimates are checked. `severities` holds each layer's
@@ -66,17 +67,22 @@ class Diagnosis:
     severities: dict[str, float] = field(default_factory=dict)
     input_uses: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    collapse: str | None = None
+    """How training collapsed at its start and what to do, from the losses of its run (`records.collapse`)."""
 
     @property
     def ok(self) -> bool:
-        """Return whether there are no findings."""
-        return not self.findings
+        """Return whether there are no findings and no collapse."""
+        return not self.findings and self.collapse is None
 
     def __bool__(self) -> bool:
         return self.ok
 
     def summary(self) -> str:
         """Return the diagnosis in a sentence or two."""
+        return f"TRAINING FAILED: {self.collapse}. {self._judgement()}" if self.collapse else self._judgement()
+
+    def _judgement(self) -> str:
         norms = len(self.statistics)
         behind_relu = [stats for stats in self.statistics.values() if stats.activation in ZERO_BELOW_ZERO]
         dead, rare = (sum(int(getattr(stats, kind).sum()) for stats in behind_relu) for kind in ("dead", "rare"))
@@ -129,6 +135,7 @@ class Diagnosis:
         data = {
             "ok": self.ok,
             "summary": self.summary(),
+            "collapse": self.collapse,
             "judged": self.judged,
             "severities": self.severities,
             "findings": [asdict(finding) for finding in self.findings],
@@ -174,6 +181,12 @@ def diagnose(
     """
     measured = measure_norms(model, batches, statistics=statistics, forward=forward)
     diagnosis = judge(measured, standardized=_is_standardized(model), trained=trained)
+    unmoved = _unmoved_estimates(model) if trained else []
+    if unmoved:
+        diagnosis.notes.append(
+            f"the estimates of {len(unmoved)} BatchChannelNorm layers have never moved from (0, 1), at first "
+            f"{unmoved[0]!r}: no optimizer that holds their weights has stepped; see mn.attach"
+        )
     uses = input_uses(model)
     if uses:
         mean = sum(uses.values()) / len(uses)
@@ -218,6 +231,16 @@ def judge(measured: Mapping[str, NormStatistics], *, standardized: bool = False,
     if followed < len(measured):
         notes.append(f"{len(measured) - followed} norms have no known activation behind them: listed, but not judged")
     return Diagnosis(findings, dict(measured), followed - len(few), severities, notes=notes)
+
+
+def _unmoved_estimates(model: nn.Module) -> list[str]:
+    """Return the names of the layers that train with estimates and still have their initial ones."""
+    return [
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, BatchChannelNorm) and layer.statistics != "batch"
+        if bool((layer.running_mean == 0).all() and (layer.running_var == 1).all())
+    ]
 
 
 def _is_standardized(model: nn.Module) -> bool:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from micronorm.commit.snapshot import preserved
-from micronorm.convert.surgery import refuse_wrappers
+from micronorm.convert.calibrate import call_model, check_batches
+from micronorm.convert.surgery import eval_mode, refuse_wrappers
 from micronorm.diagnostics.activations import ActivationTracker
 from micronorm.diagnostics.channels import (
     RARE,
@@ -54,6 +55,7 @@ class NormStatistics:
         activation: the first activation function after the layer, such as "relu"; None if none was found.
         residual: whether something was added to the output before the activation.
         by_estimates: whether the layer normalized by its running estimates.
+        trained_by_estimates: whether the layer does so in training too: BCN in "step" and "sequential" mode.
         eps: the layer's eps.
         not_finite: the names of what is not finite: "input", parameters, estimates in use, "output".
         not_finite_channels: which channels of the output are not finite somewhere (C booleans).
@@ -73,6 +75,7 @@ class NormStatistics:
     activation: str | None
     residual: bool
     by_estimates: bool
+    trained_by_estimates: bool
     eps: float
     not_finite: tuple[str, ...]
     not_finite_channels: Tensor
@@ -167,10 +170,7 @@ def measure_norms(
     """
     refuse_wrappers(model, _WRAPPERS)
     refuse_compiled(model)
-    if isinstance(batches, Tensor):
-        raise TypeError(
-            f"batches must be an iterable of batches, got one tensor of {tuple(batches.shape)}; write [batch]"
-        )
+    check_batches(batches)
     if statistics not in ("estimates", "batch"):
         raise ValueError(f'statistics must be "estimates" or "batch", got {statistics!r}')
     norms = {name: norm for name, module in model.named_modules() if (norm := as_norm_layer(module)) is not None}
@@ -179,9 +179,7 @@ def measure_norms(
     called: dict[str, _NormRecorder] = {}
     with contextlib.ExitStack() as stack:
         stack.enter_context(preserved(model, parameters=False))
-        for module in model.modules():
-            stack.callback(setattr, module, "training", module.training)
-        model.eval()
+        stack.enter_context(eval_mode(model))
         if statistics == "batch":
             for norm in norms.values():
                 if norm.family == "batch" or (norm.family == "batch-channel" and norm.module.statistics == "batch"):
@@ -192,15 +190,11 @@ def measure_norms(
             stack.callback(_NormRecorder(name, norm, tracker, called).close)
         for batch in batches:
             with tracker:
-                (forward or _call)(model, batch)
+                (forward or call_model)(model, batch)
         found = {name: recorder.statistics() for name, recorder in called.items()}
     if not found:
         raise ValueError("no batch reached a normalization; are there batches, and do they have samples?")
     return found
-
-
-def _call(model: nn.Module, batch: Any) -> Any:
-    return model(batch[0] if isinstance(batch, tuple | list) else batch)
 
 
 class _NormRecorder:
@@ -334,6 +328,7 @@ class _NormRecorder:
             activation=next(iter(self.activations)) if known else None,
             residual=self.residual and known,
             by_estimates=self.by_estimates,
+            trained_by_estimates=self.norm.trained_by_estimates,
             eps=self.norm.eps,
             not_finite=(*([] if self.finite_input else ["input"]), *held, *(["output"] if not_finite.any() else [])),
             not_finite_channels=not_finite.expand(self.norm.channels),

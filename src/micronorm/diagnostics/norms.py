@@ -1,7 +1,7 @@
 """Recognize normalization layers, and compute what each does to the moments of its input.
 
 Known layers are torch's and their subclasses (timm's norms with activations, torchvision's LayerNorm2d), frozen batch
-normalization by its class name, and our own.
+normalization by its class name, our own, and layers of registered specs with a method `normalized(x)`.
 """
 
 from typing import Any, Literal
@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from micronorm.diagnostics.channels import channel_normalized, group_normalized
 from micronorm.nn.batch import GhostBatchNorm
 from micronorm.nn.bcn import BatchChannelNorm
+from micronorm.nn.spec import SPECS, NormSpec
 from micronorm.ops.bcn import batch_statistics
 from micronorm.ops.moments import Moments, compute_dtype, moments, pool_micro_batches, spread_to_samples
 from micronorm.ops.private_api import BatchNormBase, InstanceNormBase
 
-Family = Literal["batch", "instance", "group", "layer", "batch-channel"]
+Family = Literal["batch", "instance", "group", "layer", "batch-channel", "registered"]
 
 _FROZEN = ("FrozenBatchNorm", "FrozenBatchNormAct")  # class names in torchvision, detectron2 and timm, followed by 2d
 
@@ -45,7 +46,7 @@ class NormLayer:
         self.family: Family = family
         self.channels = channels
         self.groups = groups
-        self.eps = float(module.eps)
+        self.eps = float(getattr(module, "eps", 1e-5))
         self.axis = -1 if channels_last else 1
         # Frozen batch normalization has a training flag, like every module, but ignores it.
         self.frozen = family == "batch" and not isinstance(module, BatchNormBase | GhostBatchNorm)
@@ -56,6 +57,11 @@ class NormLayer:
         if self.family not in ("batch", "instance", "batch-channel") or self.module.running_mean is None:
             return False
         return not self.uses_batch
+
+    @property
+    def trained_by_estimates(self) -> bool:
+        """Return whether the layer normalizes by its running estimates in training too."""
+        return self.family == "batch-channel" and self.module.statistics != "batch"
 
     @property
     def uses_batch(self) -> bool:
@@ -102,6 +108,8 @@ class NormLayer:
             return data, group_normalized(data, groups=self.groups, eps=self.eps)
         if self.family == "layer":
             return data, self._layer_normalized(x, data)
+        if self.family == "registered":
+            return data, moments(self.module.normalized(x))
         channel = channel_normalized(data, self._statistics(data), eps=self.eps)
         if self.family != "batch-channel":
             return data, channel
@@ -168,4 +176,8 @@ def as_norm_layer(module: nn.Module) -> NormLayer | None:
     if type(module).__name__.startswith(_FROZEN) and isinstance(getattr(module, "running_var", None), Tensor):
         channels = layer.running_var.numel()
         return NormLayer(module, "batch", channels, channels) if hasattr(module, "eps") else None
+    registered = {spec.layer for spec in SPECS.values() if issubclass(spec, NormSpec)}
+    if type(module) in registered and callable(getattr(module, "normalized", None)):
+        groups = getattr(module, "num_groups", layer.num_channels)
+        return NormLayer(module, "registered", layer.num_channels, groups)
     return None

@@ -109,7 +109,7 @@ def _own_output(norm: NormLayer, x: Tensor, data: Moments) -> Tensor | None:
         return None
     estimates = None if norm.uses_batch else norm.estimates()
     affine = (layer.weight, layer.bias, layer.group_weight, layer.group_bias)
-    options: dict[str, Any] = {"groups": layer.num_groups, "eps": layer.eps, "blend": layer.blend}
+    options: dict[str, Any] = {"groups": layer.num_groups, "eps": float(layer.eps), "blend": layer.blend}
     return batch_channel_norm(x, estimates, *affine, **options, data=data)
 
 

@@ -62,40 +62,36 @@ def load(path: Path, *, map_location: torch.device | str = "cpu") -> dict[str, A
         CheckpointError: the file is truncated, damaged or not a checkpoint; names the checkpoint before it.
     """
     if path.name.endswith(SHARDED):
-        raise CheckpointError(
-            f"{path} is a sharded checkpoint of an earlier revision, which this one does not read; finish the run with "
-            f"the revision in its run.json, or start a new run{_offer(path)}"
+        raise refusal(
+            path,
+            "is a sharded checkpoint of an earlier revision, which this one does not read; finish the run with the "
+            "revision in its run.json, or start a new run",
         )
     name = _NAME.fullmatch(path.name)
     if name is None:
         raise CheckpointError(f"{path} is not a checkpoint of micronorm: their names are step-NUMBER.DIGEST.pt")
     content = path.read_bytes()
     if hashlib.sha256(content).hexdigest()[:16] != name[2]:
-        raise CheckpointError(
-            f"{path} is damaged: its {len(content):,} bytes do not have the digest in its name{_offer(path)}"
-        )
+        raise refusal(path, f"is damaged: its {len(content):,} bytes do not have the digest in its name")
     try:
         state = torch.load(io.BytesIO(content), map_location=map_location, weights_only=True)
     except Exception as error:
-        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}){_offer(path)}") from error
-    _check_format(state, path)
+        raise refusal(path, f"cannot be read ({type(error).__name__})") from error
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise refusal(path, "holds no checkpoint of micronorm")
+    if state.get("version") != VERSION:
+        raise refusal(path, f"has another format than {VERSION}, which this version of micronorm reads")
+    if not isinstance(state.get("step"), int) or state["step"] != int(name[1]):
+        raise refusal(path, "is not a valid checkpoint: it does not hold the step in its name")
     return state
 
 
-def _check_format(state: Any, path: Path) -> None:
-    """Raise CheckpointError if what was read from `path` is not a checkpoint, or one of another version."""
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise CheckpointError(f"{path} holds no checkpoint of micronorm{_offer(path)}")
-    if state.get("version") != VERSION:
-        raise CheckpointError(f"{path} has format {state.get('version')}, this version of micronorm reads {VERSION}")
-
-
-def _offer(path: Path) -> str:
-    """Return what to do about an unusable checkpoint, as the end of a message that names the others beside it."""
+def refusal(path: Path, fault: str) -> CheckpointError:
+    """Return the error for an unusable checkpoint: its path, what is wrong with it, and which one to use instead."""
     others = [other.name for other in checkpoints(path.parent) if other != path]
-    if not others:
-        return "; there is no other checkpoint beside it: delete it to start again"
-    return f"; delete it to resume from the one before it, {others[0]}"
+    if others:
+        return CheckpointError(f"{path} {fault}; delete it to resume from the one before it, {others[0]}")
+    return CheckpointError(f"{path} {fault}; there is no other checkpoint beside it: delete it to start again")
 
 
 def digest(state: Any) -> str:

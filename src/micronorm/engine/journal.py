@@ -4,17 +4,16 @@ import errno
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from micronorm.engine import checkpoint
 from micronorm.engine.environment import environment
-from micronorm.engine.events import Events
 from micronorm.engine.parallel import on_rank_0
 from micronorm.engine.settings import Outcome, Settings, changes, describe
-from micronorm.engine.state import check_model, load_rest_of_state, load_whole_state, rest_of_state, whole_state
+from micronorm.engine.state import check_state, load_rest_of_state, load_whole_state, rest_of_state, whole_state
 from micronorm.engine.step import Step
 from micronorm.engine.weights import save_weights
-from micronorm.records import FACTS, OUTCOME, Run, remove_partials, write_atomically
+from micronorm.records import FACTS, OUTCOME, Run, read, remove_partials, write_atomically
 
 try:
     import fcntl
@@ -32,31 +31,38 @@ MICRO_BATCH = "micro_batch"
 SAVE_SECONDS = 600.0
 
 
-class Lock:
-    """Hold a folder until `release` or the end of the process, so that only one process writes to it.
+def lock_folder(folder: Path) -> BinaryIO:
+    """Return a file that locks a folder until it is closed or the process ends, so that only one process writes there.
 
     Child processes do not inherit the lock. If the system or the file system has no such locks, nothing is locked.
 
     Raises:
         FileExistsError: another process holds the folder.
     """
+    file = (folder / LOCK).open("ab")
+    try:
+        if fcntl is not None:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            file.close()
+            raise FileExistsError(
+                f"another process is writing to {folder}, such as a rank whose launcher was killed; wait for it, or "
+                "end it"
+            ) from None
+    return file
 
-    def __init__(self, folder: Path) -> None:
-        self._file = (folder / LOCK).open("ab")
-        try:
-            if fcntl is not None:
-                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                self._file.close()
-                raise FileExistsError(
-                    f"another process is writing to {folder}, such as a rank whose launcher was killed; wait for it, "
-                    "or end it"
-                ) from None
 
-    def release(self) -> None:
-        """Let other processes write; a second call does nothing."""
-        self._file.close()
+def open_events(folder: Path, *, resumed_at: int | None) -> Any:
+    """Return a TensorBoard writer, or None without the tensorboard package.
+
+    TensorBoard hides events of later steps than `resumed_at` that an earlier process wrote: those steps are repeated.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter  # optional, and slow to import
+    except ImportError:
+        return None
+    return SummaryWriter(str(folder), purge_step=None if resumed_at is None else resumed_at + 1)
 
 
 class Journal:
@@ -66,8 +72,8 @@ class Journal:
         self.folder, self.step, self.settings = folder, step, settings
         self.parallel = step.parallel
         self.record: Run | None = None
-        self.events: Events | None = None
-        self.lock: Lock | None = None
+        self.events: Any = None
+        self.lock: BinaryIO | None = None
         self.saved: Path | None = None
         self.saved_at = time.monotonic()
 
@@ -84,7 +90,7 @@ class Journal:
         if folder.exists() and not folder.is_dir():
             raise FileExistsError(f"{folder} is a file, a run needs a folder; name another")
         folder.mkdir(parents=True, exist_ok=True)
-        self.lock = Lock(folder)
+        self.lock = lock_folder(folder)
         if resume and (folder / FACTS).exists():  # otherwise the run was killed before it wrote anything
             self.record = Run.open(folder)
             self.record.rewind(done)
@@ -99,7 +105,16 @@ class Journal:
             self.record = Run.create(folder, {**known, "environment": found, **facts})
         remove_partials(folder)
         remove_partials(folder / CHECKPOINTS)
-        self.events = Events(folder / EVENTS, resumed_at=done if resume else None)
+        self.events = open_events(folder / EVENTS, resumed_at=done if resume else None)
+
+    def add_facts(self, **facts: Any) -> None:
+        """Add facts to the record, replacing those of the same names."""
+        if self.record is not None:
+            self.record.add_facts(**facts)
+
+    def steps(self) -> list[dict[str, Any]]:
+        """Return the rows of `steps.jsonl`, on rank 0."""
+        return [] if self.record is None else read(self.record.path).steps
 
     def has_ended(self) -> bool:
         """Return whether the folder holds a run with weights and outcome."""
@@ -112,17 +127,20 @@ class Journal:
         """Append rows of `steps.jsonl`."""
         if rows and self.record is not None:
             self.record.append_steps(rows)
-        for row in rows if self.events is not None else ():
-            assert self.events is not None
-            self.events.scalars(row["step"], {"step/loss": row["loss"], "step/lr": row["lr"]})
+        for row in rows:
+            self._write_scalars(row["step"], {f"step/{name}": row[name] for name in ("loss", "lr") if name in row})
 
     def write_epoch(self, row: Mapping[str, Any]) -> None:
         """Append a row of `epochs.jsonl`."""
         if self.record is not None:
             self.record.append_epoch(row)
+        for split in ("train", "test"):
+            self._write_scalars(row["step"], {f"{split}/{name}": v for name, v in row.get(split, {}).items()})
+
+    def _write_scalars(self, step: int, values: Mapping[str, float]) -> None:
         if self.events is not None:
-            for split in ("train", "test"):
-                self.events.scalars(row["step"], {f"{split}/{name}": v for name, v in row.get(split, {}).items()})
+            for name, value in values.items():
+                self.events.add_scalar(name, value, step)
 
     def write_diagnostics(self, row: Mapping[str, Any]) -> None:
         """Append a row of `diagnostics.jsonl`. The observer writes the events itself."""
@@ -132,9 +150,10 @@ class Journal:
     def end(self, outcome: Outcome, *, average: dict[str, Any] | None = None) -> None:
         """Write the weights, their moving average if there is one, and the outcome. Collective."""
         if self.folder is not None:
-            save_weights(self.step, self.folder / WEIGHTS)
+            recipe = "" if self.record is None else self.record.facts["recipe"]
+            save_weights(self.step, self.folder / WEIGHTS, recipe=recipe)
             if average is not None:
-                save_weights(self.step, self.folder / AVERAGE, average)
+                save_weights(self.step, self.folder / AVERAGE, average, recipe=recipe)
         if self.record is not None:
             kept = ("steps", "figures", "digest", "finished")
             self.record.finish({name: getattr(outcome, name) for name in kept})
@@ -145,7 +164,7 @@ class Journal:
         if self.events is not None:
             self.events.close()
         if self.lock is not None:
-            self.lock.release()
+            self.lock.close()
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -161,8 +180,9 @@ class Journal:
             return
         state = rest_of_state(self.step, done=done, seed=self.settings.seed)
         state |= {"settings": describe(self.settings), "micro_batch": self.step.micro_batch.size, **rest}
-        if self.record is not None and self.events is not None:  # steps before the checkpoint are not repeated
+        if self.record is not None:  # steps before the checkpoint are not repeated
             self.record.sync()
+        if self.events is not None:
             self.events.flush()
         folder, whole = self.folder / CHECKPOINTS, whole_state(self.step)
         self.saved = on_rank_0(self.parallel, lambda: checkpoint.save(folder, done, whole | state))
@@ -189,9 +209,14 @@ class Journal:
         if path is None:
             return None
         state = checkpoint.load(path)
+        fault = check_state(self.step, state, ema=self.settings.ema is not None)
+        if fault is not None:
+            raise checkpoint.refusal(path, f"is not a valid checkpoint: {fault}")
         _check_settings(path.name, state["settings"], facts["settings"])
-        check_model(self.step, state["model"], source=path.name)
-        load_whole_state(self.step, state)
+        try:
+            load_whole_state(self.step, state)
+        except ValueError as error:
+            raise ValueError(f"{path.name} is of another model: {error}") from error
         self.saved = path
         return {**state, "step": load_rest_of_state(self.step, state)}
 
@@ -223,7 +248,12 @@ class Journal:
     def remembered_size(self) -> int | None:
         """Return what `remember_size` wrote, or None."""
         file = None if self.folder is None else self.folder / MICRO_BATCH
-        return int(file.read_text()) if file is not None and file.exists() else None
+        if file is None or not file.exists():
+            return None
+        text = file.read_bytes().decode("utf-8", "replace")
+        if not (text.isdecimal() and len(text) < 10):
+            raise ValueError(f"{file} must hold a number of samples, got {text[:20]!r}; delete it")
+        return int(text)
 
 
 def _check_settings(source: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:

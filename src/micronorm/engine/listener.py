@@ -1,10 +1,6 @@
-"""Callbacks of a run: a listener receives steps, epochs and messages; an observer measures the network's layers."""
+"""The callback of a run, which receives steps, epochs and messages."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
-
-from torch import nn
+from typing import Any
 
 
 class Listener:
@@ -24,32 +20,3 @@ class Listener:
 
     def on_end(self) -> None:
         """Called after the last step, or after an error."""
-
-
-class Observation(Protocol):
-    """An observer that is attached to a model, from `__enter__` to `__exit__`. It counts the optimizer's steps."""
-
-    epoch: int
-    """The epoch of the present step, for the rows."""
-
-    def __enter__(self) -> Any: ...
-
-    def __exit__(self, *error: object) -> None: ...
-
-    def discard(self) -> None:
-        """Forget what was measured since the last optimizer step, because the step begins again."""
-        ...
-
-    def paused(self) -> AbstractContextManager[None]:
-        """Ignore forward passes within this block."""
-        ...
-
-
-class Observer(Protocol):
-    """A function such as `mn.observe`. The caller passes it in, so that the engine does not import the diagnostics."""
-
-    def __call__(
-        self, model: nn.Module, *, every: int, writer: Any, sink: Callable[[dict[str, Any]], object], start: int
-    ) -> Observation:
-        """See `mn.observe`."""
-        ...

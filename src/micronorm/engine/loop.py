@@ -9,7 +9,7 @@ import math
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from micronorm.engine.ema import MovingAverage
 from micronorm.engine.evaluate import evaluate
 from micronorm.engine.graph import GraphedStep
 from micronorm.engine.journal import Journal
-from micronorm.engine.listener import Listener, Observer
+from micronorm.engine.listener import Listener
 from micronorm.engine.meter import Meter
 from micronorm.engine.microbatch import MicroBatch
 from micronorm.engine.optimization import build_optimizer
@@ -36,6 +36,7 @@ from micronorm.engine.task import Share, Task, check_task
 from micronorm.engine.trial import check_loss_is_a_sum, choose_micro_batch
 from micronorm.nn.per_step.recompute import Recomputation, recompute
 from micronorm.ops.keyed import permutation, sample_keys
+from micronorm.records import CollapseWatch
 
 
 class Diverged(ArithmeticError):
@@ -64,7 +65,7 @@ def train(
     resume: bool = False,
     facts: dict[str, Any] | None = None,
     listener: Listener | None = None,
-    observer: Observer | None = None,
+    observer: Callable[..., Any] | None = None,
 ) -> Outcome:
     """Train a model, and record the run in a directory.
 
@@ -77,7 +78,8 @@ def train(
         resume: continue from the newest checkpoint in `out`.
         facts: more entries for `run.json`, such as the recipe's name and the command.
         listener: receives steps, epochs and messages.
-        observer: measures the layers as often as `execution.observe` says: `mn.observe`. On rank 0, at its samples.
+        observer: `mn.observe`, or a function with its arguments and result. It measures the layers as often as
+            `execution.observe` says, on rank 0 and its samples. The engine does not import it, as any network trains.
 
     Returns:
         The steps done, the figures and a digest. After SIGTERM or Ctrl-C the step in progress is finished and saved,
@@ -135,12 +137,13 @@ class _TrainingRun:
         self.figures: dict[str, float] = {}
         self.signal: int | None = None
         self.recomputation: Recomputation | None = None
-        self.observer: Observer | None = None
+        self.observer: Callable[..., Any] | None = None
         self.already_complete = False
         self.step = self._make_step(model)
         self.take_step = GraphedStep(self.step, settings.step_batch) if execution.cuda_graph else self.step
         self.average = None if settings.ema is None else MovingAverage(self.step, settings.ema)
         self.meter = Meter(task, self.device)
+        self.collapse_watch = CollapseWatch()
         self.journal = Journal(out, self.step, settings)
 
     def _make_step(self, model: nn.Module) -> Step:
@@ -218,6 +221,9 @@ class _TrainingRun:
         self.already_complete = resume and self.done >= self.last and self.journal.has_ended()
         if not self.already_complete:
             self.journal.begin(known, resume=resume, done=self.done)
+            for row in self.journal.steps():
+                if row.get("loss") is not None and row.get("samples") is not None:
+                    self.collapse_watch.add(row["loss"], samples=row["samples"])
 
     def _limit_micro_batch(self, size: int | None) -> None:
         """Start with the size that fitted into memory before, unless the user has chosen one."""
@@ -231,10 +237,9 @@ class _TrainingRun:
         if every is None or self.observer is None or not self.is_first:
             yield
             return
-        events = self.journal.events
-        writer = events if events is not None and events.available else None
-        options: dict[str, Any] = {"writer": writer, "sink": self.journal.write_diagnostics, "start": self.done}
-        with self.observer(self.step.model, every=every, **options) as self.step.observation:
+        writer, sink = self.journal.events, self.journal.write_diagnostics
+        observation = self.observer(self.step.model, every=every, writer=writer, sink=sink, start=self.done)
+        with observation as self.step.observation:
             yield
         self.step.observation = None
 
@@ -343,8 +348,13 @@ class _TrainingRun:
         self.journal.write_steps(rows)
         for row in rows:
             self.listener.on_step(row)
-            if not math.isfinite(row.get("loss", 0.0)):
-                raise Diverged(f"the loss is {row['loss']} at step {row['step']}{self._last_checkpoint()}")
+            loss = row.get("loss", 0.0)
+            if not math.isfinite(loss):
+                raise Diverged(f"the loss is {loss} at step {row['step']}{self._last_checkpoint()}")
+            collapse = self.collapse_watch.add(loss, samples=row["samples"])
+            if collapse is not None:
+                self.listener.on_message(collapse)
+                self.journal.add_facts(collapse=collapse)
 
     def _save(self) -> None:
         """Write a checkpoint, unless a weight is not finite. Collective."""

@@ -9,23 +9,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from micronorm.engine.schedules import Constant, Cosine, Milestones, Poly, Schedule, StepMilestones, Warmup
-
-__all__ = [
-    "SGD",
-    "AdamW",
-    "Constant",
-    "Cosine",
-    "Milestones",
-    "OptimizerSpec",
-    "ParameterGroup",
-    "Poly",
-    "Schedule",
-    "StepMilestones",
-    "Warmup",
-    "build_optimizer",
-]
-
 
 class OptimizerSpec(Protocol):
     """Builds a torch.optim optimizer whose learning rate `lr` is then scaled by the schedule."""

@@ -1,5 +1,6 @@
 """What a run computes, and how: two values, because only the first may change its result."""
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -172,4 +173,22 @@ def changes(was: Any, now: Any, name: str = "") -> list[str]:
     if isinstance(was, Mapping) and isinstance(now, Mapping):
         prefix = f"{name}." if name else ""
         return [text for key in {**was, **now} for text in changes(was.get(key), now.get(key), f"{prefix}{key}")]
-    return [] if was == now else [f"{name}: {was} → {now}"]
+    try:
+        same = bool(was == now)
+    except Exception:  # a tensor, for example
+        same = False
+    return [] if same else [f"{name}: {_shown(was)} → {_shown(now)}"]
+
+
+def _shown(value: Any) -> str:
+    """Return a value in at most a few hundred characters. What a file holds may be cyclic, deep or a huge integer."""
+    if is_huge(value):
+        return "an integer of more than 64 bits"
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = 300
+    return value[:300] if isinstance(value, str) else short.repr(value)
+
+
+def is_huge(value: Any) -> bool:
+    """Return whether a value is an integer of more than 64 bits, which neither tensors nor messages can hold."""
+    return isinstance(value, int) and abs(value) >= 2**63

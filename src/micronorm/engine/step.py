@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from micronorm.commit.snapshot import Snapshot
 from micronorm.commit.transaction import Transaction
-from micronorm.engine.listener import Observation
 from micronorm.engine.microbatch import MicroBatch, is_out_of_memory, release_memory
 from micronorm.engine.parallel import NO_REQUESTS, AttemptStatus, OneRank, Requests, ShardedRanks
 from micronorm.engine.task import Batch, Task, check_batch, check_loss
@@ -102,7 +101,8 @@ class Step:
         self.scaler = torch.amp.GradScaler(self.device.type, init_scale=scale, enabled=dtype == torch.float16)
         self.names: list[str] = []
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.observation: Observation | None = None
+        self.observation: Any = None
+        """What `mn.observe` returned, if the run is observed."""
 
     def __call__(self, inputs: StepInputs, requests: Requests = NO_REQUESTS) -> StepResult:
         """Take one step. The result holds the requests of all ranks."""

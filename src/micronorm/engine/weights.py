@@ -1,20 +1,16 @@
 """Weights in files: `model.safetensors` at the end of a run, and a checkpoint of any origin to start from."""
 
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from micronorm.convert.checkpoint import header_of, pack_state, read_state, strip_prefixes
 from micronorm.engine.parallel import ShardedRanks
 from micronorm.engine.state import whole_state
 from micronorm.engine.step import Step
-from micronorm.records import PARTIAL, write_atomically
-
-_WRAPPERS = ("model", "state_dict", "model_state_dict", "module")
+from micronorm.records import write_atomically
 
 
 @dataclass(frozen=True)
@@ -45,49 +41,30 @@ class LoadedWeights:
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Read the tensors of a safetensors file or of a torch checkpoint. Nothing in the file is executed.
 
-    A state dict below "model" or "state_dict" is found, and the prefix "module." of DDP is removed.
-
     Raises:
         FileNotFoundError: the file does not exist.
         ValueError: it holds no weights.
     """
     if not path.is_file():
         raise FileNotFoundError(f"no weights at {path}")
-    try:
-        if path.suffix == ".safetensors":
-            import safetensors.torch
-
-            found: Any = safetensors.torch.load_file(path)
-        else:
-            found = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise ValueError(f"{path} cannot be read as weights ({type(error).__name__}: {error})") from error
-    for _ in range(2):  # "state_dict" within "model", at most
-        inner = next((found[key] for key in _WRAPPERS if isinstance(found, dict) and _is_mapping(found, key)), None)
-        found = found if inner is None else inner
-    tensors = {str(k): v for k, v in found.items() if isinstance(v, Tensor)} if isinstance(found, Mapping) else {}
-    if not tensors:
-        raise ValueError(f"{path} holds no tensors by name; save model.state_dict()")
-    if all(name.startswith("module.") for name in tensors):
-        tensors = {name.removeprefix("module."): value for name, value in tensors.items()}
-    return tensors
-
-
-def _is_mapping(found: dict[Any, Any], key: str) -> bool:
-    return isinstance(found.get(key), Mapping)
+    return read_state(path)
 
 
 def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> LoadedWeights:
     """Copy tensors of matching name and shape into a model, before training, and report the rest.
 
+    The prefixes that DDP and torch.compile add to every name are ignored.
+
     Raises:
         ValueError: nothing matches.
 
     Example:
+        >>> import torch
         >>> print(load_weights(nn.Linear(2, 3), {"weight": torch.ones(3, 2), "bias": torch.ones(5)}))
         1 tensors loaded; 1 dropped for their shape: bias
     """
     own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    tensors, _ = strip_prefixes(dict(tensors), own)
     common = own.keys() & tensors.keys()
     fitting = {name: tensors[name] for name in common if tensors[name].shape == own[name].shape}
     if not fitting:
@@ -104,18 +81,13 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> LoadedWeigh
     )
 
 
-def save_weights(step: Step, path: Path, tensors: dict[str, Tensor] | None = None) -> None:
-    """Write the model, or `tensors`, as safetensors, atomically. Collective; shared memory is written once."""
-    import safetensors.torch
+def save_weights(step: Step, path: Path, tensors: dict[str, Tensor] | None = None, *, recipe: str = "") -> None:
+    """Write the model, or `tensors`, as safetensors, atomically. Collective.
 
+    The metadata hold the recipe's name, and what the layers compute.
+    """
     if tensors is None and isinstance(step.parallel, ShardedRanks):
         tensors = whole_state(step)["model"]
     if step.parallel.rank == 0:
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
-        if tensors is None:
-            safetensors.torch.save_model(step.model, str(temporary))
-        else:
-            safetensors.torch.save_file(tensors, str(temporary))
-        # Not renamed: safetensors neither waits for the disk nor lets other users read the file.
-        write_atomically(path, temporary.read_bytes())
-        temporary.unlink()
+        metadata = header_of(step.model) | ({"model": f"recipe:{recipe}"} if recipe else {})
+        write_atomically(path, pack_state(step.model if tensors is None else tensors, metadata))

@@ -23,6 +23,7 @@ from micronorm.export.layers import (
 from micronorm.nn.batch import GhostBatchNorm
 from micronorm.nn.batch_renorm import BatchRenorm
 from micronorm.nn.bcn import BatchChannelNorm
+from micronorm.nn.fingerprint import unmark
 from micronorm.nn.group import GroupNorm, InstanceNorm
 from micronorm.nn.norm_act import BatchChannelNormAct, ChannelsLast, NormAct
 from micronorm.nn.weight import counterpart_kind
@@ -37,7 +38,7 @@ _WRAPPERS = {
     "DataParallel": "fold model.module",
     "FullyShardedDataParallel": "fold the gathered model",
     "FSDPModule": "fold the gathered model",
-    "OptimizedModule": "fold model._orig_mod, and compile what comes out",
+    "OptimizedModule": "fold model._orig_mod, then compile the folded model",
     "ScriptModule": "fold the model it was scripted from",
 }
 
@@ -87,7 +88,9 @@ def fold(model: nn.Module, *, example_inputs: Any = None) -> nn.Module:
         folded = folded[0]  # type: ignore[index]
     left = [f"{name!r} ({type(module).__name__})" for name, module in folded.named_modules() if is_ours(module)]
     if left:
-        raise ValueError(f"cannot be folded: {', '.join(left[:8])} would stay, a layer within a layer of ours")
+        raise ValueError(f"cannot be folded: {', '.join(left[:8])} are inside other layers of micronorm")
+    for module in folded.modules():
+        unmark(module)
     return folded.eval()
 
 
@@ -178,8 +181,8 @@ class _Folder:
             if type(module) in REPARAMETERIZED and module not in self.replacements:
                 if self._is_read(module):
                     raise ValueError(
-                        f"cannot be folded: {self.names[module][0]!r} ({type(module).__name__}) is more than called, "
-                        "the model computes with its raw weight, which folding replaces by the effective one"
+                        f"cannot be folded: {self.names[module][0]!r} ({type(module).__name__}) is called, but the "
+                        "model also reads its weight or bias directly, and folding changes both"
                     )
                 plain = plain_layer(module, None, name=self.names[module][0])
                 assert plain is not None  # only a merged affine can be too large

@@ -46,7 +46,7 @@ def channel_affine(norm: BatchChannelNorm) -> Affine:
     """Return the channel half of BCN as an affine map; all of BCN if blend = 0, where both halves are affine."""
     tensors = (norm.weight, norm.bias, norm.running_mean, norm.running_var)
     weight, shift_c, mean, var = map(_wide, tensors)
-    scale_c = weight * torch.rsqrt(var + norm.eps)
+    scale_c = weight * torch.rsqrt(var + float(norm.eps))
     if is_batch_norm(norm):
         weight_c, bias_c = group_affine(norm)
         scale_c, shift_c = _wide(weight_c) * scale_c, _wide(weight_c) * shift_c + _wide(bias_c)
@@ -165,7 +165,7 @@ def batch_norm(norm: BatchChannelNorm | GhostBatchNorm | BatchRenorm, rank: int 
     half precision.
     """
     weight, bias = norm.weight.detach(), norm.bias.detach()
-    options = {"eps": norm.eps, "device": weight.device, "dtype": compute_dtype(weight.dtype)}
+    options = {"eps": float(norm.eps), "device": weight.device, "dtype": compute_dtype(weight.dtype)}
     made: Any = _BATCH_NORMS.get(rank, nn.SyncBatchNorm)(norm.num_channels, **options)
     if isinstance(norm, BatchChannelNorm) and is_batch_norm(norm):
         weight_c, bias_c = map(_wide, group_affine(norm))
@@ -181,7 +181,8 @@ def batch_norm(norm: BatchChannelNorm | GhostBatchNorm | BatchRenorm, rank: int 
 def group_norm(norm: BatchChannelNorm) -> nn.GroupNorm:
     """Return the group half of BCN: nn.GroupNorm with γ^c and β^c repeated for each channel."""
     weight_c, bias_c = group_affine(norm)
-    made = nn.GroupNorm(norm.num_groups, norm.num_channels, eps=norm.eps, device=weight_c.device, dtype=weight_c.dtype)
+    options = {"eps": float(norm.eps), "device": weight_c.device, "dtype": weight_c.dtype}
+    made = nn.GroupNorm(norm.num_groups, norm.num_channels, **options)
     with torch.no_grad():
         for parameter, value in ((made.weight, weight_c), (made.bias, bias_c)):
             parameter.copy_(value).requires_grad_(norm.group_weight.requires_grad)

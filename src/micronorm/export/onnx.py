@@ -1,5 +1,6 @@
 """`mn.export.onnx`: write a model as an ONNX file, and verify the file with onnxruntime before it appears."""
 
+import errno
 import importlib
 import os
 import tempfile
@@ -77,6 +78,7 @@ def onnx(
         ImportError: onnx, onnxscript or onnxruntime is missing.
         ValueError: a bad argument, or the model does not run on the inputs.
         RuntimeError: torch cannot export the model, or the file computes something else.
+        OSError: the file cannot be written; the message names it and the space it needs.
 
     Example:
         >>> from micronorm.nn import BatchChannelNorm, WSConv2d
@@ -89,6 +91,10 @@ def onnx(
     _require("onnx", "onnxscript", "onnxruntime")
     _check_arguments(model, opset, dynamic, other_inputs)
     path = Path(path)
+    if path.is_dir() or not path.parent.is_dir():
+        raise ValueError(
+            f"{path} is a folder" if path.is_dir() else f"there is no folder {path.parent} for {path.name}"
+        )
     inputs = [example_inputs]
     if dynamic:
         inputs.append(_other_size(example_inputs, dynamic) if other_inputs is None else other_inputs)
@@ -96,14 +102,19 @@ def onnx(
     _check_runs(reference, inputs)
     folded = fold(model, example_inputs=example_inputs) if any(map(is_ours, model.modules())) else bare_copy(model)
     folded = folded.eval().cpu()
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
-        written = Path(folder) / path.name
-        names = {"input_names": input_names, "output_names": output_names}
-        _export(folded, written, _cpu(example_inputs), opset=opset, dynamic=dynamic, **names)
-        found = _count_group_normalizations(written)
-        worst = verify(reference, _Session(written), inputs, tol=tol)
-        for part in sorted(Path(folder).iterdir(), reverse=True):  # the ".data" file first
-            os.replace(part, path.parent / part.name)
+    names = {"input_names": input_names, "output_names": output_names}
+    try:
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+            written = Path(folder) / path.name
+            _export(folded, written, _cpu(example_inputs), opset=opset, dynamic=dynamic, **names)
+            found = _count_group_normalizations(written)
+            worst = verify(reference, _Session(written), inputs, tol=tol)
+            for part in sorted(Path(folder).iterdir(), reverse=True):  # the ".data" file first
+                os.replace(part, path.parent / part.name)
+    except OSError as fault:
+        full = fault.errno in (errno.ENOSPC, errno.EDQUOT)
+        needed = f" (about {_size(folded):,} bytes are needed)" if full else ""
+        raise OSError(fault.errno, f"{fault.strerror or fault}{needed}", str(path)) from fault
     shapes = tuple(tuple(t.shape) for example in inputs for t in tensors_in(example))
     return OnnxReport(path, opset, found, shapes, worst)
 
@@ -113,7 +124,7 @@ def _require(*packages: str) -> None:
         try:
             importlib.import_module(package)
         except ImportError as fault:
-            raise ImportError(f"exporting to ONNX needs {package}: pip install 'micronorm[onnx]'") from fault
+            raise ImportError(f"exporting to ONNX needs {package}: pip install onnx onnxruntime onnxscript") from fault
 
 
 def _check_arguments(model: nn.Module, opset: int, dynamic: Dynamic, other_inputs: Any) -> None:
@@ -122,10 +133,10 @@ def _check_arguments(model: nn.Module, opset: int, dynamic: Dynamic, other_input
     if dynamic not in (True, False, "batch"):
         raise ValueError(f'dynamic must be True, False or "batch", got {dynamic!r}')
     if other_inputs is not None and not dynamic:
-        raise ValueError("other_inputs are of another size, which dynamic=False rules out")
+        raise ValueError("other_inputs have another size than example_inputs, which dynamic=False does not allow")
     odd = sorted({str(p.dtype) for p in model.parameters() if p.is_floating_point() and p.dtype != torch.float32})
     if odd:
-        raise ValueError(f"a float32 model is needed, onnxruntime's CPU kernels being so, got {', '.join(odd)}")
+        raise ValueError(f"the model must be float32 like onnxruntime's CPU kernels, got {', '.join(odd)}")
 
 
 def _check_runs(model: nn.Module, inputs: list[Any]) -> None:
@@ -134,10 +145,16 @@ def _check_runs(model: nn.Module, inputs: list[Any]) -> None:
         args, kwargs = as_call(example)
         try:
             with torch.no_grad():
-                model(*args, **kwargs)
+                output = model(*args, **kwargs)
         except Exception as fault:
             sizes = ", ".join("×".join(map(str, t.shape)) for t in tensors_in(example))
             raise ValueError(f"the model does not run on inputs of sizes {sizes}{hint}: {_reason(fault)}") from fault
+        if isinstance(output, list | tuple) and output and all(isinstance(item, dict) for item in output):
+            raise ValueError(
+                f"{type(model).__name__} returns a dictionary for each image, as detectors do. The number of boxes "
+                "depends on the image, which torch cannot export: export the part before, such as model.backbone, with "
+                "mn.export.onnx"
+            )
 
 
 # --- sizes -----------------------------------------------------------------------------------------------------------
@@ -192,7 +209,6 @@ def _export(model: nn.Module, path: Path, inputs: Any, *, opset: int, dynamic: D
         axes = _open_axes(leaf, dynamic) if isinstance(leaf, Tensor) else []
         return dict.fromkeys(axes, torch.export.Dim.DYNAMIC) if axes else None
 
-    weights = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
     try:
         torch.onnx.export(
             model,
@@ -202,20 +218,33 @@ def _export(model: nn.Module, path: Path, inputs: Any, *, opset: int, dynamic: D
             dynamo=True,
             verbose=False,
             opset_version=opset,
-            external_data=weights > _LARGEST_MESSAGE,
+            external_data=_size(model) > _LARGEST_MESSAGE,
             dynamic_shapes=tree_map(sizes, kwargs or args) if dynamic else None,
             **names,
         )
     except Exception as fault:
+        if isinstance(_root(fault), OSError):  # a full disk is no fault of the model
+            raise _root(fault) from fault
         hint = {True: 'try dynamic="batch", then dynamic=False', "batch": "try dynamic=False", False: ""}[dynamic]
         reason = _reason(fault)
         raise RuntimeError(f"torch could not export the model{f'; {hint}' if hint else ''}: {reason}") from fault
 
 
-def _reason(fault: BaseException) -> str:
-    """Return the first line of the original error. The exporter's own message has pages of advice."""
+def _size(model: nn.Module) -> int:
+    """Return the bytes of the model's tensors."""
+    return sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+
+
+def _root(fault: BaseException) -> BaseException:
+    """Return the original error behind an error of the exporter, whose own message has pages of advice."""
     while fault.__cause__ is not None:
         fault = fault.__cause__
+    return fault
+
+
+def _reason(fault: BaseException) -> str:
+    """Return the class and first line of the original error."""
+    fault = _root(fault)
     lines = [line for line in str(fault).strip().splitlines() if line.strip()]
     return f"{type(fault).__name__}: {lines[0][:300]}" if lines else type(fault).__name__
 

@@ -61,7 +61,7 @@ def _difference(expected: Tensor, actual: Tensor, label: str) -> float:
     right, other = (t.detach().to("cpu", torch.float64) for t in (expected, actual))
     for name, tensor in (("expected", right), ("actual", other)):
         if not bool(tensor.isfinite().all()):
-            raise RuntimeError(f"{label} is not finite ({name}): the comparison would say nothing")
+            raise RuntimeError(f"{label} is not finite ({name}): it cannot be compared")
     error, size = (right - other).abs().max().item(), right.abs().max().item()
     return error / size if size else (0.0 if error == 0 else float("inf"))
 

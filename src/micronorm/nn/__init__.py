@@ -11,28 +11,12 @@ from micronorm.nn.evonorm import EvoNorm, EvoNormS0
 from micronorm.nn.frn import FRN, FilterResponseNorm
 from micronorm.nn.group import GN, IN, LN, GroupNorm
 from micronorm.nn.norm_act import BatchChannelNormAct, ChannelsLast, NormAct, norm_act_layer
-from micronorm.nn.spec import NormSpec, WeightSpec
+from micronorm.nn.spec import SPECS, NormSpec, WeightSpec, register
 from micronorm.nn.switchable import SN, SwitchableNorm
 from micronorm.nn.weight import (
     CWN,
     WN,
     WS,
-    CWNConv1d,
-    CWNConv2d,
-    CWNConv2dSame,
-    CWNConv3d,
-    CWNConvTranspose1d,
-    CWNConvTranspose2d,
-    CWNConvTranspose3d,
-    CWNLinear,
-    WNConv1d,
-    WNConv2d,
-    WNConv2dSame,
-    WNConv3d,
-    WNConvTranspose1d,
-    WNConvTranspose2d,
-    WNConvTranspose3d,
-    WNLinear,
     WSConv1d,
     WSConv2d,
     WSConv2dSame,
@@ -43,10 +27,9 @@ from micronorm.nn.weight import (
     WSLinear,
 )
 
-SPECS: dict[str, type[NormSpec] | type[WeightSpec]] = {
-    spec.__name__: spec for spec in (BN, GN, LN, IN, BCN, SN, BRN, FRN, EvoNormS0, WS, WN, CWN)
-}
-"""Every spec class by its name, for command lines and tables of results: `SPECS["BCN"]` is `mn.BCN`."""
+for spec in (BN, GN, LN, IN, BCN, SN, BRN, FRN, EvoNormS0, WS, WN, CWN):
+    register(spec)
+del spec
 
 __all__ = [
     "SPECS",
@@ -54,14 +37,6 @@ __all__ = [
     "BatchChannelNormAct",
     "BatchRenorm",
     "ChannelsLast",
-    "CWNConv1d",
-    "CWNConv2d",
-    "CWNConv2dSame",
-    "CWNConv3d",
-    "CWNConvTranspose1d",
-    "CWNConvTranspose2d",
-    "CWNConvTranspose3d",
-    "CWNLinear",
     "EvoNorm",
     "FilterResponseNorm",
     "GhostBatchNorm",
@@ -69,14 +44,6 @@ __all__ = [
     "NormAct",
     "NormSpec",
     "SwitchableNorm",
-    "WNConv1d",
-    "WNConv2d",
-    "WNConv2dSame",
-    "WNConv3d",
-    "WNConvTranspose1d",
-    "WNConvTranspose2d",
-    "WNConvTranspose3d",
-    "WNLinear",
     "WSConv1d",
     "WSConv2d",
     "WSConv2dSame",
@@ -87,4 +54,5 @@ __all__ = [
     "WSLinear",
     "WeightSpec",
     "norm_act_layer",
+    "register",
 ]

@@ -9,7 +9,7 @@ from torch import Tensor
 from micronorm.nn.checkpointing import write_once
 from micronorm.nn.inputs import check_input, check_micro_batch, check_momentum
 from micronorm.nn.running import RunningNorm
-from micronorm.nn.spec import LayerSpec
+from micronorm.nn.spec import NormSpec
 from micronorm.ops.batch import Running, normalize
 from micronorm.ops.batch_renorm import batch_renorm
 from micronorm.ops.moments import wide_dtype
@@ -124,7 +124,7 @@ class BatchRenorm(RunningNorm):
 
 
 @dataclass(frozen=True)
-class BRN(LayerSpec):
+class BRN(NormSpec):
     """Batch renormalization, see `mn.nn.BatchRenorm`; `micro_batch=m` treats a batch as successive batches of m.
 
     `schedule` limits the correction at each step. The default is for the paper's 40,000 steps or more; shorter

@@ -1,26 +1,38 @@
 """Batch-Channel Normalization (BCN, Sec. `sec:norm` of the paper) as a layer, and its spec.
 
-The layer owns the parameters, the estimates and a window. The mathematics is in `micronorm.ops.bcn`, the window in
-`micronorm.nn.window`, and what a training forward does with its statistics in `micronorm.nn.gather`.
+The mathematics is in `micronorm.ops.bcn`, saving and loading in `micronorm.nn.bcn_state`, and what a training forward
+does with its statistics in `micronorm.nn.gather`.
 """
 
-import warnings
-import weakref
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from micronorm.nn.backends import check_backend, resolve_backend
-from micronorm.nn.gather import gather, gather_by_kernel, run, sequential_estimates, track_batch
-from micronorm.nn.inputs import check_count, check_eps, check_groups, check_input, check_residual
+from micronorm.nn.bcn_state import BatchChannelNormState
+from micronorm.nn.gather import (
+    estimates_from_input,
+    gather,
+    gather_numbers,
+    run,
+    sequential_estimates,
+    track_batch,
+)
+from micronorm.nn.inputs import (
+    check_count,
+    check_eps,
+    check_flag,
+    check_groups,
+    check_input,
+    check_rate,
+    check_residual,
+)
 from micronorm.nn.per_step.recorder import active, remember
-from micronorm.nn.running import WideBuffers
 from micronorm.nn.spec import GroupedSpec
-from micronorm.nn.window import Window
+from micronorm.nn.unfusable import UnfusableEps
 from micronorm.ops.activation import IDENTITY, KINDS, Activation, ActivationKind, check_activation
 from micronorm.ops.bcn import (
     batch_channel_norm,
@@ -28,7 +40,6 @@ from micronorm.ops.bcn import (
     batch_channel_norm_reference,
     elementwise,
     elementwise_fused,
-    moments_by_kernel,
     watched_if_traced,
 )
 from micronorm.ops.group import choose_groups
@@ -38,7 +49,7 @@ Statistics = Literal["batch", "sequential", "step"]
 STATISTICS = ("batch", "sequential", "step")
 
 
-class BatchChannelNorm(WideBuffers):
+class BatchChannelNorm(BatchChannelNormState):
     r"""Normalize each channel by estimated statistics, then each group of channels of a sample by its own statistics.
 
     .. math::
@@ -57,6 +68,9 @@ class BatchChannelNorm(WideBuffers):
         rate: how far the estimates move: `"lr"`, the learning rate of the weight's parameter group, or a float in
             [0, 1]. In `"batch"` mode `"lr"` means nn.BatchNorm2d's momentum of 0.1.
         micro_batch: the number of samples in one micro-batch of `"sequential"`.
+        bias_correction: for `"step"`. Estimates are the weighted average of the windows seen so far, without the
+            initial values (0, 1): the first window sets them, and the k-th moves them by r/(1 − (1−r)^k). The state
+            dict then contains `estimates_weight`, 1 − (1−r)^k.
         eps: added to both variances, inside the roots.
         backend: `"triton"`, fused kernels for CUDA devices; `"one-pass"`, the same passes in PyTorch operations;
             `"reference"`, the plain equations differentiated by autograd; `"auto"`, kernels where they run, else
@@ -77,9 +91,7 @@ class BatchChannelNorm(WideBuffers):
         torch.Size([1, 64, 8, 8])
     """
 
-    running_mean: Tensor
-    running_var: Tensor
-    blend: Tensor
+    function = ("BCN", "num_groups", "eps")
 
     def __init__(
         self,
@@ -89,6 +101,7 @@ class BatchChannelNorm(WideBuffers):
         statistics: Statistics = "step",
         rate: float | str = "lr",
         micro_batch: int = 1,
+        bias_correction: bool = False,
         eps: float = 1e-5,
         backend: str = "auto",
         activation: str | None = None,
@@ -102,6 +115,7 @@ class BatchChannelNorm(WideBuffers):
         self.statistics: Statistics = statistics
         self.rate = rate
         self.micro_batch = micro_batch
+        self.bias_correction = bias_correction
         self.eps = eps
         self.backend = backend
         self.activation = activation
@@ -118,6 +132,8 @@ class BatchChannelNorm(WideBuffers):
         self.register_buffer("running_var", torch.empty(num_channels, **estimates))
         # α, see `warm`. Not persistent: only the state dict of a layer that is warmed up contains it.
         self.register_buffer("blend", torch.empty((), **estimates), persistent=False)
+        if bias_correction:
+            self.register_buffer("estimates_weight", torch.empty((), **estimates))
         self._window = self._new_window()
         self.reset_parameters()
 
@@ -132,7 +148,19 @@ class BatchChannelNorm(WideBuffers):
             raise ValueError(
                 f'micro_batch={self.micro_batch} is for statistics="sequential"; "{self.statistics}" has no use for it'
             )
-        check_eps(self.eps)
+        check_flag("bias_correction", self.bias_correction)
+        if self.bias_correction and self.statistics != "step":
+            raise ValueError(f'bias_correction=True is for statistics="step", got {self.statistics!r}')
+        check_eps(self._eps)
+
+    @property
+    def eps(self) -> float:
+        """Return ε, as a float that no other tool can fold into a convolution; see `UnfusableEps`."""
+        return UnfusableEps(self._eps)
+
+    @eps.setter
+    def eps(self, eps: float) -> None:
+        self._eps = eps
 
     @property
     def rate(self) -> float | str:
@@ -144,96 +172,6 @@ class BatchChannelNorm(WideBuffers):
         if isinstance(rate, str) and rate != "lr":
             raise ValueError(f'rate must be "lr" or a float in [0, 1], got {rate!r}')
         self._rate = rate if isinstance(rate, str) else check_rate(rate)
-
-    # --- state ---------------------------------------------------------------------------------------------------
-
-    def reset_parameters(self) -> None:
-        """Set the affine parameters to the identity and the estimates to (0, 1), and empty the window."""
-        for tensor, value in (
-            (self.weight, 1),
-            (self.bias, 0),
-            (self.group_weight, 1),
-            (self.group_bias, 0),
-            (self.running_mean, 0),
-            (self.running_var, 1),
-            (self.blend, 1),
-        ):
-            nn.init.constant_(tensor, value)
-        self.warm_steps = 0
-        self._window.clear()
-
-    def warm(self, steps: int) -> None:
-        """Start as a BatchNorm in eval mode and become BCN over `steps` commits.
-
-        y = γ^c·((1−α)·ẋ + α·(ẋ − M)/S) + β^c, where α = `blend` goes from 0 to 1.
-        """
-        check_count("steps", steps)
-        self.warm_steps = steps
-        nn.init.zeros_(self.blend)
-
-    def _new_window(self) -> Window:
-        return Window(self.num_channels, self.running_mean.device, weakref.ref(self))
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)
-        self._window.to(self.running_mean.device)
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        del state["_window"]  # a copy gets a window of its own
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._window = self._new_window()
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        self._window.warn_of_losses(prefix.removesuffix("."))
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.warm_steps:
-            destination[prefix + "blend"] = self.blend if keep_vars else self.blend.detach()
-            destination[prefix + "warm_steps"] = torch.tensor(self.warm_steps)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        if prefix + "running_mean" in state_dict:
-            state_dict.pop(prefix + "num_batches_tracked", None)  # BatchNorm's; no estimate here depends on it
-            blend, steps = (state_dict.pop(prefix + name, None) for name in ("blend", "warm_steps"))
-            if prefix + "group_weight" not in state_dict and prefix + "group_bias" not in state_dict:
-                # The state of a BatchNorm: the group affine is the identity, and a warm-up starts at its beginning.
-                like = state_dict.get(prefix + "weight", self.weight)
-                state_dict[prefix + "group_weight"] = like.new_ones(self.num_groups)
-                state_dict[prefix + "group_bias"] = like.new_zeros(self.num_groups)
-                blend = None if self.warm_steps == 0 else torch.zeros(())
-            else:
-                self.warm_steps = 0 if steps is None else int(steps)
-            # A new tensor: the old one may be on the meta device or uninitialized.
-            device = state_dict[prefix + "running_mean"].device if self.blend.is_meta else self.blend.device
-            value = torch.ones(()) if blend is None else blend
-            self.blend = value.detach().to(device=device, dtype=self.blend.dtype, copy=True)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        self.widen_buffers()  # load_state_dict(assign=True) may assign half-precision tensors
-        self._window.to(self.running_mean.device)
-        self._window.follow_estimates()
-        if prefix + "weight" in state_dict and self.has_zero_weight():
-            # Without the layer's name: Python shows equal warnings once, and a network has many such layers.
-            warn_of_zero_weights(["a BatchChannelNorm in the state dict"])
-
-    def has_zero_weight(self) -> bool:
-        """Return whether a trainable γ^b is all zero, so that gradients are divided by sqrt(eps). Reads the device."""
-        # The type excludes sharded weights: reading one is a collective operation that other ranks need not join.
-        readable = type(self.weight) is nn.Parameter and not self.weight.is_meta
-        return readable and self.weight.requires_grad and not self.weight.any()
-
-    def _replicate_for_data_parallel(self) -> Self:
-        if not self.training:
-            return super()._replicate_for_data_parallel()  # type: ignore[misc]
-        raise RuntimeError(
-            "nn.DataParallel with several GPUs runs replicas that are thrown away after each forward, and what "
-            "BatchChannelNorm gathered with them. Use torch.nn.parallel.DistributedDataParallel."
-        )
-
-    # --- forward -------------------------------------------------------------------------------------------------
 
     def forward(
         self,
@@ -271,7 +209,7 @@ class BatchChannelNorm(WideBuffers):
             data = moments(x)
         estimates = self._estimates(data, elements=x.numel() // (x.shape[0] * self.num_channels))
         affine = (self.weight, self.bias, self.group_weight, self.group_bias)
-        options: dict[str, Any] = {"groups": self.num_groups, "eps": self.eps, "blend": self.blend}
+        options: dict[str, Any] = {"groups": self.num_groups, "eps": self._eps, "blend": self.blend}
         if backend == "reference":
             y = batch_channel_norm_reference(x, estimates, *affine, **options)
             return activation(y if residual is None else y + residual)
@@ -295,29 +233,35 @@ class BatchChannelNorm(WideBuffers):
             return activation(self._normalize_by_kernel(x, IDENTITY, None) + residual)
         elements = x.numel() // (x.shape[0] * self.num_channels)
         running_mean, running_var, blend, *affine = self._tensors()
-        training = self.training and (self.statistics == "batch" or affine[0].requires_grad)
-        known = None
-        estimates: Moments | None = Moments(running_mean, running_var)
+        training = self.training and (self.statistics == "batch" or self._gathers())
+        parts = None
+        estimates = Moments(running_mean, running_var)
         if training and self.statistics != "step":
-            known = moments_by_kernel(x)
-            estimates = self._estimates(known[1], elements=elements)
+            micro_batch = self.micro_batch if self.statistics == "sequential" else None
+            state = (self._window.lost, self._window.counter)
+            parts, *found = run(
+                estimates_from_input, x.detach(), running_mean, running_var, self.num_groups, micro_batch, *state
+            )
+            estimates = Moments(*found)
         y, numbers = batch_channel_norm_fused(
             x,
             estimates,
             *affine,
             groups=self.num_groups,
-            eps=self.eps,
+            eps=self._eps,
             blend=blend,
             activation=activation,
             residual=residual,
-            moments=known,
+            parts=parts,
+            from_batch=training and self.statistics == "batch",
         )
         if active(self) is not None:
             sources = (x,) if residual is None else (x, residual)
             remember(y, partial(elementwise_fused, activation=activation), sources, (numbers,))
         if training and self.statistics == "step":
-            sizes = (x.shape[0], self.num_channels, elements)
-            gather_by_kernel(self._window, numbers.detach(), sizes, self.num_groups)
+            window, sizes = self._window, (x.shape[0], self.num_channels, elements, self.num_groups)
+            state = (window.sums, window.lost, window.counter)
+            run(gather_numbers, numbers.detach(), window.reference, *sizes, *state)
         return y
 
     def _tensors(self) -> tuple[Any, ...]:
@@ -345,13 +289,20 @@ class BatchChannelNorm(WideBuffers):
         if self.statistics == "batch":
             run(track_batch, *data, *running, elements, group_elements, window.lost, window.counter)
             return None
-        if not self.weight.requires_grad:  # a frozen layer keeps its estimates
+        if not self._gathers():
             return running
         if self.statistics == "sequential":
             options = (self.micro_batch, group_elements, window.lost, window.counter)
             return Moments(*run(sequential_estimates, *data, *running, *options))
         run(gather, *data, window.reference, elements, group_elements, window.sums, window.lost, window.counter)
         return running
+
+    def _gathers(self) -> bool:
+        """Return whether a training forward is gathered. A frozen layer only notes that it ran, for a warning."""
+        trainable = self.is_trainable()
+        if not trainable and not torch.compiler.is_compiling() and not self._window.paused:
+            self._window.ran = True
+        return trainable
 
     def _empty(self, x: Tensor) -> Tensor:
         """Return the output for an empty batch, with zero gradients for every parameter."""
@@ -360,6 +311,7 @@ class BatchChannelNorm(WideBuffers):
 
     def extra_repr(self) -> str:
         shown = ["statistics", "rate", *(["micro_batch"] if self.statistics == "sequential" else []), "eps"]
+        shown += ["bias_correction"] if self.bias_correction else []
         shown += ["backend"] if self.backend != "auto" else []
         shown += ["activation"] if self.activation else []
         shown += ["negative_slope"] if self.activation == "leaky_relu" else []
@@ -372,29 +324,6 @@ def _repeat(activation: Activation, sources: int, x: Tensor, *rest: Tensor) -> T
     """Compute act(BCN(x) + residual) again by the operations of the one-pass forward; `rest`: residual and numbers."""
     residual, numbers = rest[: sources - 1], rest[sources - 1 :]
     return activation(sum(residual, elementwise(x, *numbers, relu=False)))
-
-
-def warn_of_zero_weights(names: Sequence[str]) -> None:
-    """Warn once about the named layers, whose weight is all zero. Do nothing if `names` is empty."""
-    if names:
-        shown = ", ".join(names[:4])
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        warnings.warn(
-            f"the weight of {shown}{more} is all zero: its groups have no variance, and gradients are divided by "
-            "sqrt(eps), multiplied by hundreds. For a residual branch that starts at zero leave weight at one and zero "
-            "group_weight (zero_init_residual=False in torchvision, zero_init_last=False in timm).",
-            UserWarning,
-            stacklevel=3,
-        )
-
-
-def check_rate(rate: object) -> float:
-    """Return a rate as a float, or raise if it is not a number in [0, 1]."""
-    if isinstance(rate, bool) or not isinstance(rate, int | float):
-        raise TypeError(f'rate must be "lr" or a float in [0, 1], got {rate!r}')
-    if not 0 <= rate <= 1:  # NaN compares false
-        raise ValueError(f"a float rate must lie in [0, 1], got {rate!r}: it is the fraction by which estimates move")
-    return float(rate)
 
 
 @dataclass(frozen=True)
@@ -413,3 +342,9 @@ class BCN(GroupedSpec):
     rate: float | str = "lr"
     eps: float = 1e-5
     micro_batch: int = 1
+    bias_correction: bool = False
+
+    def __repr__(self) -> str:
+        # Recorded definitions of recipes contain this text, and those from before `bias_correction` must stay valid.
+        shown = {name: value for name, value in vars(self).items() if name != "bias_correction" or value}
+        return f"BCN({', '.join(f'{name}={value!r}' for name, value in shown.items())})"

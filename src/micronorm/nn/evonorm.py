@@ -5,13 +5,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from micronorm.nn.fingerprint import Fingerprinted
 from micronorm.nn.inputs import check_eps, check_groups, check_input
 from micronorm.nn.spec import GroupedSpec
 from micronorm.ops.evonorm import evonorm_s0
 from micronorm.ops.group import choose_groups
 
 
-class EvoNorm(nn.Module):
+class EvoNorm(Fingerprinted, nn.Module):
     """Compute y = x·sigmoid(v·x)/sqrt(σ²_ng + eps)·γ + β; σ² is the variance of a sample's group of channels; N×C×….
 
     It replaces normalization and activation. `num_groups` must divide the channels; None chooses it.
@@ -20,6 +21,8 @@ class EvoNorm(nn.Module):
         >>> EvoNorm(8, 2)(torch.randn(2, 8, 4, 4)).shape
         torch.Size([2, 8, 4, 4])
     """
+
+    function = ("EvoNormS0", "num_groups", "eps")
 
     def __init__(
         self,

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from micronorm.nn.fingerprint import Fingerprinted
 from micronorm.nn.inputs import check_count, check_eps, check_flag, check_input
-from micronorm.nn.spec import LayerSpec
+from micronorm.nn.spec import NormSpec
 from micronorm.ops.frn import filter_response_norm
 from micronorm.ops.moments import compute_dtype
 
 
-class FilterResponseNorm(nn.Module):
+class FilterResponseNorm(Fingerprinted, nn.Module):
     """Divide each channel of each sample by its root mean square, then apply a learned threshold; x is N×C×….
 
     y = γ x/sqrt(ν² + |ε|) + β with ν²_nc = mean over space of x². With `tlu` the output is max(y, τ), which replaces
@@ -22,6 +23,8 @@ class FilterResponseNorm(nn.Module):
         >>> FilterResponseNorm(8)(torch.randn(2, 8, 4, 4)).min() >= 0
         tensor(True)
     """
+
+    function = ("FRN", "eps")
 
     tau: nn.Parameter | None
     learned_eps: nn.Parameter | None
@@ -74,7 +77,7 @@ class FilterResponseNorm(nn.Module):
 
 
 @dataclass(frozen=True)
-class FRN(LayerSpec):
+class FRN(NormSpec):
     """Filter response normalization; see `mn.nn.FilterResponseNorm`.
 
     With `tlu` it contains the activation, so no other follows. `learnable_eps` is for 1×1 maps.

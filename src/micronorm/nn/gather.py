@@ -8,6 +8,7 @@ recompilation. Eager code calls the functions directly.
 
 import warnings
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -15,8 +16,16 @@ from torch import Tensor
 
 from micronorm.nn.checkpointing import inside_backward
 from micronorm.nn.window import MAX_SCANNED, ScannedForward, Window, find_window
-from micronorm.ops.bcn import batch_statistics, gather_fused, move_by_batch, scan, window_sums
-from micronorm.ops.moments import Moments, bounded
+from micronorm.ops.bcn import (
+    batch_statistics,
+    estimates_by_kernel,
+    gather_fused,
+    move_by_batch,
+    parts_size,
+    scan,
+    window_sums,
+)
+from micronorm.ops.moments import Moments, bounded, compute_dtype, wide_dtype
 from micronorm.ops.private_api import functorch_transforms_active
 
 BATCH_MOMENTUM = 0.1
@@ -37,8 +46,8 @@ def gather(
     counter: Tensor,
 ) -> None:
     """Add one forward to the window of a "step" layer, without the samples whose sums are not finite."""
-    window = find_window(counter)
-    if window is None or not _gathers(window, group_elements):
+    window = _gathering_window(counter, group_elements)
+    if window is None:
         return
     _count_forward(window, counter)
     contribution, left_out = window_sums(Moments(mean, var), elements=elements, around=around)
@@ -58,21 +67,11 @@ def gather_numbers(
     counter: Tensor,
 ) -> None:
     """Do the same from the numbers that the kernels of a forward returned, by one more kernel."""
-    window = find_window(counter)
-    if window is not None and _gathers(window, elements * (channels // groups)):
+    window = _gathering_window(counter, elements * (channels // groups))
+    if window is not None:
         _count_forward(window, counter)
         # Into the arguments, not into the window: compiled graphs pass copies, and copy them back afterwards.
         gather_fused(numbers, around, sums, lost, (samples, channels, elements), groups)
-
-
-def gather_by_kernel(window: Window, numbers: Tensor, sizes: tuple[int, int, int], groups: int) -> None:
-    """Add a forward of N×C×S elements to the window of a "step" layer, by a kernel."""
-    if torch.compiler.is_compiling():
-        state = (window.sums, window.lost, window.counter)
-        torch.ops.micronorm.gather_numbers(numbers, window.reference, *sizes, groups, *state)
-    elif _gathers(window, sizes[2] * (sizes[1] // groups)):
-        _count_forward(window, window.counter)
-        gather_fused(numbers, window.reference, window.sums, window.lost, sizes, groups)
 
 
 def sequential_estimates(
@@ -88,14 +87,17 @@ def sequential_estimates(
     """Move the estimates of a "sequential" layer, and return those that each sample is normalized with."""
     data = bounded(Moments(mean, var), running_var.dtype)
     running = Moments(running_mean, running_var)
-    window = find_window(counter)
-    if window is not None and _gathers(window, group_elements):
-        per_sample, last = scan(running, data, rate=_sequential_rate(window), micro_batch=micro_batch)
-        _move(running, last, lost, samples=mean.shape[0])
+    window = _gathering_window(counter, group_elements)
+    if window is not None:
+        rate = _sequential_rate(window)
+        rate = rate.clamp(0, 1) if isinstance(rate, Tensor) else rate
+        per_sample, left_out = scan(running, data, rate=rate, micro_batch=micro_batch)
+        lost[0].add_(left_out)
+        _move(running, Moments(*(e[-1] for e in per_sample)), lost, samples=mean.shape[0])
         window.scanned.append(ScannedForward(data, per_sample))
         counter[0] += 1
-    elif window is not None and inside_backward() and not window.paused:
-        per_sample = _estimates_of_first_pass(window, data)
+    elif inside_backward() and (repeated := find_window(counter)) is not None and not repeated.paused:
+        per_sample = _estimates_of_first_pass(repeated, data)
     else:
         per_sample = Moments(*(r.to(mean.dtype).expand(mean.shape[0], -1) for r in running))
     return per_sample.mean.clone(), per_sample.var.clone()
@@ -112,15 +114,49 @@ def track_batch(
     counter: Tensor,
 ) -> None:
     """Move the running statistics of a "batch" layer by one forward."""
-    window = find_window(counter)
-    if window is None or not _gathers(window, group_elements):
+    window = _gathering_window(counter, group_elements)
+    if window is None:
         return
     running = Moments(running_mean, running_var)
-    momentum = window.rate if isinstance(window.rate, float) else BATCH_MOMENTUM
+    momentum = _batch_momentum(window)
     batch = Moments(*(s.squeeze(0) for s in batch_statistics(bounded(Moments(mean, var), running_var.dtype))))
     moved = move_by_batch(running, batch, elements=elements * mean.shape[0], momentum=momentum)
     _move(running, moved, lost, samples=mean.shape[0])
     counter[0] += 1
+
+
+def estimates_from_input(
+    x: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    groups: int,
+    micro_batch: int | None,
+    lost: Tensor,
+    counter: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Do `track_batch` (if `micro_batch` is None) or `sequential_estimates` by kernels, which read x themselves.
+
+    Returns:
+        The `parts` that the kernels of the normalization take, and the mean and the variance to normalize with.
+    """
+    running = Moments(running_mean, running_var)
+    window = _gathering_window(counter, x.numel() // (x.shape[0] * groups))
+    rate: float | Tensor = 0.0
+    if window is not None:
+        rate = _batch_momentum(window) if micro_batch is None else _sequential_rate(window)
+        counter.numpy()[0] += 1
+    parts, found, data = estimates_by_kernel(
+        x, running, lost, rate=rate, groups=groups, micro_batch=micro_batch, moves=window is not None
+    )
+    if data is None:
+        return parts, found.mean, found.var
+    if window is not None:
+        window.scanned.append(ScannedForward(data, found))
+    elif inside_backward() and (repeated := find_window(counter)) is not None and not repeated.paused:
+        found = _estimates_of_first_pass(repeated, data)
+    else:
+        found = Moments(*(r.to(f.dtype).expand_as(f).clone() for r, f in zip(running, found, strict=True)))
+    return parts, found.mean, found.var
 
 
 def run(function: Callable, *args: object) -> Any:
@@ -140,8 +176,15 @@ def run(function: Callable, *args: object) -> Any:
     return function(*args)
 
 
-def _gathers(window: Window, group_elements: int) -> bool:
-    """Return whether this forward counts: not while paused, nor if checkpointing repeats it. Warn of small groups."""
+def _gathering_window(counter: Tensor, group_elements: int) -> Window | None:
+    """Return the window with this counter. Warn of small groups.
+
+    Return None if the forward does not count: while gathering is paused, in a forward that checkpointing repeats, or if
+    the layer is gone.
+    """
+    window = find_window(counter)
+    if window is None:
+        return None
     if group_elements < _FEW_ELEMENTS and not window.warned:
         window.warned = True
         warnings.warn(
@@ -150,7 +193,7 @@ def _gathers(window: Window, group_elements: int) -> bool:
             UserWarning,
             stacklevel=2,
         )
-    return not (window.paused or inside_backward())
+    return None if window.paused or inside_backward() else window
 
 
 def _count_forward(window: Window, counter: Tensor) -> None:
@@ -166,10 +209,15 @@ def _count_forward(window: Window, counter: Tensor) -> None:
             "the limit: mn.attach(model, max_forwards=...)."
         )
     counts[0] += 1
+    window.ran = True
+
+
+def _batch_momentum(window: Window) -> float:
+    return window.rate if isinstance(window.rate, float) else BATCH_MOMENTUM
 
 
 def _sequential_rate(window: Window) -> float | Tensor:
-    """Return the rate of a "sequential" forward, which needs it before the optimizer steps."""
+    """Return the rate of a "sequential" forward, which needs it before the optimizer steps; a tensor is not limited."""
     if isinstance(window.rate, float):
         return window.rate
     if window.control.learning_rate is None:
@@ -216,3 +264,20 @@ _register(
     "running_mean running_var lost counter",
     lambda mean, var, *args: (torch.empty_like(mean), torch.empty_like(var)),
 )
+
+
+def _fake_estimates(
+    x: Tensor, running_mean: Tensor, running_var: Tensor, groups: int, micro_batch: int | None, *rest: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    parts = x.new_empty(parts_size(x, groups), dtype=compute_dtype(x.dtype))
+    mean = x.new_empty(x.shape[1:2] if micro_batch is None else x.shape[:2], dtype=wide_dtype(x.device))
+    return parts, mean, torch.empty_like(mean)
+
+
+@wraps(estimates_from_input)
+def _with_copies(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    parts, mean, var = estimates_from_input(*args)
+    return parts, mean.clone(), var.clone()  # compiled code may overwrite its results, and the window keeps these
+
+
+_register(_with_copies, "running_mean running_var lost counter", _fake_estimates)

@@ -7,14 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from micronorm.nn.backends import check_backend, resolve_backend
+from micronorm.nn.fingerprint import Fingerprinted
 from micronorm.nn.inputs import check_eps, check_input, check_residual
 from micronorm.nn.per_step.recorder import active, remember
-from micronorm.nn.spec import GroupedSpec, LayerSpec
+from micronorm.nn.spec import GroupedSpec, NormSpec
 from micronorm.ops.activation import IDENTITY, Activation, check_activation
 from micronorm.ops.bcn import elementwise_fused, group_norm_fused
 
 
-class GroupNorm(nn.GroupNorm):
+class GroupNorm(Fingerprinted, nn.GroupNorm):
     """nn.GroupNorm that can also compute the residual addition and activation after it: act(GN(x) + residual).
 
     Arguments, state-dict keys and repr are those of torch's layer. On CUDA devices the kernels of Batch-Channel
@@ -39,6 +40,8 @@ class GroupNorm(nn.GroupNorm):
         >>> norm(x, residual=x, activation="relu").shape
         torch.Size([2, 16, 8, 8])
     """
+
+    function = ("GN", "num_groups", "eps")
 
     def __init__(
         self,
@@ -144,7 +147,7 @@ class GN(GroupedSpec):
 
 
 @dataclass(frozen=True)
-class LN(LayerSpec):
+class LN(NormSpec):
     """Layer normalization over all channels and space of a sample, affine per channel: group normalization with G = 1.
 
     Example:
@@ -160,7 +163,7 @@ class LN(LayerSpec):
 
 
 @dataclass(frozen=True)
-class IN(LayerSpec):
+class IN(NormSpec):
     """Instance normalization over the space of each channel, affine per channel: group normalization with G = C.
 
     Example:

@@ -83,3 +83,12 @@ def check_momentum(value: float | None, *, cumulative: bool = True) -> None:
     if value is None or not 0 <= value <= 1:
         hint = "0.1 as in torch, or None for the average of all batches" if cumulative else "0.01 as in the paper"
         raise ValueError(f"momentum is the share of the new batch, between 0 and 1, got {value}; try {hint}")
+
+
+def check_rate(rate: object) -> float:
+    """Return a rate as a float, or raise if it is not a number in [0, 1]."""
+    if isinstance(rate, bool) or not isinstance(rate, int | float):
+        raise TypeError(f'rate must be "lr" or a float in [0, 1], got {rate!r}')
+    if not 0 <= rate <= 1:  # NaN compares false
+        raise ValueError(f"a float rate must lie in [0, 1], got {rate!r}: it is the fraction by which estimates move")
+    return float(rate)

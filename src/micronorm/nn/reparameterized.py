@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from micronorm.nn.fingerprint import Fingerprinted
 from micronorm.nn.inputs import check_eps, check_flag
 from micronorm.nn.passive_hook import PassiveHook
 from micronorm.ops.moments import compute_dtype
@@ -24,7 +25,7 @@ from micronorm.ops.weight import (
 # --- how a layer uses its weight, by the kind of layer ---------------------------------------------------------------
 
 
-class Reparameterized:
+class Reparameterized(Fingerprinted):
     """Base of all kinds: `weight` is seen as one row per output channel."""
 
     # Any: torch declares these attributes with different types.
@@ -137,6 +138,7 @@ class _WS(Reparameterized):
     effective weight is then scale·Ŵ + mean, which at first equals the weight itself.
     """
 
+    function = ("WS", "center", "scale", "eps")
     absorbed_mean: Tensor | None
     absorbed_scale: Tensor | None
     backend: str = "auto"
@@ -238,12 +240,16 @@ class _WithLength(Reparameterized):
 class _WN(_WithLength):
     """Weight Normalization: g·W/‖W‖."""
 
+    function = ("WN",)
+
     def effective_weight(self) -> Tensor:
         return self.from_rows(weight_normalize(self.rows(self.weight), self.length))
 
 
 class _CWN(_WithLength):
     """Centered Weight Normalization: g·(W − mean)/‖W − mean‖."""
+
+    function = ("CWN",)
 
     def effective_weight(self) -> Tensor:
         return self.from_rows(centered_weight_normalize(self.rows(self.weight), self.length))

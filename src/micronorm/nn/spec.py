@@ -8,7 +8,7 @@ parameters.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
@@ -16,12 +16,32 @@ from micronorm.ops.group import choose_groups
 
 
 @dataclass(frozen=True)
-class NormSpec(ABC):
-    """Build one normalization layer for a channel count: `mn.GN(groups=8)(64)`.
+class NormSpec:
+    """Build a normalization layer for a number of channels: `mn.GN(groups=8)(64)`.
 
-    The fields of a spec are the arguments that all its layers share. Specs compare and hash by value. A subclass is a
-    frozen dataclass with `__call__`. If it has a `__post_init__`, that calls `super().__post_init__()` first.
+    Specs compare and hash by value. To add a normalization, subclass as a frozen dataclass. Its fields are the
+    arguments that all layers of a network share. Set `layer` to a class that takes `num_channels` and the fields as
+    keyword arguments, for N×C×… inputs of any rank; or override `__call__`. A `__post_init__` calls
+    `super().__post_init__()` first. See `docs/add_a_normalization.md`.
+
+    Example:
+        >>> import torch
+        >>> class Scale(nn.Module):
+        ...     def __init__(self, num_channels, *, start=1.0):
+        ...         super().__init__()
+        ...         self.weight = nn.Parameter(torch.full((num_channels, 1, 1), start))
+        ...
+        ...     def forward(self, x):
+        ...         return x * self.weight
+        >>> @dataclass(frozen=True)
+        ... class ScaleSpec(NormSpec):
+        ...     layer = Scale
+        ...     start: float = 1.0
+        >>> ScaleSpec(start=0.5)(64).weight.shape
+        torch.Size([64, 1, 1])
     """
+
+    layer: ClassVar[type[nn.Module] | None] = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -32,29 +52,21 @@ class NormSpec(ABC):
                     f"{spec}({field.name}=...) got a module, {type(value).__name__}. A norm spec builds a layer for a "
                     f"number of channels: did you mean {spec}()(num_channels)?"
                 )
-
-    @abstractmethod
-    def __call__(self, num_channels: int, *, dims: int = 2) -> Any:
-        """Return the layer for N×C×… inputs with `dims` spatial dimensions (0 for N×C)."""
-
-
-@dataclass(frozen=True)
-class LayerSpec(NormSpec):
-    """A norm spec whose fields are keyword arguments of one class, `layer`, for inputs of any rank."""
-
-    layer: ClassVar[type[nn.Module]]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self(1)  # the layer checks the arguments
+        if self.layer is not None:
+            self(1)  # the layer checks the arguments
 
     def __call__(self, num_channels: int, *, dims: int = 2) -> Any:
-        """Return the layer. It takes any number of spatial dimensions, so `dims` has no effect."""
+        """Return the layer for N×C×… inputs with `dims` spatial dimensions (0 for N×C).
+
+        `layer` takes inputs of any rank, so `dims` has no effect unless a subclass overrides this.
+        """
+        if self.layer is None:
+            raise TypeError(f"{type(self).__name__} must set `layer` or override `__call__`")
         return self.layer(num_channels=num_channels, **vars(self))
 
 
 @dataclass(frozen=True)
-class GroupedSpec(LayerSpec):
+class GroupedSpec(NormSpec):
     """A norm spec with a number of groups, which `mn.functional.choose_groups` fits to each layer.
 
     Args:
@@ -67,6 +79,7 @@ class GroupedSpec(LayerSpec):
 
     def __call__(self, num_channels: int, *, dims: int = 2) -> Any:
         """Return the layer. It takes any number of spatial dimensions, so `dims` has no effect."""
+        assert self.layer is not None
         options = {
             name: value for name, value in vars(self).items() if name not in ("groups", "min_channels_per_group")
         }
@@ -87,3 +100,29 @@ class WeightSpec(ABC):
     @abstractmethod
     def __call__(self, layer: nn.Module) -> nn.Module:
         """Return the counterpart of `layer`, with the same parameter objects."""
+
+
+SPECS: dict[str, type[NormSpec] | type[WeightSpec]] = {}
+"""Every spec class by its name, for command lines and tables of results: `SPECS["BCN"]` is `mn.BCN`."""
+
+Spec = TypeVar("Spec", bound=type[NormSpec] | type[WeightSpec])
+
+
+def register(spec: Spec) -> Spec:
+    """Add a spec class to `mn.nn.SPECS` and return it, so that this can be used as a decorator.
+
+    Command lines then find the spec by its name, `micronorm bench` times a norm spec as a method, and `mn.observe` and
+    `micronorm diagnose` watch its layers if their class has `num_channels` and a method `normalized(x)`, which returns
+    the output without weight and bias.
+
+    Raises:
+        TypeError: if `spec` is not a subclass of NormSpec or WeightSpec.
+        ValueError: if micronorm itself has a spec of that name.
+    """
+    if not (isinstance(spec, type) and issubclass(spec, NormSpec | WeightSpec)):
+        raise TypeError(f"register a subclass of mn.NormSpec or mn.nn.WeightSpec, got {spec!r}")
+    known = SPECS.get(spec.__name__, spec)
+    if known is not spec and known.__module__.startswith("micronorm."):
+        raise ValueError(f"micronorm has a spec named {spec.__name__}; give yours another name")
+    SPECS[spec.__name__] = spec
+    return spec

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from micronorm.nn.fingerprint import Fingerprinted
 from micronorm.nn.inputs import check_input, check_micro_batch
 from micronorm.nn.running import RunningNorm
-from micronorm.nn.spec import LayerSpec
+from micronorm.nn.spec import NormSpec
 from micronorm.ops.switchable import switchable_norm, switchable_norm_inference
 
 
-class SwitchableNorm(RunningNorm):
+class SwitchableNorm(Fingerprinted, RunningNorm):
     """Normalize by a learned mixture of instance, layer and batch moments; x is N×C×….
 
     y = γ (x − μ)/sqrt(σ² + eps) + β with μ = Σ_k softmax(mean_weight)_k μ_k and σ² = Σ_k softmax(var_weight)_k σ²_k
@@ -26,6 +27,8 @@ class SwitchableNorm(RunningNorm):
         >>> norm.mean_weight.softmax(0).shape
         torch.Size([3])
     """
+
+    function = ("SN", "eps")
 
     def __init__(
         self,
@@ -65,7 +68,7 @@ class SwitchableNorm(RunningNorm):
 
 
 @dataclass(frozen=True)
-class SN(LayerSpec):
+class SN(NormSpec):
     """Switchable normalization; see `mn.nn.SwitchableNorm`.
 
     `micro_batch` samples share the batch moments. With None the whole batch does, and a step depends on the cut.

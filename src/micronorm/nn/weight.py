@@ -57,68 +57,21 @@ class WSLinear(_WS, _Linear, nn.Linear):
     """torch.nn.Linear, its weight standardized over the fan-in of each output channel."""
 
 
-class WNConv1d(_WN, _Conv, nn.Conv1d):
-    """torch.nn.Conv1d, its weight normalized to a learnable length."""
-
-
-class WNConv2d(_WN, _Conv, nn.Conv2d):
-    """torch.nn.Conv2d, its weight normalized to a learnable length."""
-
-
-class WNConv2dSame(_WN, _SameConv, nn.Conv2d):
-    """timm's Conv2dSame (TensorFlow's SAME padding), its weight normalized to a learnable length."""
-
-
-class WNConv3d(_WN, _Conv, nn.Conv3d):
-    """torch.nn.Conv3d, its weight normalized to a learnable length."""
-
-
-class WNConvTranspose1d(_WN, _ConvTranspose, nn.ConvTranspose1d):
-    """torch.nn.ConvTranspose1d, its weight normalized to a learnable length."""
-
-
-class WNConvTranspose2d(_WN, _ConvTranspose, nn.ConvTranspose2d):
-    """torch.nn.ConvTranspose2d, its weight normalized to a learnable length."""
-
-
-class WNConvTranspose3d(_WN, _ConvTranspose, nn.ConvTranspose3d):
-    """torch.nn.ConvTranspose3d, its weight normalized to a learnable length."""
-
-
-class WNLinear(_WN, _Linear, nn.Linear):
-    """torch.nn.Linear, its weight normalized to a learnable length."""
-
-
-class CWNConv1d(_CWN, _Conv, nn.Conv1d):
-    """torch.nn.Conv1d, its weight centred and normalized to a learnable length."""
-
-
-class CWNConv2d(_CWN, _Conv, nn.Conv2d):
-    """torch.nn.Conv2d, its weight centred and normalized to a learnable length."""
-
-
-class CWNConv2dSame(_CWN, _SameConv, nn.Conv2d):
-    """timm's Conv2dSame (TensorFlow's SAME padding), its weight centred and normalized to a learnable length."""
-
-
-class CWNConv3d(_CWN, _Conv, nn.Conv3d):
-    """torch.nn.Conv3d, its weight centred and normalized to a learnable length."""
-
-
-class CWNConvTranspose1d(_CWN, _ConvTranspose, nn.ConvTranspose1d):
-    """torch.nn.ConvTranspose1d, its weight centred and normalized to a learnable length."""
-
-
-class CWNConvTranspose2d(_CWN, _ConvTranspose, nn.ConvTranspose2d):
-    """torch.nn.ConvTranspose2d, its weight centred and normalized to a learnable length."""
-
-
-class CWNConvTranspose3d(_CWN, _ConvTranspose, nn.ConvTranspose3d):
-    """torch.nn.ConvTranspose3d, its weight centred and normalized to a learnable length."""
-
-
-class CWNLinear(_CWN, _Linear, nn.Linear):
-    """torch.nn.Linear, its weight centred and normalized to a learnable length."""
+# The layers of WN and CWN are built by their specs, mn.WN()(layer); here they get their names, WNConv2d and so on.
+_KINDS: dict[str, tuple[type, type]] = {
+    "Conv1d": (_Conv, nn.Conv1d),
+    "Conv2d": (_Conv, nn.Conv2d),
+    "Conv2dSame": (_SameConv, nn.Conv2d),
+    "Conv3d": (_Conv, nn.Conv3d),
+    "ConvTranspose1d": (_ConvTranspose, nn.ConvTranspose1d),
+    "ConvTranspose2d": (_ConvTranspose, nn.ConvTranspose2d),
+    "ConvTranspose3d": (_ConvTranspose, nn.ConvTranspose3d),
+    "Linear": (_Linear, nn.Linear),
+}
+for _prefix, _method in (("WN", _WN), ("CWN", _CWN)):
+    for _kind, _bases in _KINDS.items():
+        _name = _prefix + _kind
+        globals()[_name] = type(_name, (_method, *_bases), {"__module__": __name__, "__doc__": _method.__doc__})
 
 
 # --- the specs -------------------------------------------------------------------------------------------------------

@@ -11,10 +11,11 @@ How a forward fills the window is in `micronorm.nn.gather`.
 """
 
 import itertools
+import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,12 +38,14 @@ class Control:
     rate: float | str | None = None
     """Replaces the layer's own rate, unless None."""
     learning_rate: Callable[[], float | Tensor] | None = None
-    """Returns the learning rate of the parameter group that holds the layer's weight."""
+    """Returns the learning rate of the parameter group that holds the layer's weight. A tensor may exceed [0, 1]."""
     optimizers: tuple[weakref.ref, ...] = ()
     """The only optimizers that commit the layer; if empty, any optimizer that holds its weight does."""
     process_group: object = ...
-    """The ranks to merge with: `...` for all of them, None for this rank alone."""
+    """The ranks to merge with: `...` for those of DDP, else all; None for this rank alone."""
     max_forwards: int = MAX_FORWARDS
+    handle: weakref.ref | None = None
+    """The handle that can detach this control; None for the default control, which nothing detaches."""
 
 
 @dataclass
@@ -60,7 +63,7 @@ class Window:
     The tensors are plain attributes and not buffers: DDP broadcasts buffers, and weight averaging averages them. They
     keep their addresses from commit to commit.
 
-    - `sums`: n, s₁ and s₂ in one vector of 1 + 2C numbers, so that a commit moves it in one piece.
+    - `sums`: n, s₁ and s₂ in one vector of 1 + 2C numbers. `split` has the three as views.
     - `reference`: the C numbers that s₁ and s₂ are measured from, μ̂ as the last commit left it.
     - `lost`: two counts on the device, of the samples and the windows left out because they were not finite.
     - `device_rate`: the rate of the next commit, on the device. A captured commit reads it at each replay.
@@ -76,28 +79,40 @@ class Window:
     """The default, and the control of each `mn.attach` that was not detached. The last one is in force."""
     scanned: deque[ScannedForward] = field(default_factory=lambda: deque(maxlen=MAX_SCANNED))
     """The latest forwards of a "sequential" layer since the last commit."""
-    agreed_layer_lists: set[tuple] = field(default_factory=set)
-    """The pairs of process group and list of layers which all ranks were found to share."""
+    agreements: dict[tuple, int] = field(default_factory=dict)
+    """For a process group and a list of layers, how often all ranks were found to share it."""
+    data_parallel: weakref.ref | None = None
+    """The DistributedDataParallel module around the layer."""
+    searched: bool = False
+    """Whether such a module was searched for."""
     paused: int = 0
     """How many `Handle.paused` blocks are open."""
     reported_losses: int = 0
     """How many of the lost samples and windows a warning was given for."""
     warned: bool = False
     """Whether the warning about small groups was given."""
+    ran: bool = False
+    """Whether the layer ran in training mode since the last optimizer step; "step" layers and frozen ones set it."""
+    idle_steps: int = 0
+    """How many optimizer steps followed such forwards without a commit; see `micronorm.commit.idle`."""
+    checked: bool = False
+    """Whether the search for the reason of idle steps was made."""
     written_rate: float | None = None
     """The number that `device_rate` was last filled with; None after it was copied from a tensor."""
 
     def __post_init__(self) -> None:
         wide = wide_dtype(self.device)
         self.sums = torch.zeros(1 + 2 * self.channels, dtype=wide, device=self.device)
+        self.split = self._views()
         self.reference = torch.zeros(self.channels, dtype=wide, device=self.device)
         self.lost = torch.zeros(2, dtype=torch.int64, device=self.device)
         self.device_rate = torch.zeros((), dtype=wide, device=self.device)
-        number = next(_numbers)
-        self.counter = torch.tensor([0, number], dtype=torch.int64, device="cpu")
-        _live[number] = self
-        while _first_window_callbacks:
-            _first_window_callbacks.pop()()
+        with _lock:
+            number = next(_numbers)
+            self.counter = torch.tensor([0, number], dtype=torch.int64, device="cpu")
+            _live[number] = weakref.ref(self)
+            while _first_window_callbacks:
+                _first_window_callbacks.pop()()
 
     @property
     def control(self) -> Control:
@@ -115,11 +130,6 @@ class Window:
     def rate(self) -> float | str:
         """Return the rate in force: the one given to `mn.attach`, else the layer's own."""
         return self.layer.rate if self.control.rate is None else self.control.rate
-
-    @property
-    def split(self) -> Sums:
-        """Return views of n, s₁ and s₂."""
-        return Sums(*self.sums.split([1, self.channels, self.channels]))
 
     @property
     def forwards(self) -> int:
@@ -153,6 +163,12 @@ class Window:
         """Set the number of forwards to zero and forget the forwards that checkpointing might repeat."""
         self.counter[0] = 0
         self.scanned.clear()
+        self.ran, self.idle_steps = False, 0
+
+    def attach(self, control: Control) -> None:
+        """Put a control in force. Drop those that can never be in force again: below one whose handle is gone."""
+        gone = [i for i, c in enumerate(self.controls) if c.handle is not None and c.handle() is None]
+        self.controls[:] = [*self.controls[max(gone, default=0) :], control]
 
     def host_state(self) -> tuple[Any, ...]:
         """Return what is not in `sums`, `reference` and `lost`, for `restore_host_state`."""
@@ -175,6 +191,10 @@ class Window:
             dtype = wide_dtype(device) if old.is_floating_point() else old.dtype
             new = torch.zeros_like(old, dtype=dtype, device=device) if from_meta else old.to(device, dtype)
             setattr(self, name, new)
+        self.split = self._views()
+
+    def _views(self) -> Sums:
+        return Sums(*self.sums.split([1, self.channels, self.channels]))
 
     def describe(self) -> str:
         """Return the layer's name for messages."""
@@ -197,18 +217,30 @@ class Window:
 
 
 _numbers = itertools.count()
-_live: weakref.WeakValueDictionary[int, Window] = weakref.WeakValueDictionary()
+# Not a WeakValueDictionary, which may lose an entry at any moment: here only holders of the lock change the table.
+_live: dict[int, weakref.ref[Window]] = {}
+_lock = threading.Lock()
 _first_window_callbacks: list[Callable[[], None]] = []
 
 
-def live_windows() -> list[Window]:
-    """Return the windows of all layers alive in this process, oldest first."""
-    return [window for _, window in sorted(_live.items()) if window.owner() is not None]
+def live_windows() -> list[tuple[Window, Any]]:
+    """Return the windows of all layers alive in this process, oldest first, each with its layer.
+
+    Threads may make and delete layers at any time. Those in the list stay alive as long as the list does.
+    """
+    with _lock:
+        windows = [(number, ref()) for number, ref in _live.items()]
+        for number, window in windows:
+            if window is None:
+                del _live[number]
+    found = [(window, window.owner()) for _, window in windows if window is not None]
+    return [(window, layer) for window, layer in found if layer is not None]
 
 
 def find_window(counter: Tensor) -> Window | None:
     """Return the window with this `counter`; None if its layer is gone, as in an exported graph."""
-    return _live.get(int(counter.numpy()[1]))
+    ref = _live.get(int(counter.numpy()[1]))
+    return None if ref is None else ref()
 
 
 def call_at_first_window(callback: Callable[[], None]) -> None:
@@ -218,3 +250,8 @@ def call_at_first_window(callback: Callable[[], None]) -> None:
     made with the first layer, not at the first forward: a rank that sees no sample must commit with the others.
     """
     _first_window_callbacks.append(callback)
+
+
+def list_names(names: Sequence[str]) -> str:
+    """Return up to four names for a message, and how many more there are."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

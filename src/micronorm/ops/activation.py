@@ -46,7 +46,7 @@ class Activation(NamedTuple):
 
     @property
     def keeps_sign(self) -> bool:
-        """Whether the derivative follows from the sign of the output."""
+        """Return whether the derivative follows from the sign of the output."""
         if self.kind == ActivationKind.LEAKY_RELU:
             return self.slope > 0
         return self.kind != ActivationKind.SILU

@@ -64,9 +64,9 @@ def unbiased(batch_tc: Moments, *, samples: int, micro_batch: int | None, positi
 
 
 def absorb(running: Running, batch_tc: Moments, *, momentum: float | None) -> Running:
-    """The running statistics after T successive batches: the recurrence e ← (1 − a)·e + a·s_t in closed form.
+    """Return the running statistics after T successive batches: the recurrence e ← (1 − a)·e + a·s_t in closed form.
 
-    e_T = (1 − a)^T e_0 + Σ_t a (1 − a)^(T−1−t) s_t. With momentum=None e is the plain average of all batches so far,
+    e_T = (1 − a)^T e_0 + Σ_t a (1 − a)^(T−1−t) s_t. With momentum=None, e is the plain average of all batches so far,
     (n e_0 + Σ_t s_t)/(n + T), as in torch. Statistics carry no gradient.
     """
     steps, wide = batch_tc.mean.shape[0], batch_tc.mean.dtype
@@ -95,11 +95,11 @@ def batch_norm(
     momentum: float | None = 0.1,
     eps: float = 1e-5,
 ) -> tuple[Tensor, Running]:
-    """Training-mode batch normalization of N samples as ⌈N/m⌉ successive batches of m; None: one batch of all.
+    """Normalize N samples in training mode, as ⌈N/m⌉ successive batches of m samples; None is one batch of all.
 
-    y = weight·(x − μ_t)/sqrt(σ²_t + eps) + bias for the samples of micro-batch t, with its own mean and biased variance
-    (gradient flows through both). The running statistics move as torch's do, by the unbiased variance.
-    An empty batch is normalized by the running statistics, so that parameter gradients are 0; they do not change.
+    y = weight·(x − μ_t)/sqrt(σ²_t + eps) + bias for the samples of micro-batch t, with its own mean and biased
+    variance. Gradients flow through both. The running statistics move as torch's do, by the unbiased variance. An empty
+    batch is normalized by the running statistics and does not move them; all gradients of the parameters are then 0.
     """
     if x.shape[0] == 0:
         return normalize(x, Moments(running.mean, running.var), weight, bias, eps=eps), running

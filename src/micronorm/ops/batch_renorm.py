@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from micronorm.ops.batch import Running, batch_moments, normalize, scale_about
+from micronorm.ops.bcn.estimates import Recurrence
 from micronorm.ops.moments import Moments, moments, spread_to_samples
 
 
@@ -50,8 +51,10 @@ def batch_renorm(
     batch_tc, batch_nc = batch_moments(moments(x), micro_batch=micro_batch)
     wide, size = batch_tc.mean.dtype, samples if micro_batch is None else min(micro_batch, samples)
     batch_sigma_tc = torch.sqrt(batch_tc.var + eps)
-    mean_tc = _history(running.mean.to(wide), batch_tc.mean.detach(), momentum)
-    sigma_tc = _history(torch.sqrt(running.var.to(wide) + eps), batch_sigma_tc.detach(), momentum)
+    recurrence = Recurrence(momentum, batch_tc.mean.shape[0], like=batch_tc.mean)
+    # (T + 1)×C: the running values before each micro-batch, and after the last.
+    mean_tc = recurrence.history(running.mean.to(wide), batch_tc.mean.detach())
+    sigma_tc = recurrence.history(torch.sqrt(running.var.to(wide) + eps), batch_sigma_tc.detach())
 
     r_max, d_max = (limit.to(wide).reshape(-1, 1) for limit in (r_max, d_max))
     r_tc = (batch_sigma_tc.detach() / sigma_tc[:-1]).clamp(1 / r_max, r_max)
@@ -63,13 +66,3 @@ def batch_renorm(
 
     var_c = (sigma_tc[-1].square() - eps).clamp(min=0)
     return y, Running(mean_tc[-1], var_c, running.batches + batch_tc.mean.shape[0])
-
-
-def _history(start_c: Tensor, batch_tc: Tensor, momentum: float) -> Tensor:
-    """Return (T + 1)×C: the running value before each batch and after the last, e_t = (1 − a)·e_{t−1} + a·s_t."""
-    steps = batch_tc.shape[0]
-    age = torch.arange(steps + 1, device=batch_tc.device)
-    decay_t = torch.pow(1 - momentum, age.to(batch_tc.dtype))  # (1 − a)^0 is 1 also where a is 1
-    since = age.unsqueeze(1) - 1 - age[:-1]  # batches between the absorption of s and time t; negative: not seen yet
-    share_tt = torch.where(since >= 0, momentum * decay_t[since.clamp(min=0)], 0)
-    return decay_t.unsqueeze(1) * start_c + share_tt @ batch_tc

@@ -7,7 +7,7 @@ from micronorm.ops.moments import Moments, compute_dtype, moments, over_space, p
 
 
 def evonorm_s0(x: Tensor, weight: Tensor, bias: Tensor, v: Tensor, *, groups: int, eps: float = 1e-5) -> Tensor:
-    """EvoNorm-S0: y = x·sigmoid(v·x)/sqrt(σ²_ng + eps)·weight + bias.
+    """Return y = x·sigmoid(v·x)/sqrt(σ²_ng + eps)·weight + bias.
 
     σ² is the biased variance of a sample's group of C/G channels. x is N×C×…; weight, bias and v are C.
     """

@@ -9,7 +9,7 @@ from micronorm.ops.moments import as_ncs, compute_dtype, over_space, wide_dtype
 def filter_response_norm(
     x: Tensor, weight: Tensor, bias: Tensor, tau: Tensor | None = None, *, eps: float | Tensor = 1e-6
 ) -> Tensor:
-    """FRN: y = weight·x/sqrt(ν² + |eps|) + bias with ν²_nc = mean over space of x²; then max(y, tau) if tau is given.
+    """Return y = weight·x/sqrt(ν² + |eps|) + bias, where ν²_nc is the mean of x² over space; max(y, tau) with a tau.
 
     x is N×C×…; weight, bias and tau are C; eps is a number or a 0-d tensor.
     """

@@ -1,6 +1,6 @@
 """What this machine can run: is Triton installed, may a kernel run on a tensor, on which device and stream.
 
-No other file asks these questions. Importing this file does not import Triton.
+Only this file inspects the machine. Importing it does not import Triton.
 """
 
 import contextlib

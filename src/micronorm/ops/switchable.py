@@ -34,10 +34,10 @@ def switchable_norm(
     momentum: float | None = 0.1,
     eps: float = 1e-5,
 ) -> tuple[Tensor, Running]:
-    """Training mode: y = weight·(x − μ)/sqrt(σ² + eps) + bias, the batch part of μ, σ² over micro-batches of m samples.
+    """Normalize in training mode: y = weight·(x − μ)/sqrt(σ² + eps) + bias, with the μ and σ² of `mix`.
 
-    The running statistics average the batch part as it was used, biased variance included (as the authors' code does).
-    An empty batch changes nothing.
+    The batch part of μ and σ² is that of micro-batches of m samples. The running statistics average it with the biased
+    variance, as the authors' code does. An empty batch changes nothing.
     """
     if x.shape[0] == 0:
         return switchable_norm_inference(x, weight, bias, mean_weight, var_weight, running, eps=eps), running

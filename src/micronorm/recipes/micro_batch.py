@@ -1,6 +1,6 @@
 """Table `micro_batch`, ours: test error against the number of images per micro-batch, ResNet-20 on CIFAR-10."""
 
-from micronorm.engine.optimization import Milestones
+from micronorm.engine.schedules import Milestones
 from micronorm.engine.settings import Settings
 from micronorm.nn import BCN, BN, BRN, GN, WS
 from micronorm.nn.batch_renorm import RenormSchedule

@@ -5,7 +5,7 @@ when one of them is built.
 """
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -172,7 +172,7 @@ def _torchvision(blocks: Sequence[int], *, classes: int, groups: int = 1, width_
 
 _RESNEXT = {"groups": 32, "width_per_group": 4}
 
-NETWORKS: Mapping[str, Callable[..., nn.Module]] = {
+NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "digits": _digits,
     "shapes": partial(SmallSegmenter, widths=(16, 32, 64, 64)),
     "cifar-resnet20": partial(_cifar, 20),
@@ -186,29 +186,7 @@ NETWORKS: Mapping[str, Callable[..., nn.Module]] = {
     "deeplabv3-resnet50": partial(DeepLabV3, (3, 4, 6, 3)),
     "deeplabv3-resnet101": partial(DeepLabV3, (3, 4, 23, 3)),
 }
-"""By the name that a recipe uses; each function takes classes=."""
-
-
-def zero_last_norms(network: nn.Module) -> nn.Module:
-    """Start every residual block as its shortcut: set the weight of the block's last norm to 0, in place.
-
-    This is `zero_init_residual` of torchvision's ResNet, whose networks start so here already. Conversion carries it
-    over: GN starts with weight 0, BCN with a group affine of 0.
-
-    Raises:
-        ValueError: the network has no `BasicBlock`.
-
-    Example:
-        >>> network = zero_last_norms(build_network("digits", classes=10))
-        >>> network.stages[0][0].norm2.weight.count_nonzero()
-        tensor(0)
-    """
-    blocks = [module for module in network.modules() if isinstance(module, BasicBlock)]
-    if not blocks:
-        raise ValueError(f"{type(network).__name__} has no BasicBlock whose last norm could start at zero")
-    for block in blocks:
-        nn.init.zeros_(block.norm2.weight)
-    return network
+"""By the name that a recipe uses; each function takes classes=. Add a network of your own before its recipe."""
 
 
 def build_network(name: str, *, classes: int) -> nn.Module:

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from micronorm.engine.optimization import SGD, Milestones
+from micronorm.engine.optimization import SGD
+from micronorm.engine.schedules import Milestones
 from micronorm.engine.settings import Settings
 from micronorm.nn import BCN, BN, BRN, SN, WS
 from micronorm.nn.spec import NormSpec, WeightSpec
@@ -39,8 +40,8 @@ _IMAGENET_NETWORK = (
     "group affine), random resized crop and flip; tested on the central 224×224"
 )
 _MICRO_IMAGENET = (
-    "{step} images per step: the paper's {iterations} iterations of one image per GPU on 4 GPUs, as many as it takes "
-    "for BN's number of updates"
+    "{step} images per step: the paper's {iterations} iterations of one image per GPU on 4 GPUs, so that "
+    "there are as many updates as with BN"
 )
 _CIFAR = (
     "from the authors' code, the paper being silent: 164 epochs, ×0.1 after 81 and 122, lr 0.1, momentum 0.9, weight "

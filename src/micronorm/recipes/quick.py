@@ -1,6 +1,6 @@
 """Table `quick`, ours: small networks on CIFAR-10 for 30 epochs, to see the methods apart within minutes."""
 
-from micronorm.engine.optimization import Milestones
+from micronorm.engine.schedules import Milestones
 from micronorm.engine.settings import Settings
 from micronorm.nn import BCN, BN, GN, WS
 from micronorm.nn.spec import NormSpec, WeightSpec

@@ -11,7 +11,7 @@ from micronorm.convert import convert
 from micronorm.engine.settings import Settings
 from micronorm.nn import BN
 from micronorm.nn.spec import NormSpec, WeightSpec
-from micronorm.recipes.networks import NETWORKS, build_network, zero_last_norms
+from micronorm.recipes.networks import NETWORKS, build_network
 from micronorm.tasks import TASKS
 
 
@@ -106,8 +106,6 @@ class Recipe:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.random.default_generator.manual_seed(seed)  # torch.manual_seed would seed every GPU too
             network = build_network(self.network, classes=self.classes)
-            if self.zero_start:
-                zero_last_norms(network)
         return self.equip(network)
 
     def equip(self, network: nn.Module) -> nn.Module:
@@ -118,9 +116,10 @@ class Recipe:
             >>> recipes.find("digits/gn").equip(nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16)))[1]
             GroupNorm(4, 16, eps=1e-05, affine=True)
         """
-        if self.norm in (None, BN()) and self.weight is None:  # `convert` refuses to change nothing
+        plain = self.norm in (None, BN()) and self.weight is None
+        if plain and not self.zero_start:  # `convert` raises an error if it would change nothing
             return network
-        return convert(network, self.norm, self.weight)
+        return convert(network, self.norm, self.weight, zero_init_residual=self.zero_start)
 
     def definition(self) -> dict[str, Any]:
         """Return everything that determines the result, in JSON types. Equal definitions are the same experiment.

@@ -35,7 +35,7 @@ _REQUIRED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class RunResult:
     """The result of one run.
 
     Args:
@@ -70,9 +70,9 @@ class Result:
 class Findings:
     """The results of one recipe."""
 
-    counted: tuple[Result, ...]
+    counted: tuple[RunResult, ...]
     """One per seed, sorted by seed."""
-    rejected: tuple[tuple[Result, str], ...]
+    rejected: tuple[tuple[RunResult, str], ...]
     """Results that do not count, with the reason."""
 
     @property
@@ -97,12 +97,12 @@ class Findings:
         return {name: over(v) if all(map(math.isfinite, v)) else math.nan for name, v in values.items()}
 
 
-def fault(result: Result, recipe: Recipe) -> str | None:
+def fault(result: RunResult, recipe: Recipe) -> str | None:
     """Return why the result does not count for the recipe, or None if it does. Any seed and dtype count.
 
     Example:
         >>> from micronorm import recipes
-        >>> found = Result(
+        >>> found = RunResult(
         ...     recipe="digits/gn",
         ...     seed=0,
         ...     figures={"top1": 2.0},
@@ -133,13 +133,13 @@ def fault(result: Result, recipe: Recipe) -> str | None:
     return f"made before the recipe changed in {', '.join(changed)}" if changed else None
 
 
-def gather(recipe: Recipe, results: Iterable[Result]) -> Findings:
+def gather(recipe: Recipe, results: Iterable[RunResult]) -> Findings:
     """Return the results of `recipe`, including those of the same experiment in other tables.
 
     Of several results with one seed the latest counts, and a run directory replaces a packaged result.
     """
     names = _names(recipe)
-    counted: dict[int, Result] = {}
+    counted: dict[int, RunResult] = {}
     rejected = []
     for result in sorted(results, key=lambda r: (not r.where.startswith(RECORDED), r.date, r.where)):
         if result.recipe not in names:
@@ -163,7 +163,7 @@ def _names(recipe: Recipe) -> set[str]:
     return set(same) | short
 
 
-def packaged() -> list[Result]:
+def packaged() -> list[RunResult]:
     """Return the results that come with the package.
 
     Example:
@@ -173,7 +173,7 @@ def packaged() -> list[Result]:
     return parse_packaged((resources.files("micronorm.recipes") / RECORDED).read_text("utf-8"))
 
 
-def parse_packaged(text: str) -> list[Result]:
+def parse_packaged(text: str) -> list[RunResult]:
     """Return the results in the text of a file like recorded.json: a list of objects with the keys `_REQUIRED`."""
     entries = json.loads(text)
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
@@ -189,7 +189,7 @@ def parse_packaged(text: str) -> list[Result]:
     return found
 
 
-def read_runs(folder: Path) -> tuple[list[Result], list[tuple[Path, str]]]:
+def read_runs(folder: Path) -> tuple[list[RunResult], list[tuple[Path, str]]]:
     """Return the results of all run directories in or below `folder`, and unreadable directories with the reason.
 
     A folder that does not exist has no runs.
@@ -204,14 +204,14 @@ def read_runs(folder: Path) -> tuple[list[Result], list[tuple[Path, str]]]:
     return found, damaged
 
 
-def _result(facts: Mapping[str, Any], outcome: Mapping[str, Any], *, where: str) -> Result:
+def _result(facts: Mapping[str, Any], outcome: Mapping[str, Any], *, where: str) -> RunResult:
     try:
         settings, data = facts["settings"], facts["data"]
         for name, kept in (("epochs", settings), ("step_batch", settings), ("name", data), ("train", data)):
             if name not in kept:
                 raise ValueError(f"the record lacks {name!r}")
         size = (facts.get("variation") or {}).get("size")
-        return Result(
+        return RunResult(
             recipe=facts["recipe"],
             seed=int(settings["seed"]),
             figures={name: float(value) for name, value in (outcome.get("figures") or {}).items()},
@@ -226,7 +226,7 @@ def _result(facts: Mapping[str, Any], outcome: Mapping[str, Any], *, where: str)
         )
     except KeyError as error:
         raise ValueError(f"the record lacks {error}") from None
-    except (AttributeError, TypeError) as error:
+    except (AttributeError, TypeError, OverflowError) as error:
         raise ValueError(f"the record is not of the known form: {error}") from None
 
 

@@ -95,16 +95,11 @@ def run_recipe(
     variation, execution = variation or Variation(), execution or Execution()
     listener = listener or Listener()
     if resume and out is not None and (out / records.FACTS).exists():
-        earlier = records.read(out, rows=False).facts
-        if earlier["recipe"] != recipe.name:
-            raise ValueError(f"{out} holds a run of {earlier['recipe']}, not of {recipe.name}; give another --out")
-        variation = variation.over(Variation(**earlier.get("variation", {})))
+        variation = variation.over(_earlier_variation(out, recipe))
     settings = variation.apply(recipe.settings)
     if model is None:
         model = recipe.build(settings.seed)
-    facts: dict[str, Any] = {"recipe": recipe.name, "command": command, "definition": recipe.definition()}
-    facts["variation"] = {f.name: getattr(variation, f.name) for f in fields(variation)}
-    facts |= {"title": recipe.title, "paper": None if recipe.paper is None else dict(recipe.paper)}
+    facts = _describe(recipe, variation, command)
     started = resume and out is not None and newest(out / CHECKPOINTS) is not None
     if variation.weights is not None and not started:  # a checkpoint already contains what was learned from them
         facts["weights"] = _start_from(model, Path(variation.weights), listener)
@@ -131,6 +126,26 @@ def run_recipe(
     if can_predict and outcome.first and out is not None and not (out / records.PREDICTIONS).exists():
         records.write_predictions(out, task.examples(model))
     return outcome
+
+
+def _earlier_variation(out: Path, recipe: Recipe) -> Variation:
+    """Return the variation of the run to be resumed. Raise ValueError if that run is of another recipe."""
+    earlier = records.read(out, rows=False).facts
+    if earlier["recipe"] != recipe.name:
+        raise ValueError(f"{out} holds a run of {earlier['recipe']}, not of {recipe.name}; give another --out")
+    return Variation(**earlier.get("variation", {}))
+
+
+def _describe(recipe: Recipe, variation: Variation, command: str) -> dict[str, Any]:
+    """Return the facts for the record that are known before the data are opened."""
+    return {
+        "recipe": recipe.name,
+        "command": command,
+        "definition": recipe.definition(),
+        "variation": {f.name: getattr(variation, f.name) for f in fields(variation)},
+        "title": recipe.title,
+        "paper": None if recipe.paper is None else dict(recipe.paper),
+    }
 
 
 def _start_from(model: nn.Module, path: Path, listener: Listener) -> Mapping[str, Any]:

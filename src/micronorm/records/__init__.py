@@ -13,7 +13,8 @@ Nothing here trains or draws: the engine writes run directories, and the report 
 
 Facts: `format` (1), `recipe` (str), `settings`, `execution`, `data`, `environment` (objects), `revision` (str or null),
 `command` (str), `date` (ISO 8601), and any others, such as `resumptions`. For a recipe, `paper` holds the paper's
-figures under the names of the run's own, or null, and `title` its row in words.
+figures under the names of the run's own, or null, and `title` its row in words. `collapse` (str) is the warning of a
+run that collapsed in its first steps; see `find_collapse`.
 
 A row of steps: `step` (completed steps, from 1), `epoch` (from 0), `loss`, `lr`, `samples`, `seconds`, `micro_batch`,
 `memory` (bytes or null), and any counts. A row of epochs: `epoch` (from 0), `step`, `seconds`, and the figures `train`
@@ -36,7 +37,8 @@ are read back exactly as they were.
 """
 
 from micronorm.records.atomic import PARTIAL, remove_partials, sync_folder, write_atomically
-from micronorm.records.encoding import Row
+from micronorm.records.collapse import CollapseWatch, find_collapse
+from micronorm.records.encoding import Row, is_number
 from micronorm.records.record import (
     DIAGNOSTICS,
     EPOCHS,
@@ -61,10 +63,13 @@ __all__ = [
     "PARTIAL",
     "PREDICTIONS",
     "STEPS",
+    "CollapseWatch",
     "Record",
     "Row",
     "Run",
+    "find_collapse",
     "find_runs",
+    "is_number",
     "read",
     "remove_partials",
     "sync_folder",

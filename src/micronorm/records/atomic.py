@@ -1,7 +1,9 @@
 """Write files atomically."""
 
+import errno
 import os
 import secrets
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -20,9 +22,13 @@ def write_atomically(path: str | os.PathLike[str], content: bytes | Callable[[Bi
     Args:
         path: the file; its folder must exist.
         content: the bytes, or a function that writes them into an open file.
+
+    Raises:
+        OSError: the file cannot be written. Names `path` and, if the disk is full, the bytes that it needs.
     """
     target = Path(path)
     partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}{PARTIAL}")
+    needed = "" if callable(content) else f"{len(content):,} bytes"
     try:
         with open(partial, "xb") as file:
             if callable(content):
@@ -32,10 +38,22 @@ def write_atomically(path: str | os.PathLike[str], content: bytes | Callable[[Bi
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, target)
-    except BaseException:
-        partial.unlink(missing_ok=True)
+    except BaseException as error:
+        with suppress(OSError):
+            partial.unlink()
+        if isinstance(error, OSError) and error.filename in (None, str(partial)):
+            raise named_error(error, target, needed) from error
         raise
     sync_folder(target.parent)
+
+
+def named_error(error: OSError, file: Path, needed: str) -> OSError:
+    """Return the error of a write with the file's name and, if the disk is full, the space that was needed."""
+    reason = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        free = shutil.disk_usage(file.parent).free
+        reason += f" ({needed or 'more'} needed, {free:,} free); free some space or choose another disk"
+    return OSError(error.errno, reason, str(file))
 
 
 def remove_partials(folder: str | os.PathLike[str]) -> list[Path]:

@@ -3,9 +3,12 @@
 import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeGuard
 
 Row = dict[str, Any]
+
+_LARGEST = 2**63
 
 
 def encode_line(row: Mapping[str, Any]) -> bytes:
@@ -29,6 +32,8 @@ def _encode(value: Any, where: str) -> Any:
         return {key: _encode(item, f"{where}[{key!r}]") for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_encode(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, int) and abs(value) >= _LARGEST:
+        raise ValueError(f"{where}: an integer must lie between ±2^63, got one of {value.bit_length()} bits")
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(float(value))}
     if value is None or isinstance(value, (str, int, float)):
@@ -47,9 +52,11 @@ def _decode(row: Row) -> Any:
 def parse(data: bytes, where: str) -> Row:
     """Return the JSON object in a line or document. Raise ValueError, starting with `where`, for anything else."""
     try:
-        value = json.loads(data, object_hook=_decode, parse_constant=_refuse)
+        value = json.loads(data, object_hook=_decode, parse_constant=_refuse, parse_int=_parse_int)
     except ValueError as error:
         raise ValueError(f"{where}: not JSON ({error})") from None
+    except RecursionError:
+        raise ValueError(f"{where}: nested too deeply") from None
     if not isinstance(value, dict):
         raise ValueError(f"{where}: a JSON object was expected, got {type(value).__name__}")
     return value
@@ -59,6 +66,24 @@ def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is not JSON")
 
 
+def _parse_int(digits: str) -> int:
+    if len(digits) > 20 or abs(int(digits)) >= _LARGEST:
+        raise ValueError(f"an integer of {len(digits)} digits")
+    return int(digits)
+
+
+def read_file(file: Path) -> bytes:
+    """Return the content of a file. Raise ValueError for a folder or a pipe, which could be read forever."""
+    if not file.is_file():
+        raise ValueError(f"{file} is not a regular file")
+    return file.read_bytes()
+
+
 def is_count(value: Any) -> TypeGuard[int]:
     """Return whether a value is an int from 0 on, and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Return whether a value is an int or a float; True and False are not."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -4,13 +4,13 @@ import base64
 import binascii
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from micronorm.records.atomic import write_atomically
-from micronorm.records.encoding import Row, encode_document, is_count, parse
+from micronorm.records.encoding import Row, encode_document, is_count, is_number, parse, read_file
 
 FORMAT = 1
 
@@ -34,6 +34,23 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "revision": (str, type(None)),
     "command": (str,),
     "date": (str,),
+}
+
+
+_COUNT = ("an int from 0 on", is_count)
+_NUMBER = ("a number", is_number)
+_OBJECT = ("an object", lambda value: isinstance(value, dict))
+_ROW_VALUES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "epoch": _COUNT,
+    "samples": _COUNT,
+    "micro_batch": _COUNT,
+    "memory": _COUNT,
+    "seconds": ("a finite number from 0 on", lambda value: is_number(value) and 0 <= value < math.inf),
+    "loss": _NUMBER,
+    "lr": _NUMBER,
+    "train": _OBJECT,
+    "test": _OBJECT,
+    "layers": _OBJECT,
 }
 
 
@@ -85,7 +102,7 @@ def read(path: str | os.PathLike[str], *, rows: bool = True) -> Record:
         facts,
         steps,
         epochs,
-        parse(outcome.read_bytes(), str(outcome)) if outcome.exists() else None,
+        parse(read_file(outcome), str(outcome)) if outcome.exists() else None,
         diagnostics,
         _read_predictions(folder / PREDICTIONS) if rows else [],
     )
@@ -101,7 +118,7 @@ def read_facts(folder: Path) -> Row:
     file = folder / FACTS
     if not file.exists():
         raise FileNotFoundError(f"{folder} holds no run: there is no {FACTS}")
-    facts = parse(file.read_bytes(), str(file))
+    facts = parse(read_file(file), str(file))
     check_facts(facts, file)
     return facts
 
@@ -119,7 +136,7 @@ def check_facts(facts: Row, file: Path) -> None:
 
 def read_lines(file: Path) -> list[tuple[bytes, Row]]:
     """Return the complete lines of a `.jsonl` file and their rows, whose steps must increase."""
-    *lines, _ = file.read_bytes().split(b"\n")  # what follows the last newline is incomplete
+    *lines, _ = read_file(file).split(b"\n")  # what follows the last newline is incomplete
     found: list[tuple[bytes, Row]] = []
     apart = 1 if file.name == STEPS else 0
     last = 0
@@ -129,18 +146,18 @@ def read_lines(file: Path) -> list[tuple[bytes, Row]]:
         if not is_count(step) or step < last + apart:
             raise ValueError(f"{file}, line {number}: step {step!r} after step {last}")
         last = step
-        if file.name == DIAGNOSTICS:
-            check_layers(row, f"{file}, line {number}")
+        check_row(row, f"{file}, line {number}")
         found.append((line + b"\n", row))
     return found
 
 
-def check_layers(row: Row, where: str) -> None:
-    """Raise ValueError if the layers of a row of diagnostics are not objects."""
-    layers: Any = row.get("layers", {})
-    if not isinstance(layers, dict):
-        raise ValueError(f"{where}: layers must be an object, got {type(layers).__name__}")
-    for name, layer in layers.items():
+def check_row(row: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError if a value of a row that the format names has another type."""
+    for name, (kind, holds) in _ROW_VALUES.items():
+        value = row.get(name)
+        if value is not None and not holds(value):
+            raise ValueError(f"{where}: {name} must be {kind}, got {type(value).__name__} {str(value)[:40]}")
+    for name, layer in (row.get("layers") or {}).items():
         if not isinstance(layer, dict):
             raise ValueError(f"{where}: the layer {name!r} must be an object, got {type(layer).__name__}")
 
@@ -163,7 +180,7 @@ def _read_predictions(file: Path) -> list[Row]:
     """Return the predictions stored in `file`, or an empty list if it does not exist."""
     if not file.exists():
         return []
-    samples: Any = parse(file.read_bytes(), str(file)).get("samples")
+    samples: Any = parse(read_file(file), str(file)).get("samples")
     _check_predictions(samples, file)
     return samples
 

@@ -1,12 +1,13 @@
 """Writing a run directory: facts first, then rows, and the outcome at the end."""
 
+import errno
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from micronorm.records.atomic import write_atomically
+from micronorm.records.atomic import named_error, write_atomically
 from micronorm.records.encoding import Row, encode_document, encode_line, is_count, parse
 from micronorm.records.record import (
     ALL,
@@ -19,7 +20,7 @@ from micronorm.records.record import (
     ROWS,
     STEPS,
     check_facts,
-    check_layers,
+    check_row,
     read_facts,
     read_lines,
 )
@@ -134,6 +135,7 @@ class Run:
 
     def _append(self, name: str, rows: list[Mapping[str, Any]], *, apart: int) -> None:
         file = self.path / name
+        data = b"".join(encode_line(row) for row in rows)  # may raise, so before the file is touched
         if name not in self._last:
             self._last[name] = _cut_incomplete_line(file)
         last = self._last[name]
@@ -143,18 +145,17 @@ class Run:
                 raise ValueError(f"a row of {name} needs its step, an int not below 0, got {step!r}")
             if step < last + apart:
                 raise ValueError(f"step {step} follows step {last} in {file}; after a resume, rewind first")
-            if name == DIAGNOSTICS:
-                check_layers(dict(row), f"a row of {name}")
+            check_row(row, f"a row of {name}")
             last = step
-        data = b"".join(encode_line(row) for row in rows)
         with open(file, "ab", buffering=0) as out:
             before = out.tell()
             try:
-                written = out.write(data)
-                if written != len(data):
-                    raise OSError(f"{file}: {written} of {len(data)} bytes written; is the disk full?")
-            except BaseException:
+                if out.write(data) != len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except BaseException as error:
                 out.truncate(before)  # the next row must not follow half a line
+                if isinstance(error, OSError):
+                    raise named_error(error, file, f"{len(data):,} bytes") from error
                 raise
         self._last[name] = last
 

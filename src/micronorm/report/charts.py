@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from micronorm.report.html import LegendEntry, plain
+from micronorm.report.html import LegendEntry, is_finite
 from micronorm.report.plots import LIGHT, apply_style, load_matplotlib, plot_style, save_figure, subplots, to_svg
 
 LOG_RATIO = 30
@@ -46,19 +46,19 @@ class Chart:
     def svg(self) -> str:
         """Return the drawing as an SVG element for a page."""
         with plot_style(**CHART_STYLE):
-            return to_svg(self.figure, name=self.name, label=plain(self.caption), hover=self.hover)
+            return to_svg(self.figure, name=self.name, label=self.caption, hover=self.hover)
 
     def save(self, folder: Any, legend: Sequence[LegendEntry]) -> list[Any]:
         """Write the drawing with its caption and legend as SVG and PNG into `folder`, and return the files."""
         Line2D = load_matplotlib().lines.Line2D
         with plot_style(**CHART_STYLE):
-            words = plain(self.caption + (f"\n({self.note})" if self.note else ""))
+            words = self.caption + (f"\n({self.note})" if self.note else "")
             self.figure.suptitle(words, x=0.02, y=1.0, ha="left", va="bottom", wrap=False)
             if legend and self.has_legend:
                 styles = [{"color": LIGHT[e.colour], "linestyle": _DASHES[e.style]} for e in legend]
                 widths = [8 if entry.style == "area" else 2 for entry in legend]
                 lines = [Line2D([], [], lw=lw, **style) for style, lw in zip(styles, widths, strict=True)]
-                names = [plain(entry.text) for entry in legend]
+                names = [entry.text for entry in legend]
                 self.figure.legend(lines, names, loc="upper left", bbox_to_anchor=(0.02, 0), frameon=False)
             return save_figure(self.figure, folder / self.name)
 
@@ -96,7 +96,7 @@ def summarize(points: Sequence[tuple[float, float]], limit: int) -> list[Summary
     found = []
     for start in range(0, len(points), size):
         part = points[start : start + size]
-        finite = [y for _, y in part if math.isfinite(y)] or [math.nan]
+        finite = [y for _, y in part if is_finite(y)] or [math.nan]
         # Dividing first avoids overflow; clamping keeps rounding from moving the mean out of [low, high].
         mean = min(max(math.fsum(y / len(finite) for y in finite), min(finite)), max(finite))
         found.append(Summary(part[-1][0], min(finite), mean, max(finite), len(part)))
@@ -133,7 +133,7 @@ def line_chart(
         for k, (line, points) in enumerate(zip(lines, summaries, strict=True)):
             _draw_line(axes, line, points, hover, f"{name}-{k}")
     most = max(point.count for points in summaries for point in points)
-    left_out = sum(not math.isfinite(y) for line in lines for _, y in line.points)
+    left_out = sum(not is_finite(y) for line in lines for _, y in line.points)
     notes = [note] * bool(note) + ["logarithmic scale"] * log
     notes += [f"means of up to {most} points, with a band from the least to the largest"] * (most > 1)
     notes += [f"{left_out} values that are not finite left out"] * (left_out > 0)
@@ -163,14 +163,14 @@ def _draw_line(axes: Any, line: Line, points: Sequence[Summary], hover: dict[str
         lows = [max(point.low, bottom) for point in points]
         axes.fill_between(xs, lows, [point.high for point in points], color=colour, alpha=0.18, linewidth=0)
     axes.plot(xs, [p.mean for p in points], color=colour, linewidth=2, linestyle=_DASHES[line.style], gid=gid)
-    hover[gid] = [plain(line.name)]
+    hover[gid] = [line.name]
     few = len(kept) <= MARKED
     chosen = {round(k * (len(kept) - 1) / (MARKED - 1)) for k in range(MARKED)}
     chosen |= {max(range(len(kept)), key=lambda k: kept[k].high), min(range(len(kept)), key=lambda k: kept[k].low)}
     targets = kept if few else [kept[k] for k in sorted(chosen)]
     style = {"size": 5} if few else {"size": 9, "alpha": 0}
     draw_points(axes, [(point.x, point.mean) for point in targets], colour, f"{gid}-points", **style)
-    hover[f"{gid}-points"] = [f"{plain(line.name)}, {point.x:.10g}: {_value_text(point)}" for point in targets]
+    hover[f"{gid}-points"] = [f"{line.name}, {point.x:.10g}: {_value_text(point)}" for point in targets]
 
 
 def _value_text(point: Summary) -> str:
@@ -188,7 +188,7 @@ def bar_chart(name: str, bars: Sequence[tuple[str, str, float]], *, caption: str
         axes.set_xticks([])
         axes.set_ylim(len(bars) - 0.5, -0.5)
         axes.set_xlim(0, max(max(value for *_, value in bars), 1e-9))
-        axes.set_yticks(range(len(bars)), labels=[plain(label) for label, *_ in bars], color=LIGHT["text"])
+        axes.set_yticks(range(len(bars)), labels=[label for label, *_ in bars], color=LIGHT["text"])
         for k, (_, colour, value) in enumerate(bars):
             axes.barh(k, value, height=0.62, color=LIGHT[colour])
             axes.annotate(f"{value:.1f}{unit}", (value, k), (6, 0), textcoords="offset points", va="center", size=13)
@@ -241,7 +241,7 @@ def set_count_axis(axes: Any, xs: Sequence[float], label: str, *, room: float = 
     axes.set_xlim(min(xs) - space, max(xs) + space)
     axes.xaxis.set_major_locator(load_matplotlib().ticker.MaxNLocator(7, integer=True))
     axes.grid(axis="x", visible=False)
-    axes.set_xlabel(plain(label))
+    axes.set_xlabel(label)
 
 
 def draw_points(axes: Any, points: Sequence[tuple[float, float]], colour: str, gid: str, **style: Any) -> None:
@@ -253,5 +253,4 @@ def draw_points(axes: Any, points: Sequence[tuple[float, float]], colour: str, g
 
 def shorten(name: str, length: int = 17) -> str:
     """Return a long name cut to its last `length` letters, which tell layers apart."""
-    name = plain(name)
     return name if len(name) <= length else "…" + name[1 - length :]

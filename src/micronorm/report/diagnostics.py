@@ -8,7 +8,7 @@ from html import escape
 
 from micronorm.records import Record
 from micronorm.report.charts import Chart, Line, line_chart
-from micronorm.report.html import LegendEntry, Section, is_number
+from micronorm.report.html import LegendEntry, Section, is_finite, plain
 from micronorm.report.layer_charts import (
     Area,
     Grid,
@@ -46,14 +46,12 @@ def read_layer_history(record: Record, kind: str, *figures: str) -> LayerHistory
     """Return the figures of all layers of a kind, or None if no layer has all of them as finite numbers."""
     found: list[tuple[int, int, str, tuple[float, ...]]] = []
     for row in record.diagnostics:
-        layers = row.get("layers")
-        for name, layer in layers.items() if isinstance(layers, dict) else ():
-            if isinstance(layer, dict) and layer.get("kind") == kind:
+        for name, layer in (row.get("layers") or {}).items():
+            if layer.get("kind") == kind:
                 values = [layer.get(figure) for figure in figures]
-                finite = tuple(value for value in values if is_number(value) and math.isfinite(value))
+                finite = tuple(filter(is_finite, values))
                 if len(finite) == len(figures):
-                    epoch = row["epoch"] + 1 if isinstance(row.get("epoch"), int) else 1
-                    found.append((epoch, row["step"], name, finite))
+                    found.append(((row.get("epoch") or 0) + 1, row["step"], plain(name), finite))
     if not found:
         return None
     by_epoch = len({epoch for epoch, *_ in found}) > 1
@@ -254,8 +252,8 @@ def shares(runs: Sequence[NamedRun], limit: int) -> Section:
 
 def _plain_layers(record: Record) -> set[str]:
     """Return the layers that use their weights as they are."""
-    found = (item for row in record.diagnostics for item in row.get("layers", {}).items())
-    return {name for name, layer in found if layer.get("kind") == "weight" and layer.get("weight") == "none"}
+    found = (item for row in record.diagnostics for item in (row.get("layers") or {}).items())
+    return {plain(name) for name, layer in found if layer.get("kind") == "weight" and layer.get("weight") == "none"}
 
 
 def _shares_chart(

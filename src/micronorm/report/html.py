@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from micronorm.records import is_number
+
 if TYPE_CHECKING:
     from micronorm.report.charts import Chart
 
@@ -126,9 +128,9 @@ def breakable(text: str) -> str:
     return escape(text).replace("/", "/<wbr>").replace("-", "-<wbr>")
 
 
-def is_number(value: Any) -> TypeGuard[float]:
-    """Return whether the value is an int or a float; True and False are not."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def is_finite(value: Any) -> TypeGuard[float]:
+    """Return whether the value is a number that can be added up and drawn; numbers beyond 1e100 are not."""
+    return is_number(value) and abs(value) < 1e100
 
 
 def format_value(value: Any) -> str:

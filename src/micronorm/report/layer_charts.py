@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from micronorm.report.charts import CHART_STYLE, RIGHT, WIDTH, Chart, draw_points, new_axes, set_count_axis, shorten
-from micronorm.report.html import plain
 from micronorm.report.plots import LIGHT, load_matplotlib, plot_style
 
 
@@ -77,7 +76,7 @@ def heat_map(name: str, grid: Grid, *, top: float, caption: str, x_label: str, n
         axes.set_yticks(range(0, rows, every), labels=[shorten(label) for label in grid.rows[::every]])
         every = math.ceil(columns / 8)
         axes.set_xticks(range(0, columns, every), labels=grid.columns[::every])
-        axes.set_xlabel(plain(x_label))
+        axes.set_xlabel(x_label)
         scale = figure.add_axes((118 / WIDTH, 26 / (height + 100), 1 - (118 + RIGHT) / WIDTH, 8 / (height + 100)))
         extend = "max" if np.nanmax(values, initial=0) > top else "neither"
         bar = figure.colorbar(image, cax=scale, orientation="horizontal", extend=extend)
@@ -87,7 +86,7 @@ def heat_map(name: str, grid: Grid, *, top: float, caption: str, x_label: str, n
         for k, (label, row) in enumerate(zip(grid.rows, values, strict=True)):
             # Fully transparent patches are drawn without a fill, and the pointer would not hit them.
             axes.axhspan(k - 0.5, k + 0.5, alpha=0.001, gid=f"{name}-{k}")
-            hover[f"{name}-{k}"] = [f"{plain(label)}: {_row_text(row, grid.columns, x_label)}"]
+            hover[f"{name}-{k}"] = [f"{label}: {_row_text(row, grid.columns, x_label)}"]
     return Chart(name, caption, figure, hover, note, has_legend=False)
 
 
@@ -125,10 +124,10 @@ def trajectory_chart(
                 gid = f"{name}-{colour}-{kind}"
                 style = {"markerfacecolor": LIGHT["card"], "markeredgecolor": LIGHT[colour]} if place == 0 else {}
                 draw_points(axes, [t.points[place] for t in members], LIGHT[colour], gid, **style)
-                at = [(plain(t.name), *t.points[place]) for t in members]
+                at = [(t.name, *t.points[place]) for t in members]
                 hover |= {gid: [f"{label}{words}: {x:.3g}, {y:.3g}" for label, x, y in at]} if at else {}
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)
-        axes.set_xlabel(plain(x_label))
+        axes.set_xlabel(x_label)
         axes.set_title(y_label, loc="left", x=-0.12, size=12, color=LIGHT["quiet"])
     return Chart(name, caption, figure, hover, note)

@@ -14,7 +14,7 @@ from micronorm.records import write_atomically
 from micronorm.report.charts import bar_chart
 from micronorm.report.diagnostics import shares, singularities, stat_diff
 from micronorm.report.facts import facts
-from micronorm.report.html import Section, Table, count, table_html
+from micronorm.report.html import Section, Table, count, is_finite, table_html
 from micronorm.report.paper import paper
 from micronorm.report.plots import DARK, LIGHT
 from micronorm.report.predictions import predictions
@@ -113,20 +113,7 @@ def write_page(
 
 
 def write_plots(folder: str | os.PathLike[str], *, runs: Runs) -> list[Path]:
-    """Write every chart of a page about the runs as SVG and PNG, and return the files.
-
-    Example:
-        >>> import tempfile
-        >>> from micronorm.records import Run
-        >>> place = tempfile.TemporaryDirectory()
-        >>> facts = {"recipe": "digits", "settings": {}, "execution": {}, "data": {}, "environment": {}}
-        >>> facts |= {"revision": None, "command": "micronorm train digits", "date": "2025-01-01"}
-        >>> run = Run.create(f"{place.name}/run", facts)
-        >>> run.append_epoch({"epoch": 0, "step": 41, "train": {"loss": 0.8}})
-        >>> [file.name for file in write_plots(f"{place.name}/plots", runs=[run.path])]
-        ['training-loss.svg', 'training-loss.png']
-        >>> place.cleanup()
-    """
+    """Write every chart of a page about the runs as SVG and PNG into `folder`, and return the files."""
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     return [
@@ -182,10 +169,11 @@ def _page_html(
 def _lead_html(lead: Lead, named: Sequence[NamedRun]) -> str:
     key = main_figure(named)
     bars = [(r.name, r.colour, last_figures(r.record).get(key, math.nan)) for r in named]
-    chart = bar_chart("lead", [bar for bar in bars if math.isfinite(bar[2])], caption=lead.picture, unit=" %")
+    finite = [bar for bar in bars if is_finite(bar[2])]
+    picture = bar_chart("lead", finite, caption=lead.picture, unit=" %").svg() if finite else "No finite error."
     return f"""<section id="lead" class="lead">
 <p class="verdict">{escape(lead.finding)}</p>
-<figure><figcaption>{escape(lead.picture)}</figcaption>{chart.svg()}</figure>
+<figure><figcaption>{escape(lead.picture)}</figcaption>{picture}</figure>
 <p class="law"><strong>{escape(lead.number)}</strong> {escape(lead.meaning)}</p>
 <details><summary>How this was measured</summary><p>{escape(lead.measured)}</p></details>
 </section>

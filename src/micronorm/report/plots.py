@@ -88,6 +88,7 @@ _SETTINGS = {
     "axes.facecolor": "none",
     "savefig.facecolor": "none",
 }
+_NOT_XML = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]|\xef\xbf[\xbe\xbf]")
 _SVG = "{http://www.w3.org/2000/svg}"
 _FILES = {"svg": {"metadata": {"Date": None}}, "png": {"dpi": 144}}
 
@@ -161,10 +162,9 @@ def to_svg(figure: Any, *, name: str, label: str = "", hover: Mapping[str, Seque
         hover: texts to show under the pointer, by the `gid` of an artist. One text belongs to the whole artist,
             several belong to its markers in order.
     """
-    file = io.BytesIO()
     with plot_style():
-        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    root = ET.fromstring(file.getvalue())
+        metadata = {"Date": None, "Creator": None, "Format": None, "Type": None}
+        root = ET.fromstring(_render(figure, format="svg", metadata=metadata))
     for gid, texts in (hover or {}).items():
         _add_titles(root, gid, texts)
     kept = {"viewBox": root.get("viewBox", ""), "role": "img", "aria-label": label}
@@ -177,12 +177,18 @@ def save_figure(figure: Any, path: str | os.PathLike[str]) -> list[Path]:
     """Write the figure as `path`.svg and `path`.png on white, and return both files."""
     written = []
     for suffix, options in _FILES.items():
-        file = io.BytesIO()
         with plot_style(svg_fonttype="path"):  # a file stands alone: formulas need matplotlib's own fonts
-            figure.savefig(file, format=suffix, facecolor=LIGHT["card"], bbox_inches="tight", **options)
+            image = _render(figure, format=suffix, facecolor=LIGHT["card"], bbox_inches="tight", **options)
         written.append(Path(f"{os.fspath(path)}.{suffix}"))
-        write_atomically(written[-1], file.getvalue())
+        write_atomically(written[-1], image)
     return written
+
+
+def _render(figure: Any, *, format: str, **options: Any) -> bytes:
+    """Return the figure as a file. In an SVG, question marks replace control characters, which XML forbids."""
+    file = io.BytesIO()
+    figure.savefig(file, format=format, **options)
+    return _NOT_XML.sub(b"?", file.getvalue()) if format == "svg" else file.getvalue()
 
 
 def _add_titles(root: ET.Element, gid: str, texts: Sequence[str]) -> None:

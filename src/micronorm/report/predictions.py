@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from micronorm.report.html import Section, dot_html, is_number
+from micronorm.report.html import Section, dot_html, is_finite
 from micronorm.report.runs import NamedRun
 
 _HEADING = "Sample predictions"
@@ -59,7 +59,7 @@ def _group_html(group: Sequence[NamedRun]) -> str:
 
 def _confidence(sample: dict[str, Any]) -> str:
     value = sample.get("probability")
-    return f" <small>{100 * value:.0f}\N{NO-BREAK SPACE}%</small>" if is_number(value) and value == value else ""
+    return f" <small>{100 * value:.0f}\N{NO-BREAK SPACE}%</small>" if is_finite(value) else ""
 
 
 def _short(text: str) -> str:

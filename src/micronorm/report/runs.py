@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from micronorm.records import Record, read
-from micronorm.report.html import LegendEntry, is_number, slug
+from micronorm.records import Record, is_number, read
+from micronorm.report.html import LegendEntry, plain, slug
 from micronorm.report.plots import COLOURS
 
 Source = str | os.PathLike[str] | Record
@@ -45,10 +45,10 @@ class NamedRun:
 def read_runs(runs: Runs) -> list[NamedRun]:
     """Return the runs in order, under the names given or recorded; equal names get their folder or number added."""
     if isinstance(runs, Mapping):
-        named = [(str(name), _record(source)) for name, source in runs.items()]
+        named = [(plain(str(name)), _record(source)) for name, source in runs.items()]
         return [NamedRun(name, index, record) for index, (name, record) in enumerate(named)]
     records = [_record(source) for source in runs]
-    names = [str(record.facts.get("name") or record.facts["recipe"]) for record in records]
+    names = [plain(str(record.facts.get("name") or record.facts["recipe"])) for record in records]
     for distinguish in (lambda record, _: record.path.resolve().name, lambda _, index: str(index + 1)):
         often = Counter(names)
         names = [
@@ -74,7 +74,7 @@ def title_of(figure: str) -> str:
 
 def numbers(value: Any) -> dict[str, float]:
     """Return the entries of a JSON object that are numbers; an empty dict if `value` is no object."""
-    return {key: item for key, item in value.items() if is_number(item)} if isinstance(value, dict) else {}
+    return {plain(key): item for key, item in value.items() if is_number(item)} if isinstance(value, dict) else {}
 
 
 def last_figures(record: Record) -> dict[str, float]:

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from micronorm.records import Record
+from micronorm.records import Record, is_number
 from micronorm.report.charts import Line, line_chart
-from micronorm.report.html import Section, is_number, slug
+from micronorm.report.html import Section, slug
 from micronorm.report.runs import NamedRun, by_epoch, by_step, legend_of, main_figure, speed_by_step, title_of
 
 Points = list[tuple[float, float]]

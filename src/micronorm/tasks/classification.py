@@ -1,9 +1,8 @@
 """Image classification: cross entropy of logits, and the number of wrong answers."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,42 +11,22 @@ from torch import Tensor, nn
 from micronorm.data.cifar import USUAL, open_cifar
 from micronorm.data.digits import SHIFT, open_digits
 from micronorm.data.folders import open_folders
-from micronorm.data.memory import MemorySamples, PadCropFlip
+from micronorm.data.memory import MemorySamples
 from micronorm.data.search import find_data, locate, search_folders
 from micronorm.tasks.pictures import encode_picture, even_indices, in_eval_mode, to_picture
-from micronorm.tasks.scores import SumScore
+from micronorm.tasks.scores import SumLoss, SumScore, compute_logits
 
 NAMES = ("digits", "cifar10", "cifar100", "imagenet")
 """The data sets that `open_classification` can open."""
-
-
-class LabelledSamples(Protocol):
-    """Samples by index; a batch is (images, labels), N×C×H×W floating and N int64."""
-
-    def __len__(self) -> int: ...
-
-    def load(self, shares: Iterable[tuple[int, Tensor]], *, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield one batch per share (epoch, indices), in order."""
-        ...
-
-
-@dataclass(frozen=True)
-class ClassificationLoss:
-    """Summed cross entropy of some samples, their number, and the number of wrong answers."""
-
-    sum: Tensor
-    count: int
-    counts: Mapping[str, Tensor]
 
 
 class Classification:
     """Predict the class of an image.
 
     Args:
-        train: the training samples.
+        train: the training samples. A batch is (images, labels), N×C×H×W floating and N int64.
         test: the test samples.
         classes: the number of classes, and of logits that the model returns.
-        label_smoothing: share of the target that is spread over all classes, in training only.
 
     Example:
         >>> train, test = open_digits()
@@ -65,31 +44,24 @@ class Classification:
     sample = "image"
     evaluation_batch = 256
 
-    def __init__(
-        self, train: LabelledSamples, test: LabelledSamples, *, classes: int, label_smoothing: float = 0.0
-    ) -> None:
+    def __init__(self, train: Any, test: Any, *, classes: int) -> None:
         if classes < 2:
             raise ValueError(f"classification needs at least 2 classes, got {classes}")
-        if not 0 <= label_smoothing <= 1:
-            raise ValueError(f"label_smoothing must lie between 0 and 1, got {label_smoothing}")
-        self.train = train
-        self.test = test
-        self.classes = classes
-        self.label_smoothing = label_smoothing
+        self.train, self.test, self.classes = train, test, classes
 
-    def loss(self, model: nn.Module, batch: tuple[Any, ...]) -> ClassificationLoss:
-        """Return the cross entropy summed over the batch, in float32 at least, with label smoothing."""
+    def loss(self, model: nn.Module, batch: tuple[Any, ...]) -> SumLoss:
+        """Return the cross entropy summed over the batch, in float32 at least."""
         images, labels = batch
         logits = self._logits(model, images)
-        entropy = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=self.label_smoothing)
-        return ClassificationLoss(entropy, len(labels), {"wrong": (_ahead(logits.detach(), labels) >= 1).sum()})
+        entropy = F.cross_entropy(logits, labels, reduction="sum")
+        return SumLoss(entropy, len(labels), {"wrong": (_ahead(logits.detach(), labels) >= 1).sum()})
 
     def new_score(self) -> SumScore:
         """Return the score of no samples."""
         return SumScore(self.figures)
 
     def score(self, model: nn.Module, batch: tuple[Any, ...]) -> SumScore:
-        """Return "count", "loss" without label smoothing, "wrong", and "wrong5" if there are more than 5 classes.
+        """Return "count", "loss", "wrong", and "wrong5" if there are more than 5 classes.
 
         "wrong5" counts labels that are not among the five largest logits. Of equal logits the first class counts as the
         larger, as in argmax. NaN is larger than any number, so that the answer of a broken model is always wrong.
@@ -134,18 +106,7 @@ class Classification:
         return found
 
     def _logits(self, model: nn.Module, images: Tensor) -> Tensor:
-        logits = model(images)
-        if not isinstance(logits, Tensor):
-            raise TypeError(
-                f"the model gives a {type(logits).__name__}, not a tensor of N×{self.classes} logits: switch off its "
-                "auxiliary heads, or wrap it in a module that returns the logits alone"
-            )
-        if logits.shape != (len(images), self.classes):
-            raise ValueError(
-                f"the model gives shape {tuple(logits.shape)} for {len(images)} images of {self.classes} classes; "
-                f"build it with {self.classes} outputs per image"
-            )
-        return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+        return compute_logits(model, images, (self.classes,))
 
 
 def _ahead(logits: Tensor, labels: Tensor) -> Tensor:
@@ -164,10 +125,8 @@ def open_classification(
     workers: int = 0,
     download: bool = False,
     verify: bool = True,
-    augment: bool = True,
     size: int | None = None,
     classes: int | None = None,
-    label_smoothing: float = 0.0,
 ) -> Classification:
     """Open the classification task of a data set.
 
@@ -178,11 +137,9 @@ def open_classification(
         workers: processes that decode ImageNet's files. The other data sets need none.
         download: download CIFAR through torchvision into `folder` or ./data if it is not found.
         verify: require CIFAR's official files; otherwise they may be a miniature in the same format.
-        augment: crop and mirror training images at random.
         size: height and width of ImageNet's crops; None for 224.
         classes: outputs of the model; None for the number of classes of the data set. More are allowed, as for a few
             folders of ImageNet and a model of 1000 outputs.
-        label_smoothing: share of the target that is spread over all classes.
 
     Example:
         >>> len(open_classification("digits").train)
@@ -197,30 +154,30 @@ def open_classification(
     if name == "imagenet":
         if download:
             raise ValueError("imagenet cannot be downloaded without registration: leave --download out")
-        opened = open_folders(locate(name, folder), size=size or 224, augment=augment, workers=workers)
+        opened = open_folders(locate(name, folder), size=size or 224, workers=workers)
         train, test, labels = opened.train, opened.test, len(opened.classes)
     else:
-        train, test = _open_small(name, folder, device=device, download=download, verify=verify, augment=augment)
+        train, test = _open_small(name, folder, device=device, download=download, verify=verify)
         labels = 100 if name == "cifar100" else 10
     classes = labels if classes is None else classes
     if classes < labels:
         raise ValueError(f"{name} has {labels} classes here, and a model of {classes} outputs cannot name them all")
-    return Classification(train, test, classes=classes, label_smoothing=label_smoothing)
+    return Classification(train, test, classes=classes)
 
 
 def _open_small(
-    name: str, folder: Path | str | None, *, device: torch.device | str, download: bool, verify: bool, augment: bool
+    name: str, folder: Path | str | None, *, device: torch.device | str, download: bool, verify: bool
 ) -> tuple[MemorySamples, MemorySamples]:
     if name == "digits":
         if folder is not None or download:
             raise ValueError("digits come with scikit-learn: leave the folder (--data) and --download out")
-        return open_digits(augmentation=SHIFT if augment else PadCropFlip(), device=device)
+        return open_digits(augmentation=SHIFT, device=device)
     # Download into the first search folder. Without a download, the error lists all searched folders.
     place = find_data(folder).get(name) or (search_folders(folder)[0] if download else locate(name, folder))
     return open_cifar(
         place,
         classes=100 if name == "cifar100" else 10,
-        augmentation=USUAL if augment else PadCropFlip(),
+        augmentation=USUAL,
         device=device,
         verify=verify,
         download=download,

@@ -1,10 +1,47 @@
-"""Scores that several tasks use. See `micronorm.engine.Score` for the protocol."""
+"""Losses and scores that several tasks use. See `micronorm.engine.Loss` and `Score` for the protocols."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class SumLoss:
+    """The summed loss of some samples, what they add to the step's count, and more sums for the record."""
+
+    sum: Tensor
+    count: Tensor | int
+    counts: Mapping[str, Tensor]
+
+
+def compute_logits(model: nn.Module, images: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return the model's logits, in float32 at least.
+
+    Args:
+        model: maps images to logits.
+        images: N×C×H×W.
+        shape: what the logits of one image must have, classes first.
+
+    Raises:
+        TypeError: the model returns something else than a tensor.
+        ValueError: the logits have another shape.
+    """
+    logits = model(images)
+    wanted = "×".join(map(str, ("N", *shape)))
+    if not isinstance(logits, Tensor):
+        raise TypeError(
+            f"the model gives a {type(logits).__name__}, not a tensor of {wanted} logits: switch off its auxiliary "
+            "heads, or wrap it in a module that returns the logits alone"
+        )
+    if logits.shape != (len(images), *shape):
+        raise ValueError(
+            f"the model gives shape {tuple(logits.shape)} for {len(images)} images of {shape[0]} classes; build it "
+            f"with {shape[0]} outputs, so that the logits are {wanted}"
+        )
+    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
 
 class SumScore:

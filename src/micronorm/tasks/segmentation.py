@@ -1,7 +1,6 @@
 """Semantic segmentation: cross entropy per labelled pixel, and the intersection over union of each class."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,10 @@ from micronorm.data.masks import CAMVID_CLASSES, CAMVID_VOID, VOC_CLASSES, VOC_V
 from micronorm.data.search import search_folders
 from micronorm.data.shapes import CLASSES, VOID, ShapeSamples
 from micronorm.tasks.pictures import encode_picture, even_indices, in_eval_mode, to_picture
-from micronorm.tasks.scores import ConfusionMatrix
+from micronorm.tasks.scores import ConfusionMatrix, SumLoss, compute_logits
 
 # One colour per class for pictures of label maps; void is white.
 _PALETTE = torch.tensor([[0, 0, 0], [214, 69, 65], [65, 131, 215], [80, 175, 76], [245, 171, 53], [155, 89, 182]])
-
-
-@dataclass(frozen=True)
-class SegmentationLoss:
-    """Cross entropy summed over labelled pixels, their number, and the number of pixels with a wrong class."""
-
-    sum: Tensor
-    count: Tensor
-    counts: Mapping[str, Tensor]
 
 
 class Segmentation:
@@ -53,15 +43,13 @@ class Segmentation:
         self.train, self.test = train, test
         self.names, self.void = names, void
 
-    def loss(self, model: nn.Module, batch: tuple[Any, ...]) -> SegmentationLoss:
+    def loss(self, model: nn.Module, batch: tuple[Any, ...]) -> SumLoss:
         """Return the cross entropy summed over labelled pixels, in float32 at least."""
         pairs = self._predict(model, batch)
         entropy = [F.cross_entropy(y, labels, ignore_index=self.void, reduction="sum") for y, labels in pairs]
         labelled = [(labels != self.void).sum() for _, labels in pairs]
         wrong = [((y.detach().argmax(1) != labels) & (labels != self.void)).sum() for y, labels in pairs]
-        return SegmentationLoss(
-            sum(entropy[1:], entropy[0]), torch.stack(labelled).sum(), {"wrong": torch.stack(wrong).sum()}
-        )
+        return SumLoss(sum(entropy[1:], entropy[0]), torch.stack(labelled).sum(), {"wrong": torch.stack(wrong).sum()})
 
     def figures(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Return the mean loss per labelled pixel, and the share of wrong pixels in per cent."""
@@ -109,12 +97,7 @@ class Segmentation:
         return [(self._logits(model, i[None]), m[None]) for i, m in zip(images, labels, strict=True)]
 
     def _logits(self, model: nn.Module, images: Tensor) -> Tensor:
-        logits = model(images)
-        wanted = (len(images), len(self.names), *images.shape[2:])
-        if not isinstance(logits, Tensor) or logits.shape != wanted:
-            shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-            raise ValueError(f"the model must return logits of shape {wanted}, got {shape}; see Segmentation")
-        return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+        return compute_logits(model, images, (len(self.names), *images.shape[2:]))
 
     def _names(self, labels: Tensor) -> str:
         present = [self.names[k] for k in labels.unique().tolist() if 0 < k < len(self.names)]

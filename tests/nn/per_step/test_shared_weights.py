@@ -53,10 +53,10 @@ def assert_shared_is_the_same(model, x, **options):
 LAYERS = {
     "WS": mn.nn.WSConv2d(4, 6, 3, groups=2),
     "WS center": mn.nn.WSConv2d(4, 6, 3, scale=False),
-    "WN": mn.nn.WNConv2d(4, 6, 3),
-    "CWN": mn.nn.CWNConv2d(4, 6, 3, stride=2),
+    "WN": mn.WN()(nn.Conv2d(4, 6, 3)),
+    "CWN": mn.CWN()(nn.Conv2d(4, 6, 3, stride=2)),
     "transposed": mn.nn.WSConvTranspose2d(4, 6, 3, groups=2, stride=2),
-    "transposed CWN": mn.nn.CWNConvTranspose2d(4, 6, 3),
+    "transposed CWN": mn.CWN()(nn.ConvTranspose2d(4, 6, 3)),
     "linear": mn.nn.WSLinear(8, 5),
 }
 
@@ -76,7 +76,7 @@ def test_absorbed_scales_are_part_of_the_shared_weight():
 
 
 def test_a_frozen_weight_stays_without_a_gradient_and_its_length_may_still_have_one():
-    model = nn.Sequential(mn.nn.WSConv2d(3, 4, 3), mn.nn.WNConv2d(4, 4, 3), mn.nn.WSConv2d(4, 4, 1)).double()
+    model = nn.Sequential(mn.nn.WSConv2d(3, 4, 3), mn.WN()(nn.Conv2d(4, 4, 3)), mn.nn.WSConv2d(4, 4, 1)).double()
     model[0].requires_grad_(False)
     model[1].weight.requires_grad_(False)
     found = assert_shared_is_the_same(model, torch.randn(7, 3, 8, 8).double())
@@ -100,7 +100,7 @@ def test_tied_modules_and_tied_weights_add_up():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_forwards_use_the_shared_weight(reentrant):
-    model = nn.Sequential(mn.nn.WSConv2d(3, 4, 3), nn.Tanh(), mn.nn.CWNConv2d(4, 4, 3)).double()
+    model = nn.Sequential(mn.nn.WSConv2d(3, 4, 3), nn.Tanh(), mn.CWN()(nn.Conv2d(4, 4, 3))).double()
 
     def forward(net, x):
         return checkpoint(net, x.requires_grad_(), use_reentrant=reentrant)
@@ -165,7 +165,7 @@ def test_shared_weights_follow_the_dtype_and_what_is_frozen():
 
 
 def test_autocast_rounds_the_shared_weight_as_it_would_each():
-    model = nn.Sequential(mn.nn.WSConv2d(3, 4, 3), nn.Tanh(), mn.nn.CWNConv2d(4, 4, 3))
+    model = nn.Sequential(mn.nn.WSConv2d(3, 4, 3), nn.Tanh(), mn.CWN()(nn.Conv2d(4, 4, 3)))
 
     def forward(net, x):
         with torch.autocast("cpu", torch.bfloat16):
@@ -181,7 +181,7 @@ def test_autocast_rounds_the_shared_weight_as_it_would_each():
 
 @pytest.mark.slow  # compiles
 def test_compiled_layers_with_shared_weights_are_compiled_once():
-    model = nn.Sequential(mn.nn.WSConv2d(3, 4, 3), nn.Tanh(), mn.nn.WNConv2d(4, 4, 3)).double()
+    model = nn.Sequential(mn.nn.WSConv2d(3, 4, 3), nn.Tanh(), mn.WN()(nn.Conv2d(4, 4, 3))).double()
     graphs = []
 
     def backend(graph, example):

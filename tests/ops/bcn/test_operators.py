@@ -8,7 +8,7 @@ from torch import nn
 
 import micronorm as mn
 from micronorm.ops.activation import check_activation
-from micronorm.ops.bcn import batch_channel_norm_fused, elementwise_fused, moments_by_kernel
+from micronorm.ops.bcn import batch_channel_norm_fused, elementwise_fused
 from micronorm.ops.moments import Moments
 from tests.ops.bcn.layers import Case, data, layer_of, outcome, set_scheme
 from tests.tolerances import assert_close_to_max, tolerance
@@ -26,9 +26,8 @@ def arguments(device, *, residual=True, activation="relu", from_batch=False, row
     x, added = (torch.randn(2, 6, 3, 3, dtype=dtype, device=device).requires_grad_() for _ in range(2))
     mean = torch.randn(*(rows or ()), 6, device=device)
     affine = [torch.randn(n, device=device).requires_grad_() for n in (6, 6, 2, 2)]
-    given = OPERATORS.channel_moments(x.detach()) if from_batch else None
     last = (2, 1e-5, activation, 0.01, from_batch)
-    return (x, added if residual else None, given, mean, mean.exp(), *affine, None, *last)
+    return (x, added if residual else None, None, mean, mean.exp(), *affine, None, *last)
 
 
 @pytest.mark.parametrize(
@@ -59,12 +58,20 @@ def test_the_other_operators_pass_opcheck(device):
     y, numbers = OPERATORS.normalize(*args)
     g = torch.randn_like(y)
     torch.library.opcheck(OPERATORS.normalize_backward.default, (g, x, y, numbers, *rest))
-    torch.library.opcheck(OPERATORS.channel_moments.default, (x,))
     norm = layer_of(Case((2, 6, 3, 3), 2), device)
     window = norm._window
     sizes = (2, 6, 9, 2)
     args = (numbers, mean, *sizes, window.sums, window.lost, window.counter)
     torch.library.opcheck(OPERATORS.gather_numbers.default, args)
+
+
+@pytest.mark.parametrize("statistics, micro_batch", [("batch", None), ("sequential", 1)])
+def test_the_operator_of_the_estimates_passes_opcheck(device, statistics, micro_batch):
+    norm = layer_of(Case((2, 6, 3, 3), 2, statistics), device)
+    window, x = norm._window, torch.randn(2, 6, 3, 3, device=device)
+    args = (x, norm.running_mean, norm.running_var, 2, micro_batch, window.lost, window.counter)
+    # The other checks compare two runs of the operator, but every run moves the estimates.
+    torch.library.opcheck(OPERATORS.estimates_from_input.default, args, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -119,14 +126,6 @@ def test_an_exported_graph_has_the_layers_outputs_and_gradients(device):
 
 
 # --- the functions ---------------------------------------------------------------------------------------------------
-
-
-def test_the_moments_of_a_kernel_are_the_moments(device):
-    x = torch.randn(3, 5, 4, 7, dtype=torch.float64, device=device)
-    given, found = moments_by_kernel(x)
-    assert given.shape == (3, 3, 5)
-    assert_close_to_max(found.mean, x.mean((2, 3)), tol=tolerance("output", torch.float64))
-    assert_close_to_max(found.var, x.var((2, 3), correction=0), tol=tolerance("output", torch.float64))
 
 
 @pytest.mark.parametrize("added, scheme", [(True, "whole"), (False, "whole"), (True, "twice"), (False, "split")])

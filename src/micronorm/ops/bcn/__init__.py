@@ -4,9 +4,10 @@ from micronorm.ops.bcn.estimates import Sums, move_by_batch, move_by_window, sca
 from micronorm.ops.bcn.fused import (
     batch_channel_norm_fused,
     elementwise_fused,
+    estimates_by_kernel,
     gather_fused,
     group_norm_fused,
-    moments_by_kernel,
+    parts_size,
 )
 from micronorm.ops.bcn.onepass import batch_channel_norm, batch_statistics, elementwise, watched_if_traced
 from micronorm.ops.bcn.reference import algorithm1, batch_channel_norm_reference
@@ -22,9 +23,10 @@ __all__ = [
     "batch_channel_norm_reference",
     "elementwise",
     "elementwise_fused",
+    "estimates_by_kernel",
     "gather_fused",
     "group_norm_fused",
-    "moments_by_kernel",
+    "parts_size",
     "scan",
     "watched_if_traced",
     "shift_sums",

@@ -46,12 +46,18 @@ def shift_sums(sums: Sums, distance: Tensor) -> Sums:
     return Sums(sums.elements, sums.first + shift, sums.second + distance * (2 * sums.first + shift))
 
 
-def move_by_window(estimates: Moments, sums: Sums, rate: Tensor | float) -> Moments:
-    """Return the commit: μ̂ + r·s₁/n and σ̂² + r·(s₂/n − σ̂²), around the old μ̂. An empty window changes nothing."""
+def move_by_window(estimates: Moments, sums: Sums, rate: Tensor | float, *, mixture: bool = False) -> Moments:
+    """Return the commit: μ̂ + r·s₁/n and σ̂² + r·(s₂/n − σ̂²), around the old μ̂. An empty window changes nothing.
+
+    With `mixture`, σ̂² also loses r²·(s₁/n)²: it is the variance around the new μ̂. At small r the term is negligible.
+    """
     wide = sums.first.dtype
     mean, var = (e.to(wide) for e in estimates)
     count = sums.elements.clamp(min=1)
-    moved = Moments(mean + rate * (sums.first / count), var + rate * (sums.second / count - var))
+    offset, second = sums.first / count, sums.second / count
+    if mixture:
+        second = second - rate * offset.square()
+    moved = Moments(mean + rate * offset, var + rate * (second - var))
     return Moments(*(torch.where(sums.elements > 0, new, old) for new, old in zip(moved, (mean, var), strict=True)))
 
 
@@ -65,33 +71,43 @@ def move_by_batch(estimates: Moments, batch: Moments, *, elements: int, momentum
     return Moments(mean + momentum * (batch.mean - mean), var + momentum * (unbiased - var))
 
 
-def scan(estimates: Moments, parts_nc: Moments, *, rate: Tensor | float, micro_batch: int) -> tuple[Moments, Moments]:
+def scan(estimates: Moments, parts_nc: Moments, *, rate: Tensor | float, micro_batch: int) -> tuple[Moments, Tensor]:
     """Return Algorithm 1's estimates after each of the ⌈N/m⌉ successive micro-batches of N samples.
 
     μ̂_t = (1−r)·μ̂_{t−1} + r·m_t and σ̂²_t = (1−r)·σ̂²_{t−1} + r·(v_t + (m_t − μ̂_{t−1})²), a causal linear recurrence.
+    A micro-batch whose moments overflow the estimates' dtype, or are NaN, changes no estimate.
 
     Returns:
-        The estimates that each sample is normalized with (N×C), and the final ones (C).
+        The estimates that each sample is normalized with (N×C), and the number of samples in micro-batches left out.
+        The estimates of the last sample are the final ones.
     """
     samples = parts_nc.mean.shape[0]
     batches_tc = pool_micro_batches(parts_nc, micro_batch=micro_batch)
+    square_tc = batches_tc.var + batches_tc.mean.square()
+    taken_t = (square_tc < torch.finfo(estimates.var.dtype).max).all(1)  # NaN compares false
+    count_t = taken_t.cumsum(0)
+    # Move the micro-batches that count to the front. The others share one more row, which is cut off.
+    place_t = torch.where(taken_t, count_t - 1, len(taken_t))
+    batches_tc = Moments(*(torch.zeros_like(torch.cat([b, b[:1]])).index_copy(0, place_t, b)[:-1] for b in batches_tc))
     wide = wide_dtype(parts_nc.mean.device)
     last = Moments(*(e.to(wide) for e in estimates))
-    recurrence = _Recurrence(rate, min(batches_tc.mean.shape[0], _SCAN_BLOCK), like=batches_tc.mean)
-    blocks = []
+    recurrence = Recurrence(rate, min(batches_tc.mean.shape[0], _SCAN_BLOCK), like=batches_tc.mean)
+    blocks = [Moments(*(e.unsqueeze(0) for e in last))]
     for mean_tc, var_tc in zip(batches_tc.mean.split(_SCAN_BLOCK), batches_tc.var.split(_SCAN_BLOCK), strict=True):
-        mean_after_tc = recurrence.solve(last.mean, mean_tc)
-        mean_before_tc = torch.cat([last.mean.unsqueeze(0), mean_after_tc[:-1]])
+        means_tc = recurrence.history(last.mean, mean_tc)
         # Algorithm 1's line 2 measures around the estimate as it stood before this micro-batch.
-        var_after_tc = recurrence.solve(last.var, var_tc + (mean_tc - mean_before_tc).square())
-        blocks.append(Moments(mean_after_tc, var_after_tc))
-        last = Moments(mean_after_tc[-1], var_after_tc[-1])
+        vars_tc = recurrence.history(last.var, var_tc + (mean_tc - means_tc[:-1]).square())
+        blocks.append(Moments(means_tc[1:], vars_tc[1:]))
+        last = Moments(means_tc[-1], vars_tc[-1])
     rows = Moments(*(torch.cat(parts) for parts in zip(*blocks, strict=True)))
+    # Row k holds the estimates after the first k micro-batches that count.
+    rows = Moments(*(r[count_t] for r in rows))
     per_sample = Moments(*(spread_to_samples(r, micro_batch=micro_batch, samples=samples) for r in rows))
-    return per_sample, last
+    taken_n = spread_to_samples(taken_t, micro_batch=micro_batch, samples=samples)
+    return per_sample, samples - taken_n.sum()
 
 
-class _Recurrence:
+class Recurrence:
     """Solve u_t = (1−r)·u_{t−1} + r·i_t for t = 1 … T by one product with the lower-triangular matrix of powers of 1−r.
 
     The weights are non-negative powers of a number in [0, 1], so rounding errors are not amplified.
@@ -106,12 +122,8 @@ class _Recurrence:
         reach = torch.cat([torch.zeros_like(powers_t[2:]), rate * powers_t[:-1]])
         self.weights_tt = reach.unfold(0, steps, 1).flip(1)
 
-    def solve(self, start_c: Tensor, inputs_tc: Tensor) -> Tensor:
-        """Return u_1 … u_T from u_0 and i_1 … i_T; the last block of a scan may be shorter than T."""
+    def history(self, start_c: Tensor, inputs_tc: Tensor) -> Tensor:
+        """Return u_0 … u_T from u_0 and i_1 … i_T; the last block of a scan may be shorter than T."""
         steps = inputs_tc.shape[0]
-        # A zero weight times inf is NaN, so a value that is not finite would spoil the micro-batches before it. Set it
-        # to zero in the product, and turn its own and all later terms into NaN.
-        spoilt_tc = (inputs_tc * 0).cumsum(0)
-        clean_tc = inputs_tc.nan_to_num(0.0, 0.0, 0.0)
-        from_start_tc = self.decay_t1[:steps] * start_c + spoilt_tc
-        return torch.addmm(from_start_tc, self.weights_tt[:steps, :steps], clean_tc)
+        after_tc = torch.addmm(self.decay_t1[:steps] * start_c, self.weights_tt[:steps, :steps], inputs_tc)
+        return torch.cat([start_c.unsqueeze(0), after_tc])

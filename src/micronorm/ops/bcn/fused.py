@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from micronorm.ops.activation import IDENTITY, Activation, ActivationKind
-from micronorm.ops.bcn.onepass import batch_channel_norm, batch_statistics
+from micronorm.ops.bcn.onepass import batch_channel_norm
 from micronorm.ops.bcn.triton.layout import Estimates, output_like
-from micronorm.ops.moments import Moments, bounded, compute_dtype, wide_dtype
+from micronorm.ops.moments import Moments, compute_dtype
 from micronorm.ops.packed import kept_blend, kept_estimates, numbers_size
 from micronorm.ops.private_api import fast_apply
 
@@ -43,14 +43,14 @@ _TENSORS = "Tensor? mean, Tensor? var, Tensor? weight, Tensor? bias, Tensor? gro
 _OPTIONS = "int groups, float eps, str activation, float slope, bool from_batch"
 
 
-def normalize(x: Tensor, residual: Tensor | None, given: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+def normalize(x: Tensor, residual: Tensor | None, parts: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
     """Return y and the packed `numbers` that the backward and the window need.
 
-    `given` are the `channel_moments` of x, if the estimates were derived from them. The rest are the blend and the
+    `parts` are those of `estimates_by_kernel`, if the estimates were derived from x. The rest are the blend and the
     arguments in `_TENSORS` and `_OPTIONS`; `from_batch` is for the backward.
     """
     norm = rest[:7]
-    return _kernels().forward(x, residual, given, _rule(norm[0], norm[2], *rest[7:11]), norm)
+    return _kernels().forward(x, residual, parts, _rule(norm[0], norm[2], *rest[7:11]), norm)
 
 
 def _fake(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
@@ -81,11 +81,6 @@ def _fake_backward(
         x.new_empty(0) if output is None else output_like(x),
         x.new_empty(entries, dtype=numbers.dtype),
     )
-
-
-def channel_moments(x: Tensor) -> Tensor:
-    """Return pivot, residue and variance of every (n, c); the mean is pivot + residue, too long for one number."""
-    return _kernels().moments(x)
 
 
 # --- autograd --------------------------------------------------------------------------------------------------------
@@ -180,7 +175,7 @@ _operator = torch.library.custom_op(
     "micronorm::normalize",
     normalize,
     mutates_args=(),
-    schema=f"(Tensor x, Tensor? residual, Tensor? given, {_TENSORS}, Tensor? blend, {_OPTIONS}) -> (Tensor, Tensor)",
+    schema=f"(Tensor x, Tensor? residual, Tensor? parts, {_TENSORS}, Tensor? blend, {_OPTIONS}) -> (Tensor, Tensor)",
 )
 _operator.register_fake(_fake)
 _operator.register_autograd(_operator_backward, setup_context=_save)
@@ -191,25 +186,48 @@ torch.library.custom_op(
     schema=f"(Tensor grad, Tensor x, Tensor? output, Tensor numbers, {_TENSORS}, {_OPTIONS}) "
     "-> (Tensor, Tensor, Tensor)",
 ).register_fake(_fake_backward)
-torch.library.custom_op("micronorm::channel_moments", channel_moments, mutates_args=()).register_fake(
-    lambda x: x.new_empty((3, x.shape[0], x.shape[1]), dtype=compute_dtype(x.dtype))
-)
 
 
 # --- the functions a layer calls -------------------------------------------------------------------------------------
 
 
-def moments_by_kernel(x: Tensor) -> tuple[Tensor, Moments]:
-    """Return `channel_moments` of x, and the same as float64 moments. They carry no gradient."""
-    x = x.detach()
-    given = torch.ops.micronorm.channel_moments(x) if torch.compiler.is_compiling() else channel_moments(x)
-    pivot, residue, var = given.to(wide_dtype(x.device))
-    return given, Moments(pivot + residue, var)
+def estimates_by_kernel(
+    x: Tensor,
+    running: Moments,
+    lost: Tensor,
+    *,
+    rate: Tensor | float,
+    groups: int,
+    micro_batch: int | None = None,
+    moves: bool = True,
+) -> tuple[Tensor, Moments, Moments | None]:
+    """Compute the statistics to normalize x with from x itself, and move the running ones in place.
+
+    Args:
+        x: N×C×….
+        running: mean and variance, C numbers each.
+        lost: integers on the device; the first counts samples that do not contribute to the running statistics.
+        rate: how far the running statistics move, limited to [0, 1].
+        groups: G of the normalization that follows.
+        micro_batch: samples per micro-batch of Algorithm 1, as `scan`. None: the moments of the whole batch, by which
+            the running ones move as in `move_by_batch`.
+        moves: whether the running statistics move. If not, Algorithm 1's estimates are not computed.
+
+    Returns:
+        `parts` for `batch_channel_norm_fused`; mean and variance to normalize with, C numbers each or N×C; and the
+        moments of the ⌈N/m⌉ micro-batches, or None for a whole batch. All but `parts` are float64, without gradient.
+    """
+    return _kernels().estimates(x, running, lost, rate, groups, micro_batch or 0, moves)
+
+
+def parts_size(x: Tensor, groups: int) -> int:
+    """Return the number of entries of the `parts` that `estimates_by_kernel` returns."""
+    return _kernels().parts_size(x, groups)
 
 
 def batch_channel_norm_fused(
     x: Tensor,
-    estimates: Moments | None,
+    estimates: Moments,
     weight: Tensor,
     bias: Tensor,
     group_weight: Tensor,
@@ -220,24 +238,20 @@ def batch_channel_norm_fused(
     blend: Tensor | None = None,
     activation: Activation = IDENTITY,
     residual: Tensor | None = None,
-    moments: tuple[Tensor, Moments] | None = None,
+    parts: Tensor | None = None,
+    from_batch: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return act(BCN(x) + residual) and the packed numbers, computed by the kernels; see `batch_channel_norm`.
 
-    `moments` are those of `moments_by_kernel`, if they are known already; `blend=None` stands for 1.
+    `parts` and the estimates may be those of `estimates_by_kernel`. With `from_batch` the estimates are the batch's own
+    moments, through which gradients flow. `blend=None` stands for 1.
     """
-    from_batch = estimates is None
-    if from_batch:
-        moments = moments_by_kernel(x) if moments is None else moments
-        estimates = Moments(*(s.squeeze(0) for s in batch_statistics(bounded(moments[1], x.dtype))))
-    assert estimates is not None
     affine = (weight, bias, group_weight, group_bias)
-    given = None if moments is None else moments[0]
     if residual is not None and not activation.keeps_sign:
         # With a residual the backward takes the activation's derivative from the output alone.
-        y, numbers = _call(x, None, given, estimates, affine, blend, groups, eps, IDENTITY, from_batch)
+        y, numbers = _call(x, None, parts, estimates, affine, blend, groups, eps, IDENTITY, from_batch)
         return activation(y + residual), numbers
-    return _call(x, residual, given, estimates, affine, blend, groups, eps, activation, from_batch)
+    return _call(x, residual, parts, estimates, affine, blend, groups, eps, activation, from_batch)
 
 
 def gather_fused(
@@ -283,7 +297,7 @@ def group_norm_fused(
 def _call(
     x: Tensor,
     residual: Tensor | None,
-    given: Tensor | None,
+    parts: Tensor | None,
     estimates: Moments | None,
     affine: tuple[Tensor | None, ...],
     blend: Tensor | None,
@@ -296,5 +310,5 @@ def _call(
     norm = (*(estimates or (None, None)), *affine, blend, groups, eps)
     if torch.compiler.is_compiling():
         kind = activation.kind.value  # operators take plain strings
-        return torch.ops.micronorm.normalize(x, residual, given, *norm, kind, activation.slope, from_batch)
-    return _apply(x, residual, given, *norm, activation.kind, activation.slope, from_batch)
+        return torch.ops.micronorm.normalize(x, residual, parts, *norm, kind, activation.slope, from_batch)
+    return _apply(x, residual, parts, *norm, activation.kind, activation.slope, from_batch)

@@ -138,7 +138,7 @@ def elementwise(x: Tensor, pivot_nc: Tensor, scale_nc: Tensor, offset_nc: Tensor
 
 
 class _OnePass(torch.autograd.Function):
-    """y = A·(x − m) + B with the hand-written backward; saves x and N×C numbers."""
+    """Compute y = A·(x − m) + B, with a backward of its own that needs x and N×C numbers."""
 
     @staticmethod
     def forward(

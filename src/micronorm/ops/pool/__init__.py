@@ -3,6 +3,6 @@
 `micronorm.convert.pooling` decides which layers use it.
 """
 
-from micronorm.ops.pool.operators import MAX_WINDOW, Window, max_pool2d
+from micronorm.ops.pool.operators import MAX_WINDOW, PoolWindow, max_pool2d
 
-__all__ = ["MAX_WINDOW", "Window", "max_pool2d"]
+__all__ = ["MAX_WINDOW", "PoolWindow", "max_pool2d"]

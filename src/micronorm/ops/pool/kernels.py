@@ -1,7 +1,8 @@
 """The Triton kernels of max-pooling. Import this module on first use only: it imports triton.
 
 A plane is H×W×C in memory: an image in channels_last, otherwise one channel of it (C = 1). A program computes part of
-one row, so that it divides by sizes once; per element it divides by C, a constant.
+one row, so that it divides by sizes once; per element it divides by C, a constant. The windows have KH×KW elements, the
+strides SH and SW and the padding PH and PW.
 """
 
 # Triton's language has Python's grammar, not its types.
@@ -20,21 +21,10 @@ def max_pool_forward(
     x,  # planes × height × width × C
     y,  # planes × out_height × out_width × C
     places,  # as y
-    height,
-    width,
-    out_height,
-    out_width,
-    blocks,
-    C: tl.constexpr,
-    KH: tl.constexpr,
-    KW: tl.constexpr,
-    SH: tl.constexpr,
-    SW: tl.constexpr,
-    PH: tl.constexpr,
-    PW: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    height, width, out_height, out_width, blocks,
+    C: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr,
+    PW: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Store the largest element of each window, and its place in the window: KW·row + column, the first of equals."""
     line = (tl.program_id(0) // blocks).to(tl.int64)
     oh = (line % out_height).to(tl.int32)
@@ -63,21 +53,10 @@ def max_pool_backward(
     grad,  # planes × out_height × out_width × C
     places,  # as grad
     dx,  # planes × height × width × C
-    height,
-    width,
-    out_height,
-    out_width,
-    blocks,
-    C: tl.constexpr,
-    KH: tl.constexpr,
-    KW: tl.constexpr,
-    SH: tl.constexpr,
-    SW: tl.constexpr,
-    PH: tl.constexpr,
-    PW: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    height, width, out_height, out_width, blocks,
+    C: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr,
+    PW: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """For every element of x, sum the gradients of the windows of which it was the largest, in one order.
 
     A program computes cells of SH×SW elements, from row a·SH − PH and column b·SW − PW on. Windows a − u, b − v reach

@@ -17,11 +17,11 @@ MAX_WINDOW = 49
 _BLOCK = 256  # elements of a program, at most
 
 
-class Window(NamedTuple):
+class PoolWindow(NamedTuple):
     """The windows of a pooling: sizes, strides and padding along both axes.
 
     Example:
-        >>> Window((3, 3), (2, 2), (1, 1)).output((112, 112))
+        >>> PoolWindow((3, 3), (2, 2), (1, 1)).output((112, 112))
         (56, 56)
     """
 
@@ -42,7 +42,7 @@ class Window(NamedTuple):
         return windows - 1 if self.ceil_mode and (windows - 1) * stride >= size + padding else windows
 
 
-def max_pool2d(x: Tensor, window: Window) -> Tensor:
+def max_pool2d(x: Tensor, window: PoolWindow) -> Tensor:
     r"""Return the largest element of every window, by the kernels; equal to torch's `max_pool2d` to the bit.
 
     .. math:: y_{nchw} = \max_{i, j} x_{n, c, h s - p + i, w s - p + j}
@@ -127,7 +127,7 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
 pool.register_autograd(_differentiate, setup_context=_save)
 
 
-def scatter(grad: Tensor, places: Tensor, window: Window, size: list[int]) -> Tensor:
+def scatter(grad: Tensor, places: Tensor, window: PoolWindow, size: list[int]) -> Tensor:
     """Return the gradient of x in torch's operations, which can be differentiated and batched again."""
     high, wide = (
         torch.arange(grad.shape[2 + axis], device=grad.device) * window.stride[axis] - window.padding[axis]
@@ -144,8 +144,8 @@ def scatter(grad: Tensor, places: Tensor, window: Window, size: list[int]) -> Te
 # --- memory and launches ---------------------------------------------------------------------------------------------
 
 
-def _window(kernel: list[int], stride: list[int], padding: list[int], ceil_mode: bool) -> Window:
-    return Window((kernel[0], kernel[1]), (stride[0], stride[1]), (padding[0], padding[1]), ceil_mode)
+def _window(kernel: list[int], stride: list[int], padding: list[int], ceil_mode: bool) -> PoolWindow:
+    return PoolWindow((kernel[0], kernel[1]), (stride[0], stride[1]), (padding[0], padding[1]), ceil_mode)
 
 
 def _layout(x: Tensor) -> torch.memory_format:
@@ -159,7 +159,7 @@ def _points(x: Tensor) -> int:
     return x.shape[1] if _layout(x) is torch.channels_last else 1
 
 
-def _allocate(x: Tensor, window: Window) -> tuple[Tensor, Tensor]:
+def _allocate(x: Tensor, window: PoolWindow) -> tuple[Tensor, Tensor]:
     y = _empty(x, window.output((x.shape[2], x.shape[3])), _layout(x) is torch.channels_last)
     return y, torch.empty_like(y, dtype=torch.uint8)
 
@@ -170,7 +170,7 @@ def _empty(x: Tensor, size: Any, channels_last: bool) -> Tensor:
 
 
 def _launch(
-    name: str, tensors: tuple[Tensor, ...], x: Tensor, y: Tensor, window: Window, *, rows: int, row: int
+    name: str, tensors: tuple[Tensor, ...], x: Tensor, y: Tensor, window: PoolWindow, *, rows: int, row: int
 ) -> None:
     """Run a kernel on `tensors`, in `rows` of `row` elements for each plane.
 

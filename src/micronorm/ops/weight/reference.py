@@ -14,7 +14,7 @@ from micronorm.ops.runtime import is_transformed
 
 
 class _Standardize(torch.autograd.Function):
-    """Ŵ with its closed-form backward; saves W and two numbers per row."""
+    """Compute Ŵ, with a closed-form backward that needs W and two numbers per row."""
 
     @staticmethod
     def forward(ctx: Any, w: Tensor, center: bool, scale: bool, eps: float) -> Tensor:

@@ -12,9 +12,6 @@ from micronorm.engine import Listener
 from micronorm.recipes.figures.data import FigureData
 from micronorm.report.plots import QUIET, TEXT, save_figure
 
-OPTIONS = ("dataset", "network", "epochs", "seed")
-"""Options of `Request` that change the numbers. A figure accepts some of them."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
@@ -22,18 +19,14 @@ class Request:
 
     Args:
         dataset: data set to train on: the paper's, or a smaller one.
-        network: network to train, by its name in `recipes.networks`.
         epochs: length of the training.
-        seed: seed of weights, order and augmentation.
         data: folder of the data set.
         runs: folder of run directories, for figures that are drawn from them.
         device: where to compute.
     """
 
     dataset: str | None = None
-    network: str | None = None
     epochs: int | None = None
-    seed: int | None = None
     data: Path | None = None
     runs: Path = Path("runs")
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -61,7 +54,6 @@ class Figure:
         settings: returns everything that decides the numbers, in JSON's types.
         measure: fills `measurement.data.numbers`; None for a drawing, which has no numbers.
         draw: returns a matplotlib figure of the content of the data file.
-        options: the members of `OPTIONS` that the figure accepts.
         datasets: data sets it can be measured on, the default first.
         from_records: whether it is drawn from recorded runs; such a figure is measured again each time.
     """
@@ -73,21 +65,19 @@ class Figure:
     settings: Callable[[Request], dict[str, Any]] = lambda request: {}
     measure: Callable[[Measurement], None] | None = None
     draw: Callable[[Mapping[str, Any]], Any]
-    options: tuple[str, ...] = ()
     datasets: tuple[str, ...] = ()
     from_records: bool = False
 
     def check(self, request: Request) -> None:
         """Raise ValueError if the figure does not accept an option of the request."""
-        for name in OPTIONS:
-            if getattr(request, name) is not None and name not in self.options:
-                has = f"it has --{', --'.join(self.options)}" if self.options else "it has no options"
-                raise ValueError(f"{self.name} has no --{name}; {has}")
         if request.dataset is not None and request.dataset not in self.datasets:
-            raise ValueError(f"{self.name} has no data set {request.dataset!r}; it has {', '.join(self.datasets)}")
+            known = f"it has {', '.join(self.datasets)}" if self.datasets else "leave out --dataset"
+            raise ValueError(f"{self.name} has no data set {request.dataset!r}; {known}")
+        if request.epochs is not None and (self.from_records or not self.datasets):
+            raise ValueError(f"{self.name} trains nothing; leave out --epochs")
 
     def stem(self, request: Request) -> str:
-        """Return the name of its files: the label, the data set, and every option that was given.
+        """Return the name of its files: the label, the data set, and the epochs if they were given.
 
         Example:
             >>> from micronorm.recipes import figures
@@ -95,8 +85,8 @@ class Figure:
             'dist-digits-epochs-2'
         """
         dataset = request.dataset or (self.datasets[0] if self.datasets else None)
-        changed = [f"{name}-{value}" for name in OPTIONS[1:] if (value := getattr(request, name)) is not None]
-        return "-".join(filter(None, [self.name.removeprefix("fig:"), dataset, *changed]))
+        epochs = None if request.epochs is None else f"epochs-{request.epochs}"
+        return "-".join(filter(None, [self.name.removeprefix("fig:"), dataset, epochs]))
 
     def run(self, request: Request, path: Path, *, command: str, listener: Listener | None = None) -> dict[str, Any]:
         """Measure the numbers into the data file `path` and return its content. Continue an interrupted measurement.

@@ -1,7 +1,6 @@
 """Train one network with several methods, and measure at every epoch."""
 
 import math
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -15,7 +14,7 @@ from micronorm.nn import GN
 from micronorm.nn.spec import NormSpec, WeightSpec
 from micronorm.recipes import digits
 from micronorm.recipes.figures.figure import Measurement, Request
-from micronorm.recipes.networks import NETWORKS, build_network
+from micronorm.recipes.networks import build_network
 from micronorm.recipes.protocols import TITLES
 from micronorm.recipes.recipe import DATA
 from micronorm.tasks.classification import Classification, open_classification
@@ -61,25 +60,17 @@ def training_settings(request: Request, *, epochs: Mapping[str, int], seed: int 
 def settings(
     request: Request, methods: Mapping[str, Specs], *, networks: Mapping[str, str], epochs: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return everything that decides the numbers, in JSON's types.
-
-    Raises:
-        ValueError: the network does not fit the data set.
-    """
+    """Return everything that decides the numbers, in JSON's types."""
     dataset = request.dataset or "digits"
-    network = request.network or networks[dataset]
-    known = ["digits"] if dataset == "digits" else [name for name in NETWORKS if name.startswith("cifar-")]
-    if network not in known:
-        raise ValueError(f"no network {network!r} for {dataset}; there are {', '.join(known)}")
     return {
         "dataset": dataset,
-        "network": network,
-        "seed": request.seed or 0,
+        "network": networks[dataset],
+        "seed": 0,
         "seeds": SEEDS[dataset],
         "methods": {
             name: [repr(norm), None if weight is None else repr(weight)] for name, (norm, weight) in methods.items()
         },
-        "training": describe(training_settings(request, epochs=epochs, seed=request.seed or 0)),
+        "training": describe(training_settings(request, epochs=epochs)),
     }
 
 
@@ -98,8 +89,8 @@ def train_methods(
     """Train with each method and seed; `numbers["methods"][name]` becomes a list of epochs for each seed.
 
     An epoch is a mapping with `epoch` (from 1), `train_loss`, `train_error` and `test_error` in %, and what the probe
-    measured. The probe is made from the model, the task and the seed. An interrupted training continues from its last
-    checkpoint.
+    measured. The probe is made from the model, the task and the seed. An interrupted measurement keeps the trainings
+    that were finished.
 
     Raises:
         KeyboardInterrupt: a signal stopped the training.
@@ -107,69 +98,45 @@ def train_methods(
     request, chosen, data = measurement.request, measurement.settings, measurement.data
     task = open_classification(chosen["dataset"], request.data, device=request.device)
     found = data.numbers.setdefault("methods", {})
-    for number, seed in enumerate(range(chosen["seed"], chosen["seed"] + chosen["seeds"])):
+    for seed in range(chosen["seeds"]):
         for name, (norm, weight) in methods.items():
             seeds = found.setdefault(name, [])
-            if len(seeds) == number:
-                seeds.append([])
-            rows = seeds[number]
-            plan = training_settings(request, epochs=epochs, seed=seed)
-            if len(rows) == plan.epochs and "test_error" in rows[-1]:
+            if len(seeds) > seed:
                 continue
+            plan = training_settings(request, epochs=epochs, seed=seed)
             model = build(chosen["network"], norm, weight, seed=seed, classes=DATA[chosen["dataset"]].classes)
-            out = data.path.with_name(f"{data.path.stem}.run")
-            resume = bool(rows) and out.exists()
-            if not resume:
-                rows.clear()
-                shutil.rmtree(out, ignore_errors=True)
-            listener = _EpochRecorder(
-                measurement,
-                rows,
+            recorder = _EpochRecorder(
                 make_probe(model, task, seed),
-                steps_per_epoch=math.ceil(len(task.train) / plan.step_batch),
+                measurement.listener,
+                epochs=chosen["training"]["epochs"],
                 description=f"{data.path.stem}, {name}, seed {seed}",
             )
-            where = execution(request.device, plan.step_batch)
-            outcome = train(model, task, plan, where, out=out, resume=resume, listener=listener)
+            outcome = train(model, task, plan, execution(request.device, plan.step_batch), listener=recorder)
             if not outcome.finished:
                 raise KeyboardInterrupt
-            shutil.rmtree(out)
+            seeds.append(recorder.rows)
+            data.save_progress()
 
 
 class _EpochRecorder(Listener):
-    """Record a row per epoch in a figure's numbers; pass all events on to the measurement's listener."""
+    """Record a row per epoch, with what the probe measures; pass all events on to another listener."""
 
-    def __init__(
-        self,
-        measurement: Measurement,
-        rows: list[dict[str, Any]],
-        probe: EpochProbe,
-        *,
-        steps_per_epoch: int,
-        description: str,
-    ) -> None:
-        self.data, self.listener = measurement.data, measurement.listener
-        self.rows, self.probe = rows, probe
-        self.steps_per_epoch, self.description = steps_per_epoch, description
-        self.total_steps = 0
+    def __init__(self, probe: EpochProbe, listener: Listener, *, epochs: int, description: str) -> None:
+        self.probe, self.listener, self.epochs, self.description = probe, listener, epochs, description
+        self.rows: list[dict[str, Any]] = []
 
     def on_start(self, total_steps: int, start_step: int, description: str) -> None:
-        self.total_steps = total_steps
-        epoch = start_step // self.steps_per_epoch
-        del self.rows[epoch + 1 :]  # recorded after the checkpoint that the training continues from
-        self._begin(epoch)
+        self._begin(0)
         self.listener.on_start(total_steps, start_step, self.description)
 
     def _begin(self, epoch: int) -> None:
-        # A training that continues within an epoch keeps what was measured at the epoch's start.
-        if len(self.rows) == epoch and epoch * self.steps_per_epoch < self.total_steps:
-            self.rows.append({"epoch": epoch + 1, **self.probe.at_start(epoch)})
-        self.data.save_progress()
+        self.rows.append({"epoch": epoch + 1, **self.probe.at_start(epoch)})
 
     def on_epoch(self, row: dict[str, Any]) -> None:
         errors = {"train_error": row["train"]["top1"], "test_error": row["test"]["top1"]}
-        self.rows[row["epoch"]] |= {"train_loss": row["train"]["loss"], **errors, **self.probe.at_end()}
-        self._begin(row["epoch"] + 1)
+        self.rows[-1] |= {"train_loss": row["train"]["loss"], **errors, **self.probe.at_end()}
+        if row["epoch"] + 1 < self.epochs:
+            self._begin(row["epoch"] + 1)
         self.listener.on_epoch(row)
 
     def on_step(self, row: dict[str, Any]) -> None:

@@ -223,7 +223,6 @@ IMAGENET = Figure(
     settings=_imagenet_settings,
     measure=_measure_imagenet,
     draw=_draw_imagenet,
-    options=("dataset",),
     datasets=("digits", "cifar10", "imagenet"),
     from_records=True,
 )

@@ -142,6 +142,5 @@ FIGURE = Figure(
     settings=partial(settings, methods=METHODS, networks=NETWORKS, epochs=EPOCHS),
     measure=measure,
     draw=draw,
-    options=("dataset", "network", "epochs", "seed"),
     datasets=("digits", "cifar10"),
 )

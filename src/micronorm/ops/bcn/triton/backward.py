@@ -1,8 +1,9 @@
 """The kernels of the backward.
 
 In one launch: `backward_whole`. In two or three: `backward_part`, then `backward_numbers` and `backward_apply`, or
-`backward_apply` alone (FINISHES). `backward_batch` adds what flows through the batch's own moments, and
-`sums.sum_samples` adds up the parameters' gradients. The legend of names, shapes and pointers is in pieces.py.
+`backward_apply` alone (FINISHES). `sums.sum_samples` adds up the parameters' gradients. From them, `backward_apply`
+computes what flows through the batch's own moments (FROM_BATCH). The legend of names, shapes and pointers is in
+pieces.py.
 
 g is dL/du, where u enters the activation, and t = x − pivot. `sum_g` and `sum_gt` are Σg and Σg·t over space, from
 which everything else follows.
@@ -14,7 +15,7 @@ which everything else follows.
 import triton
 import triton.language as tl
 
-from micronorm.ops.bcn.triton.loops import spread, sums, write_gradient
+from micronorm.ops.bcn.triton.loops import gated, store_gradient, sums, write_gradient
 from micronorm.ops.bcn.triton.pieces import (
     COUNTS,
     FIRST,
@@ -24,7 +25,6 @@ from micronorm.ops.bcn.triton.pieces import (
     SECOND,
     begin,
     both,
-    gate,
     gradients,
     load_coefficients,
     number_at,
@@ -74,59 +74,37 @@ def backward_whole(
     dx_ptr += far * d[0]
     dr_ptr += far * d[0]
     norm = (mean_ptr, var_ptr, weight_ptr, bias_ptr, group_weight_ptr)
-    place, sizes = (n, c, valid_c, valid_c), (samples, channels)
+    place, sizes, span = (n, c, valid_c, valid_c), (samples, channels), (c, valid_c, 0, space)
     s = tl.arange(0, SPACE)
     valid_cs = valid_c[:, None] & (s < space)[None, :]
     if TWICE:
         coefficients = load_coefficients(numbers_ptr, n, c, valid_c, sizes)
-        pointers, strides = (x_ptr, g_ptr, y_ptr, dr_ptr), (x, g, y, d)
         sum_g_c, sum_gt_c = sums(
-            pointers,
-            strides,
-            coefficients,
-            c,
-            valid_c,
-            0,
-            space,
-            ACTIVATION,
-            SLOPE,
-            HAS_RESIDUAL,
-            CHANNELS,
-            SPACE,
-            STAGES,
-        )
+            (x_ptr, g_ptr, y_ptr, dr_ptr), (x, g, y, d), coefficients, span,
+            ACTIVATION, SLOPE, HAS_RESIDUAL, CHANNELS, SPACE, STAGES,
+        )  # fmt: skip
     else:
         x_cs = tl.load(tile_at(x_ptr, x, c, s), valid_cs, 0).to(dtype)
         g_cs = tl.load(tile_at(g_ptr, g, c, s), valid_cs, 0).to(dtype)
         coefficients = load_coefficients(numbers_ptr, n, c, valid_c, sizes)
         t_cs = tl.where(valid_cs, x_cs - coefficients[0][:, None], 0.0)
-        if HAS_RESIDUAL:
-            u_cs = tl.load(tile_at(y_ptr, y, c, s), valid_cs, 0).to(dtype)
-        else:
-            # The forward's own expression, so that the mask equals the forward's to the last bit.
-            u_cs = tl.fma(t_cs, coefficients[1][:, None], spread(coefficients[2], t_cs))
-        g_cs = tl.where(valid_cs, gate(g_cs, u_cs, ACTIVATION, SLOPE), 0.0)
+        g_cs = gated(g_cs, t_cs, coefficients, tile_at(y_ptr, y, c, s), valid_cs, ACTIVATION, SLOPE, HAS_RESIDUAL)
         sum_g_c = tl.sum(g_cs, 1)
         sum_gt_c = tl.sum(tl.fma(g_cs, t_cs, tl.zeros_like(g_cs)), 1)
     slopes = gradients(
         sum_g_c, sum_gt_c, numbers_ptr, shares_ptr, norm, place, sizes, space, EPS, ESTIMATES, AFFINE, GROUPS, SIZE
     )
-    if TWICE:
-        if HAS_RESIDUAL:  # other threads have gated the gradient and stored it
-            tl.debug_barrier()
-            incoming, incoming_strides = dr_ptr, d
-            LATER: tl.constexpr = IDENTITY
-        else:
-            incoming, incoming_strides = g_ptr, g
-            LATER: tl.constexpr = ACTIVATION
-        pointers, strides = (x_ptr, incoming, dx_ptr), (x, incoming_strides, d)
-        write_gradient(pointers, strides, coefficients, slopes, c, valid_c, 0, space, LATER, SLOPE, SPACE, STAGES)
+    if TWICE and HAS_RESIDUAL:
+        tl.debug_barrier()  # other threads have gated the gradient and stored it
+        pointers, strides = (x_ptr, dr_ptr, dx_ptr), (x, d, d)
+        write_gradient(pointers, strides, coefficients, slopes, span, IDENTITY, SLOPE, SPACE, STAGES)
+    elif TWICE:
+        pointers, strides = (x_ptr, g_ptr, dx_ptr), (x, g, d)
+        write_gradient(pointers, strides, coefficients, slopes, span, ACTIVATION, SLOPE, SPACE, STAGES)
     else:
-        slope_c, curve_c, shift_c = slopes
         if HAS_RESIDUAL:
             tl.store(tile_at(dr_ptr, d, c, s), g_cs.to(dr_ptr.dtype.element_ty), valid_cs)
-        dx_cs = tl.fma(g_cs, slope_c[:, None], tl.fma(t_cs, curve_c[:, None], spread(shift_c, t_cs)))
-        tl.store(tile_at(dx_ptr, d, c, s), dx_cs.to(dx_ptr.dtype.element_ty), valid_cs)
+        store_gradient(g_cs, t_cs, slopes, dx_ptr, d, c, s, valid_cs)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -159,22 +137,10 @@ def backward_part(
     end = start + tl.minimum(piece, space - start)
     far = n.to(tl.int64)
     pointers = (x_ptr + far * x[0], g_ptr + far * g[0], y_ptr + far * y[0], dr_ptr + far * d[0])
-    strides = (x, g, y, d)
     sum_g_c, sum_gt_c = sums(
-        pointers,
-        strides,
-        coefficients,
-        c,
-        valid_c,
-        start,
-        end,
-        ACTIVATION,
-        SLOPE,
-        HAS_RESIDUAL,
-        CHANNELS,
-        SPACE,
-        STAGES,
-    )
+        pointers, (x, g, y, d), coefficients, (c, valid_c, start, end),
+        ACTIVATION, SLOPE, HAS_RESIDUAL, CHANNELS, SPACE, STAGES,
+    )  # fmt: skip
     row, sizes = n * pieces + p, (samples, channels)
     tl.store(part_at(parts_ptr, FIRST, row, c, sizes, pieces), sum_g_c, valid_c)
     tl.store(part_at(parts_ptr, SECOND, row, c, sizes, pieces), sum_gt_c, valid_c)
@@ -219,6 +185,22 @@ def backward_numbers(
     tl.store(number_at(slopes_ptr, SHIFT, n, c, sizes), shift_c, valid_c)
 
 
+@triton.jit
+def _through_batch(totals_ptr, numbers_ptr, norm, n, c, valid_c, sizes, space, EPS: tl.constexpr):
+    """Return what the batch's own moments add to curve and shift, from the gradients of γ^b and β^b in `totals`."""
+    pivot_c = tl.load(number_at(numbers_ptr, PIVOT, n, c, sizes), valid_c, 0)
+    residue_c = tl.load(number_at(numbers_ptr, RESIDUE, n, c, sizes), valid_c, 0)
+    dtype = pivot_c.dtype
+    rstd_c = tl.rsqrt(tl.load(norm[1] + c, valid_c, 0).to(dtype) + EPS)
+    distance_c = ((pivot_c - tl.load(norm[0] + c, valid_c, 0)) + residue_c).to(dtype)
+    a_c = tl.load(norm[2] + c, valid_c, 0).to(dtype) * rstd_c
+    # dL/dμ̂ = −a·dL/dβ^b and dL/dσ̂² = −a·rstd/2 · dL/dγ^b, shared by all elements of the batch
+    d_var_c = -tl.load(totals_ptr + c, valid_c, 0) * a_c * rstd_c / sizes[0]
+    d_mean_c = -tl.load(totals_ptr + sizes[1] + c, valid_c, 0) * a_c / sizes[0]
+    curve_c = d_var_c / space
+    return curve_c, tl.fma(d_var_c, distance_c, d_mean_c) / space - curve_c * residue_c
+
+
 @triton.jit(do_not_specialize=COUNTS)
 def backward_apply(
     x_ptr,  # N×C×S, dtype of the input
@@ -226,7 +208,7 @@ def backward_apply(
     dx_ptr,  # N×C×S, dtype of the input
     parts_ptr,  # with FINISHES 2×N×part_pieces×C in F; otherwise the slopes, 3×N×C in F
     numbers_ptr,  # packed.numbers_size entries in F
-    shares_ptr,  # N×columns in F
+    shares_ptr,  # with FINISHES N×columns in F; with FROM_BATCH their sums over the samples, columns in F
     mean_ptr, var_ptr,  # C or N×C, any floating dtype
     weight_ptr, bias_ptr,  # C, any floating dtype
     group_weight_ptr,  # G or C, any floating dtype
@@ -237,13 +219,14 @@ def backward_apply(
     SLOPE: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr,
     CHANNELS_LAST: tl.constexpr, ALIGN: tl.constexpr, C_UNIT: tl.constexpr, S_UNIT: tl.constexpr,
     CHANNELS: tl.constexpr, SPACE: tl.constexpr, STAGES: tl.constexpr, FINISHES: tl.constexpr,
-    EARLY: tl.constexpr,
+    FROM_BATCH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Compute dx = slope·g + curve·(x − pivot) + shift, element by element.
 
     Programs go from the end: what the pass before this one read last is still in the cache.
-    FINISHES: the slopes are not computed yet, and every program does the arithmetic of its own groups first. The
-    pointers after `numbers_ptr` are used only then.
+    FINISHES: the slopes are not computed yet, and every program does the arithmetic of its own groups first.
+    FROM_BATCH: the channels were normalized with the batch's own moments, through which gradients flow. The pointers
+    after `numbers_ptr` are used only with one of the two.
     """
     begin(EARLY)
     x = (x_n * ALIGN, x_c * C_UNIT, x_s * S_UNIT)
@@ -264,42 +247,17 @@ def backward_apply(
     else:
         slope_c = tl.load(number_at(parts_ptr, SLOPE_BLOCK, n, c, sizes), valid_c, 0)
         curve_c = tl.load(number_at(parts_ptr, CURVE, n, c, sizes), valid_c, 0)
-        slopes = (slope_c, curve_c, tl.load(number_at(parts_ptr, SHIFT, n, c, sizes), valid_c, 0))
+        shift_c = tl.load(number_at(parts_ptr, SHIFT, n, c, sizes), valid_c, 0)
+        if FROM_BATCH:
+            norm = (mean_ptr, var_ptr, weight_ptr)
+            more_curve_c, more_shift_c = _through_batch(shares_ptr, numbers_ptr, norm, n, c, valid_c, sizes, space, EPS)
+            curve_c += more_curve_c
+            shift_c += more_shift_c
+        slopes = (slope_c, curve_c, shift_c)
     coefficients = load_coefficients(numbers_ptr, n, c, valid_c, sizes)
     start = p * piece
     end = start + tl.minimum(piece, space - start)
     far = n.to(tl.int64)
     pointers, strides = (x_ptr + far * x[0], g_ptr + far * g[0], dx_ptr + far * d[0]), (x, g, d)
-    write_gradient(pointers, strides, coefficients, slopes, c, valid_c, start, end, ACTIVATION, SLOPE, SPACE, STAGES)
-
-
-@triton.jit(do_not_specialize=COUNTS)
-def backward_batch(
-    numbers_ptr,  # packed.numbers_size entries in F
-    slopes_ptr,  # 3×N×C in F
-    totals_ptr,  # columns in F; begins with the gradients of γ^b and β^b
-    mean_ptr, var_ptr, weight_ptr,  # C, any floating dtype
-    samples, channels, space,
-    EPS: tl.constexpr, CHANNELS: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """Add to the slopes what flows through the batch's own moments."""
-    begin(EARLY)
-    dtype: tl.constexpr = numbers_ptr.dtype.element_ty
-    n = tl.program_id(0)
-    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    valid_c = c < channels
-    sizes = (samples, channels)
-    pivot_c = tl.load(number_at(numbers_ptr, PIVOT, n, c, sizes), valid_c, 0)
-    residue_c = tl.load(number_at(numbers_ptr, RESIDUE, n, c, sizes), valid_c, 0)
-    rstd_c = tl.rsqrt(tl.load(var_ptr + c, valid_c, 0).to(dtype) + EPS)
-    distance_c = ((pivot_c - tl.load(mean_ptr + c, valid_c, 0)) + residue_c).to(dtype)
-    a_c = tl.load(weight_ptr + c, valid_c, 0).to(dtype) * rstd_c
-    # dL/dμ̂ = −a·dL/dβ^b and dL/dσ̂² = −a·rstd/2 · dL/dγ^b, shared by all elements of the batch
-    d_var_c = -tl.load(totals_ptr + c, valid_c, 0) * a_c * rstd_c / samples
-    d_mean_c = -tl.load(totals_ptr + channels + c, valid_c, 0) * a_c / samples
-    curve_c = d_var_c / space
-    shift_c = tl.fma(d_var_c, distance_c, d_mean_c) / space - curve_c * residue_c
-    curve_ptr = number_at(slopes_ptr, CURVE, n, c, sizes)
-    shift_ptr = number_at(slopes_ptr, SHIFT, n, c, sizes)
-    tl.store(curve_ptr, tl.load(curve_ptr, valid_c, 0) + curve_c, valid_c)
-    tl.store(shift_ptr, tl.load(shift_ptr, valid_c, 0) + shift_c, valid_c)
+    span = (c, valid_c, start, end)
+    write_gradient(pointers, strides, coefficients, slopes, span, ACTIVATION, SLOPE, SPACE, STAGES)

@@ -1,7 +1,7 @@
 """The kernels of the forward.
 
 In one launch: `forward_whole`. In two or three: `moments_part`, then `forward_numbers` and `forward_apply`, or
-`forward_apply` alone (FINISHES). Statistics that are needed first: `moments_part` and `moments_merge`.
+`forward_apply` alone (FINISHES). Statistics derived from the input are computed after `moments_part`, in estimates.py.
 The legend of names, shapes and pointers is in pieces.py.
 """
 
@@ -15,15 +15,10 @@ from micronorm.ops.bcn.triton.loops import moments, store_output, write_output
 from micronorm.ops.bcn.triton.pieces import (
     COUNTS,
     FIRST,
-    PIVOT,
-    RESIDUE,
     SECOND,
-    VAR,
     begin,
     both,
     load_coefficients,
-    load_moments,
-    number_at,
     part_at,
     piece_of,
     split_mean,
@@ -66,7 +61,7 @@ def forward_whole(
     s = tl.arange(0, SPACE)
     valid_cs = valid_c[:, None] & (s < space)[None, :]
     if TWICE:
-        first_c, mean_c, square_c = moments(pointers[0], x, c, valid_c, 0, space, dtype, CHANNELS, SPACE, STAGES)
+        first_c, mean_c, square_c = moments(pointers[0], x, (c, valid_c, 0, space), dtype, CHANNELS, SPACE, STAGES)
         raw_var_c = square_c / space
     else:
         x_cs = tl.load(tile_at(pointers[0], x, c, s), valid_cs, 0).to(dtype)
@@ -84,9 +79,8 @@ def forward_whole(
     coefficients = load_coefficients(numbers_ptr, n, c, valid_c, sizes)
     strides = (x, r, y)
     if TWICE:
-        write_output(
-            pointers, strides, coefficients, c, valid_c, 0, space, ACTIVATION, SLOPE, HAS_RESIDUAL, SPACE, STAGES
-        )
+        span = (c, valid_c, 0, space)
+        write_output(pointers, strides, coefficients, span, ACTIVATION, SLOPE, HAS_RESIDUAL, SPACE, STAGES)
     else:
         store_output(x_cs, pointers, strides, coefficients, c, s, valid_cs, ACTIVATION, SLOPE, HAS_RESIDUAL)
 
@@ -115,7 +109,7 @@ def moments_part(
     start = p * piece
     end = start + tl.minimum(piece, space - start)
     x_ptr += n.to(tl.int64) * x[0]
-    _, mean_c, square_c = moments(x_ptr, x, c, valid_c, start, end, dtype, CHANNELS, SPACE, STAGES)
+    _, mean_c, square_c = moments(x_ptr, x, (c, valid_c, start, end), dtype, CHANNELS, SPACE, STAGES)
     row, sizes = n * pieces + p, (samples, channels)
     tl.store(part_at(parts_ptr, FIRST, row, c, sizes, pieces), mean_c, valid_c)
     tl.store(part_at(parts_ptr, SECOND, row, c, sizes, pieces), square_c, valid_c)
@@ -140,33 +134,9 @@ def _merged(x_ptr, x, parts_ptr, n, c, valid_c, sizes, space, pieces, piece, PIE
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def moments_merge(
-    x_ptr,  # N×C×S, dtype of the input
-    parts_ptr,  # 2×N×pieces×C in F
-    numbers_ptr,  # 3×N×C in F: pivot, residue and variance
-    samples, channels, space,
-    x_n, x_c,
-    pieces, piece,
-    CHANNELS: tl.constexpr, PIECES: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """Compute pivot, residue and variance alone, for statistics that are derived from them before the normalization."""
-    begin(EARLY)
-    n = tl.program_id(0)
-    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    valid_c = c < channels
-    sizes = (samples, channels)
-    pivot_c, residue_c, var_c = _merged(
-        x_ptr, (x_n, x_c), parts_ptr, n, c, valid_c, sizes, space, pieces, piece, PIECES
-    )
-    tl.store(number_at(numbers_ptr, PIVOT, n, c, sizes), pivot_c, valid_c)
-    tl.store(number_at(numbers_ptr, RESIDUE, n, c, sizes), residue_c, valid_c)
-    tl.store(number_at(numbers_ptr, VAR, n, c, sizes), var_c, valid_c)
-
-
-@triton.jit(do_not_specialize=COUNTS)
 def forward_numbers(
     x_ptr,  # N×C×S, dtype of the input
-    parts_ptr,  # 2×N×pieces×C in F; not read without HAS_PARTS
+    parts_ptr,  # 2×N×pieces×C in F
     numbers_ptr,  # packed.numbers_size entries in F
     mean_ptr, var_ptr,  # C or N×C, any floating dtype
     weight_ptr, bias_ptr,  # C, any floating dtype
@@ -176,17 +146,13 @@ def forward_numbers(
     x_n, x_c,
     pieces, piece,
     EPS: tl.constexpr, ESTIMATES: tl.constexpr, AFFINE: tl.constexpr, HAS_BLEND: tl.constexpr,
-    HAS_PARTS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, CHANNELS: tl.constexpr,
-    PIECES: tl.constexpr, EARLY: tl.constexpr,
+    GROUPS: tl.constexpr, SIZE: tl.constexpr, CHANNELS: tl.constexpr, PIECES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Do the N×C arithmetic of the forward, from the moments of the pieces or from moments already in `numbers`."""
+    """Do the N×C arithmetic of the forward, from the moments of the pieces."""
     begin(EARLY)
     n, c, valid_c = whole_groups(tl.program_id(0), channels, GROUPS, SIZE, CHANNELS)
     sizes = (samples, channels)
-    if HAS_PARTS:
-        data = _merged(x_ptr, (x_n, x_c), parts_ptr, n, c, valid_c, sizes, space, pieces, piece, PIECES)
-    else:
-        data = load_moments(numbers_ptr, n, c, valid_c, sizes)
+    data = _merged(x_ptr, (x_n, x_c), parts_ptr, n, c, valid_c, sizes, space, pieces, piece, PIECES)
     norm = (mean_ptr, var_ptr, weight_ptr, bias_ptr, group_weight_ptr, group_bias_ptr, blend_ptr)
     place = (n, c, valid_c, valid_c)
     write_numbers(numbers_ptr, data, norm, place, sizes, EPS, ESTIMATES, AFFINE, HAS_BLEND, GROUPS, SIZE)
@@ -248,6 +214,5 @@ def forward_apply(
     end = start + tl.minimum(piece, space - start)
     far = n.to(tl.int64)
     pointers = (x_ptr + far * x[0], residual_ptr + far * r[0], y_ptr + far * y[0])
-    write_output(
-        pointers, (x, r, y), coefficients, c, valid_c, start, end, ACTIVATION, SLOPE, HAS_RESIDUAL, SPACE, STAGES
-    )
+    span = (c, valid_c, start, end)
+    write_output(pointers, (x, r, y), coefficients, span, ACTIVATION, SLOPE, HAS_RESIDUAL, SPACE, STAGES)

@@ -15,8 +15,10 @@ _hook_active = launch_hook_check()
 class Launch:
     """A kernel with its grid and all arguments except the tensors, which are on the same device in every call.
 
+    A kernel may take numbers that change from call to call: `values`, floats which follow the tensors.
+
     After the first call the compiled kernel is started directly, by addresses. Triton's own launch looks up the
-    compiled kernel and asks the driver about every tensor, which takes longer than a small layer runs.
+    compiled kernel and queries the driver about every tensor, which takes longer than a small layer runs.
     """
 
     def __init__(
@@ -30,26 +32,26 @@ class Launch:
         self.head: tuple[Any, ...] = ()
         self.tail: tuple[Any, ...] = ()
 
-    def __call__(self, *tensors: Tensor) -> None:
+    def __call__(self, *tensors: Tensor, values: tuple[float, ...] = ()) -> None:
         """Launch on the current stream."""
         addresses = [tensor.data_ptr() for tensor in tensors]
         bits = 0
         for address in addresses:
             bits |= address
         if self.compiled is None or bits & _ALIGNMENT or _hook_active():
-            self._launch_by_triton(tensors, aligned=not bits & _ALIGNMENT)
+            self._launch_by_triton(tensors, values, aligned=not bits & _ALIGNMENT)
         else:
-            self.start(*self.grid, current_stream(self.device), *self.head, *addresses, *self.tail)
+            self.start(*self.grid, current_stream(self.device), *self.head, *addresses, *values, *self.tail)
 
-    def _launch_by_triton(self, tensors: tuple[Tensor, ...], *, aligned: bool) -> None:
+    def _launch_by_triton(self, tensors: tuple[Tensor, ...], values: tuple[float, ...], *, aligned: bool) -> None:
         """Launch by Triton's public interface, and keep the compiled kernel."""
         early = starts_early(tensors[0].device)
         self.constants["EARLY"] = early
         options: dict[str, Any] = {"num_warps": self.warps} | ({"launch_pdl": True} if early else {})
-        compiled = self.kernel[self.grid](*tensors, *self.scalars, **self.constants, **options)
+        compiled = self.kernel[self.grid](*tensors, *values, *self.scalars, **self.constants, **options)
         launcher = compiled_launcher(compiled) if aligned else None
         if launcher is not None:
-            names = self.kernel.arg_names[len(tensors) + len(self.scalars) :]
+            names = self.kernel.arg_names[len(tensors) + len(values) + len(self.scalars) :]
             self.tail = (*self.scalars, *(self.constants[name] for name in names))
             self.start, self.head = launcher
             self.device = tensors[0].device.index

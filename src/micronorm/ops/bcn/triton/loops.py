@@ -1,7 +1,7 @@
 """The four loops over positions: two that sum, two that write. The legend of names is in pieces.py.
 
-They cover positions `start` to `end` of some channels by tiles of CHANNELS × SPACE. Pointers are those of the sample
-(N×C×S tensors, offset to sample n), strides are tuples (n, c, s).
+They cover `span` = (c, valid_c, start, end), the positions `start` to `end` of some channels, by tiles of CHANNELS ×
+SPACE. Pointers are those of the sample (N×C×S tensors, offset to sample n), strides are tuples (n, c, s).
 """
 
 # Called outside a kernel these raise, which is all that pyright sees of them.
@@ -22,7 +22,7 @@ def spread(values_c, like_cs):
 @triton.jit
 def moments(
     x_ptr,
-    x, c, valid_c, start, end,
+    x, span,
     dtype: tl.constexpr, CHANNELS: tl.constexpr, SPACE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Return the sample's first element, the mean around it and the sum of squared deviations from `start` to `end`.
@@ -31,6 +31,7 @@ def moments(
     subtraction costs D² roundings, and one outlier among the three changes nothing. The three are at thirteenths of the
     range, because quarters would lie at the borders of an image.
     """
+    c, valid_c, start, end = span
     part = (end - start) // 13
     low_c = tl.load(x_ptr + c * x[1] + (start + 3 * part) * x[2], valid_c, 0).to(dtype)
     middle_c = tl.load(x_ptr + c * x[1] + (start + 6 * part) * x[2], valid_c, 0).to(dtype)
@@ -71,7 +72,7 @@ def store_output(
 
 @triton.jit
 def write_output(
-    pointers, strides, coefficients, c, valid_c, start, end,
+    pointers, strides, coefficients, span,
     ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SPACE: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -79,6 +80,7 @@ def write_output(
 
     `pointers` and `strides` are those of x, residual and y; `coefficients` are pivot, scale and offset.
     """
+    c, valid_c, start, end = span
     last = start + (tl.cdiv(end - start, SPACE) - 1) * SPACE
     for step in tl.range(0, end - start, SPACE, num_stages=STAGES):
         s = (last - step) + tl.arange(0, SPACE)
@@ -88,8 +90,30 @@ def write_output(
 
 
 @triton.jit
+def gated(
+    g_cs, t_cs, coefficients, y_at, valid_cs,
+    ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Return g = dL/du for one tile, from dL/dy and t; with a residual from the output, whose addresses are `y_at`."""
+    if HAS_RESIDUAL:
+        u_cs = tl.load(y_at, valid_cs, 0).to(t_cs.dtype)
+    else:
+        # The forward's own expression, so that the mask equals the forward's to the last bit.
+        u_cs = tl.fma(t_cs, coefficients[1][:, None], spread(coefficients[2], t_cs))
+    return tl.where(valid_cs, gate(g_cs, u_cs, ACTIVATION, SLOPE), 0.0)
+
+
+@triton.jit
+def store_gradient(g_cs, t_cs, slopes, dx_ptr, strides, c, s, valid_cs):
+    """Store dx = slope·g + curve·t + shift for one tile."""
+    slope_c, curve_c, shift_c = slopes
+    dx_cs = tl.fma(g_cs, slope_c[:, None], tl.fma(t_cs, curve_c[:, None], spread(shift_c, t_cs)))
+    tl.store(tile_at(dx_ptr, strides, c, s), dx_cs.to(dx_ptr.dtype.element_ty), valid_cs)
+
+
+@triton.jit
 def sums(
-    pointers, strides, coefficients, c, valid_c, start, end,
+    pointers, strides, coefficients, span,
     ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, CHANNELS: tl.constexpr,
     SPACE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -97,9 +121,9 @@ def sums(
 
     `pointers` and `strides` are those of x, dL/dy, y and dL/dresidual.
     """
+    c, valid_c, start, end = span
     x_ptr, g_ptr, y_ptr, dr_ptr = pointers
-    pivot_c, scale_c, offset_c = coefficients
-    dtype = pivot_c.dtype
+    dtype = coefficients[0].dtype
     sum_g_cs = tl.zeros([CHANNELS, SPACE], dtype)
     sum_gt_cs = tl.zeros([CHANNELS, SPACE], dtype)
     for first in tl.range(start, end, SPACE, num_stages=STAGES):
@@ -107,13 +131,9 @@ def sums(
         valid_cs = valid_c[:, None] & (s < end)[None, :]
         x_cs = tl.load(tile_at(x_ptr, strides[0], c, s), valid_cs, 0).to(dtype)
         g_cs = tl.load(tile_at(g_ptr, strides[1], c, s), valid_cs, 0).to(dtype)
-        t_cs = x_cs - pivot_c[:, None]
-        if HAS_RESIDUAL:
-            u_cs = tl.load(tile_at(y_ptr, strides[2], c, s), valid_cs, 0).to(dtype)
-        else:
-            # The forward's own expression, so that the mask equals the forward's to the last bit.
-            u_cs = tl.fma(t_cs, scale_c[:, None], spread(offset_c, t_cs))
-        g_cs = tl.where(valid_cs, gate(g_cs, u_cs, ACTIVATION, SLOPE), 0.0)
+        t_cs = x_cs - coefficients[0][:, None]
+        y_at = tile_at(y_ptr, strides[2], c, s)
+        g_cs = gated(g_cs, t_cs, coefficients, y_at, valid_cs, ACTIVATION, SLOPE, HAS_RESIDUAL)
         if HAS_RESIDUAL:
             tl.store(tile_at(dr_ptr, strides[3], c, s), g_cs.to(dr_ptr.dtype.element_ty), valid_cs)
         sum_g_cs += g_cs
@@ -123,16 +143,16 @@ def sums(
 
 @triton.jit
 def write_gradient(
-    pointers, strides, coefficients, slopes, c, valid_c, start, end,
+    pointers, strides, coefficients, slopes, span,
     ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, SPACE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Store dx = slope·g + curve·t + shift from `end` back to `start`: what was read last is still in the cache.
 
     `pointers` and `strides` are those of x, the incoming gradient and dx; `slopes` are slope, curve and shift.
     """
+    c, valid_c, start, end = span
     x_ptr, g_ptr, dx_ptr = pointers
     pivot_c, scale_c, offset_c = coefficients
-    slope_c, curve_c, shift_c = slopes
     dtype = pivot_c.dtype
     last = start + (tl.cdiv(end - start, SPACE) - 1) * SPACE
     for step in tl.range(0, end - start, SPACE, num_stages=STAGES):
@@ -143,6 +163,4 @@ def write_gradient(
         t_cs = x_cs - pivot_c[:, None]
         u_cs = tl.fma(t_cs, scale_c[:, None], spread(offset_c, t_cs))
         g_cs = gate(g_cs, u_cs, ACTIVATION, SLOPE)
-        shift_cs = spread(shift_c, t_cs)
-        dx_cs = tl.fma(g_cs, slope_c[:, None], tl.fma(t_cs, curve_c[:, None], shift_cs))
-        tl.store(tile_at(dx_ptr, strides[2], c, s), dx_cs.to(dx_ptr.dtype.element_ty), valid_cs)
+        store_gradient(g_cs, t_cs, slopes, dx_ptr, strides[2], c, s, valid_cs)

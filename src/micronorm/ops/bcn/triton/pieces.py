@@ -145,7 +145,7 @@ def blend_at(numbers_ptr, sizes, SIZE: tl.constexpr):
 @triton.jit
 def both(first, second):
     """Return `first & second` as a boolean mask: some versions of Triton's interpreter return an integer."""
-    return (first & second).to(tl.int1)
+    return (first & second) != 0
 
 
 # --- activations ------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from micronorm.ops.activation import Activation, ActivationKind
-from micronorm.ops.bcn.triton import backward, forward, sums, tiling
+from micronorm.ops.bcn.triton import backward, estimates, forward, sums, tiling
 from micronorm.ops.bcn.triton.launch import Launch
 from micronorm.ops.bcn.triton.layout import Affine, Estimates, Strides
 from micronorm.ops.moments import compute_dtype
@@ -126,6 +126,14 @@ def _alike(layer: Layer, *strides: Strides | None) -> bool:
     return {c if last else s for _, c, s in (layer.strides, *(s for s in strides if s is not None))} == {1}
 
 
+class EstimatesLaunches(NamedTuple):
+    """The launches that derive statistics from the input; the first and the last only if there are many channels."""
+
+    check: Launch | None
+    compute: Launch
+    write: Launch | None
+
+
 class Forward:
     """The launches of a forward. Each is made when it is first used.
 
@@ -144,19 +152,18 @@ class Forward:
         loads, alike = 1 if residual is None else 2, _alike(layer, residual, output)
         self.tile = tiling.in_one_launch(shape, count, tensors=1, loads=loads, alike=alike)
         self.moments = tiling.reduction(shape, count)
-        self.alone = tiling.sweep(shape, count, kinds=tiling.REDUCE)
         self.numbers = tiling.numbers(shape, self.moments.pieces)
         self.elementwise = tiling.sweep(shape, count, kinds=tiling.ELEMENTWISE)
         self.finishing = tiling.finish(shape, count, self.moments.pieces)
         self.units = _units(layer, residual, output)
         self.scalars = self.units.scalars(layer, layer.strides, residual, output)
+        self._estimates: dict[tuple[Any, ...], EstimatesLaunches] = {}
 
     @cached_property
     def parts(self) -> int:
         """Return the size of `parts`: the moments of the pieces, and memory for each program of `finish`."""
         own = 0 if self.finishing is None else 3 * self.finishing.channels * self.finishing.programs
-        pieces = max(self.moments.pieces, self.alone.pieces)
-        return 2 * self.layer.samples * pieces * self.layer.channels + own
+        return 2 * self.layer.samples * self.moments.pieces * self.layer.channels + own
 
     @cached_property
     def whole(self) -> Launch:
@@ -166,46 +173,49 @@ class Forward:
         constants |= self.units.constants | self.tile.constants
         return Launch(forward.forward_whole, (self.tile.programs,), self.scalars, constants, self.tile.warps)
 
-    def _reduce(self, tile: tiling.Pass) -> Launch:
+    @cached_property
+    def reduce(self) -> Launch:
+        """Compute the moments of the pieces from x."""
+        tile = self.moments
         constants = tile.constants | self.units.constants
         return Launch(forward.moments_part, (tile.programs,), (*self.scalars[:6], *tile.cut), constants, tile.warps)
 
     @cached_property
-    def reduce(self) -> Launch:
-        """Compute the moments of the pieces from x."""
-        return self._reduce(self.moments)
-
-    @cached_property
-    def reduce_alone(self) -> Launch:
-        """Compute the moments of the pieces from x, in as many pieces as are best if `merge` comes next."""
-        return self._reduce(self.alone)
-
-    @cached_property
-    def merge(self) -> Launch:
-        """Compute the moments of the samples from those of the pieces."""
-        tile, layer = self.alone, self.layer
-        channels = min(tiling.next_power(layer.channels), 32)
-        scalars = (*layer.counts, *layer.strides[:2], *tile.cut[:2])
-        constants = {"CHANNELS": channels, "PIECES": tiling.next_power(tile.pieces)}
-        return Launch(forward.moments_merge, (layer.samples, -(-layer.channels // channels)), scalars, constants, 4)
-
-    def _terms(self, *, has_parts: bool) -> Launch:
+    def terms(self) -> Launch:
+        """Compute all numbers from the moments of the pieces."""
         tile, layer = self.numbers, self.layer
-        pieces = self.moments.pieces if has_parts else 1
-        constants = layer.constants | self.has_blend | {"HAS_PARTS": has_parts, "PIECES": tiling.next_power(pieces)}
+        constants = layer.constants | self.has_blend | {"PIECES": tiling.next_power(self.moments.pieces)}
         constants |= {"GROUPS": tile.groups, "CHANNELS": tile.channels}
         scalars = (*layer.counts, *layer.strides[:2], *self.moments.cut[:2])
         return Launch(forward.forward_numbers, (tile.programs,), scalars, constants, 4)
 
-    @cached_property
-    def terms(self) -> Launch:
-        """Compute all numbers from the moments of the pieces."""
-        return self._terms(has_parts=True)
+    def estimates(self, micro_batch: int, moves: bool, has_rate: bool, *dtypes: torch.dtype) -> EstimatesLaunches:
+        """Return the launches that derive statistics from x; `dtypes` are those of the estimates and the rate.
 
-    @cached_property
-    def terms_of_given(self) -> Launch:
-        """Compute all numbers from moments that are in the buffer already."""
-        return self._terms(has_parts=False)
+        `micro_batch` is the number of samples in a micro-batch, or 0 for the moments of the whole batch.
+        """
+        key = (micro_batch, moves, has_rate, *dtypes)
+        if key not in self._estimates:
+            self._estimates[key] = self._new_estimates(micro_batch, moves, has_rate)
+        return self._estimates[key]
+
+    def _new_estimates(self, micro_batch: int, moves: bool, has_rate: bool) -> EstimatesLaunches:
+        layer, cut = self.layer, self.moments.cut[:2]
+        batches = -(-layer.samples // max(micro_batch, 1))
+        rows, width = tiling.over_estimates(batches, layer.channels)
+        programs = -(-layer.channels // width)
+        tile = {"ROWS": rows, "CHANNELS": width, "UNROLLED": min(tiling.next_power(cut[0]), 8)}
+        constants = {"HAS_RATE": has_rate, "MOVES": moves, "ALONE": programs == 1}
+        scalars = (*layer.counts, *layer.strides[:2], *cut, *([micro_batch] if micro_batch else []))
+        kernel = estimates.scan_estimates if micro_batch else estimates.batch_estimates
+        compute, check, write = Launch(kernel, (programs,), scalars, constants | tile, 8), None, None
+        if programs > 1 and moves:
+            every = {"CHANNELS": tiling.next_power(layer.channels)}
+            write = Launch(estimates.write_estimates, (1,), layer.counts[:2], every, 8)
+            if micro_batch:
+                tile |= {"ROWS": 16, "CHANNELS": min(tiling.next_power(layer.channels), 128)}
+                check = Launch(estimates.check_batches, (-(-batches // 16),), scalars, tile, 8)
+        return EstimatesLaunches(check, compute, write)
 
     @cached_property
     def finish(self) -> Launch:
@@ -242,11 +252,12 @@ class Backward:
         grad: strides of dL/dy.
         gate: strides of the output, if the activation's derivative is taken from it (with a residual); else None.
         result: strides of dL/dx.
-        split: never use one launch, nor `finish`: the slopes are still changed by `through_batch`.
+        from_batch: the channels were normalized with the batch's own moments. The elementwise pass then needs the
+            gradients of the parameters, so the backward takes neither one launch nor `finish`.
     """
 
-    def __init__(self, layer: Layer, grad: Strides, gate: Strides | None, result: Strides, *, split: bool) -> None:
-        self.layer = layer
+    def __init__(self, layer: Layer, grad: Strides, gate: Strides | None, result: Strides, *, from_batch: bool) -> None:
+        self.layer, self.from_batch = layer, from_batch
         self.has_residual = {"HAS_RESIDUAL": gate is not None}
         self.units = _units(layer, grad, gate, result)
         self.scalars = self.units.scalars(layer, layer.strides, grad, gate, result)
@@ -257,11 +268,11 @@ class Backward:
         self.later_scalars = units.scalars(layer, layer.strides, later, result)
         shape, count = layer.shape, processors(layer.device)
         loads, alike = 2 if gate is None else 3, _alike(layer, grad, gate, result)
-        self.tile = None if split else tiling.in_one_launch(shape, count, tensors=2, loads=loads, alike=alike)
-        self.sums = tiling.sweep(shape, count, kinds=tiling.REDUCE) if split else tiling.reduction(shape, count)
+        self.tile = None if from_batch else tiling.in_one_launch(shape, count, tensors=2, loads=loads, alike=alike)
+        self.sums = tiling.sweep(shape, count, kinds=tiling.REDUCE) if from_batch else tiling.reduction(shape, count)
         self.numbers = tiling.numbers(shape, self.sums.pieces)
         self.elementwise = tiling.sweep(shape, count, kinds=tiling.ELEMENTWISE)
-        self.finishing = None if split else tiling.finish(shape, count, self.sums.pieces)
+        self.finishing = None if from_batch else tiling.finish(shape, count, self.sums.pieces)
         self.parts = 2 * layer.samples * self.sums.pieces * layer.channels
         self.columns = layer.columns
 
@@ -290,28 +301,23 @@ class Backward:
         return Launch(backward.backward_numbers, (tile.programs,), scalars, constants, 4)
 
     @cached_property
-    def through_batch(self) -> Launch:
-        """Add to the slopes what flows through the batch's own moments, from the gradients of the parameters."""
-        layer = self.layer
-        channels = min(tiling.next_power(layer.channels), 128)
-        grid, constants = (layer.samples, -(-layer.channels // channels)), {"EPS": layer.rule.eps, "CHANNELS": channels}
-        return Launch(backward.backward_batch, grid, layer.counts, constants, 4)
-
-    @cached_property
     def finish(self) -> Launch:
         """Compute dx and the samples' shares from x, dy and the sums of the pieces."""
         tile, layer = self.finishing, self.layer
         assert tile is not None
         constants = layer.constants | self.later | tile.constants | _finishing(tile, layer, self.sums.pieces)
+        constants |= {"FROM_BATCH": False}
         scalars = (*self.later_scalars, self.sums.pieces, *tile.cut)
         return Launch(backward.backward_apply, (tile.programs,), scalars, constants, tile.warps)
 
     @cached_property
     def apply(self) -> Launch:
-        """Compute dx from x, dy and the slopes."""
+        """Compute dx from x, dy, the slopes and, with `from_batch`, the gradients of the parameters."""
         tile = self.elementwise
         scalars = (*self.later_scalars, 1, *tile.cut)
-        constants = _COMPLETE | self.later | tile.constants
+        constants = _COMPLETE | self.later | tile.constants | {"FROM_BATCH": self.from_batch}
+        if self.from_batch:
+            constants["EPS"] = self.layer.rule.eps
         return Launch(backward.backward_apply, (tile.programs,), scalars, constants, tile.warps)
 
     @cached_property

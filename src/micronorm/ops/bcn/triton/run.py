@@ -4,6 +4,7 @@ A small layer takes less time on the device than Python takes to describe it. Ev
 of plain attributes, and what was computed for that key (strides, tiles, compiled kernels) is kept as a plan.
 """
 
+import struct
 from typing import Any, NamedTuple
 
 import torch
@@ -11,10 +12,19 @@ from torch import Tensor
 
 from micronorm.ops.activation import IDENTITY, Activation
 from micronorm.ops.bcn.triton.layout import Affine, Estimates, Strides, laid_out, output_strides, source, strides_of
-from micronorm.ops.bcn.triton.plans import MOST_KEPT, Backward, Forward, Layer, Rule, gather_plan, rule
+from micronorm.ops.bcn.triton.plans import (
+    MOST_KEPT,
+    Backward,
+    Forward,
+    Layer,
+    Rule,
+    gather_plan,
+    rule,
+)
+from micronorm.ops.moments import Moments, wide_dtype
 from micronorm.ops.runtime import on_its_device
 
-__all__ = ["Gradients", "backward", "forward", "gather", "moments", "recompute", "rule"]
+__all__ = ["Gradients", "backward", "estimates", "forward", "gather", "parts_size", "recompute", "rule"]
 
 Tensors = tuple[Tensor | None, ...]
 """The tensors of a normalization: μ̂, σ̂², γ^b, β^b, γ^c, β^c and the blend; None for those it does not have.
@@ -111,64 +121,110 @@ def _forward_plan(
 
 
 def _backward_plan(
-    x: Tensor, grad: Tensor, y: Tensor | None, rule: Rule, tensors: Tensors, split: bool
+    x: Tensor, grad: Tensor, y: Tensor | None, rule: Rule, tensors: Tensors, from_batch: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Backward]:
     """Return the tensors in layouts that kernels can read, and the launches for them."""
     x, grad = x.resolve_neg(), grad.resolve_neg()
     norm = _norm_key(rule, tensors)
-    plan = _backwards.get((_key(x), grad.stride(), grad.dtype, _key(y), norm, split))
+    plan = _backwards.get((_key(x), grad.stride(), grad.dtype, _key(y), norm, from_batch))
     if plan is None:
         x = source(x)
         grad = laid_out(grad, like=x)
         y = None if y is None else laid_out(y)
-        key = (_key(x), grad.stride(), grad.dtype, _key(y), norm, split)
+        key = (_key(x), grad.stride(), grad.dtype, _key(y), norm, from_batch)
         plan = _backwards.get(key)
         if plan is None:
             layer, output = _layer(x, rule, tensors)
             gate, slope = None if y is None else strides_of(y), strides_of(grad)
             assert slope is not None
-            plan = _keep(_backwards, key, Backward(layer, slope, gate, output, split=split))
+            plan = _keep(_backwards, key, Backward(layer, slope, gate, output, from_batch=from_batch))
     return x, grad, y, plan
 
 
 # --- the functions of this package ------------------------------------------------------------------------------------
 
 
+def _parts_plan(x: Tensor, groups: int) -> tuple[Tensor, Forward]:
+    """Return x as kernels can read it, and a plan whose `reduce` is that of every forward of this x and G."""
+    x, _, plan = _forward_plan(x, None, rule(Estimates.NONE, groups, 0.0, IDENTITY.kind, IDENTITY.slope), _NO_TENSORS)
+    return x, plan
+
+
+def parts_size(x: Tensor, groups: int) -> int:
+    """Return the number of entries of `parts`, the first result of `estimates`."""
+    return _parts_plan(x, groups)[1].parts
+
+
 @on_its_device
-def moments(x: Tensor) -> Tensor:
-    """Return pivot, residue and variance of every (n, c): 3×N×C in the dtype of the computation."""
-    x, _, plan = _forward_plan(x, None, _bare(IDENTITY), _NO_TENSORS)
+def estimates(
+    x: Tensor, running: Moments, lost: Tensor, rate: Tensor | float, groups: int, micro_batch: int, moves: bool
+) -> tuple[Tensor, Moments, Moments | None]:
+    """Compute statistics from x itself, and move the running ones by them if `moves`.
+
+    With `micro_batch` 0 they are the moments of the whole batch (C numbers each), otherwise Algorithm 1's estimates
+    after each micro-batch (N×C each). `lost` counts the samples that do not contribute to the running ones.
+
+    Returns:
+        `parts`, which `forward` takes; the statistics; and the moments of the micro-batches (T×C each) if there are.
+    """
+    x, plan = _parts_plan(x, groups)
+    samples, channels, _ = plan.layer.counts
+    wide = wide_dtype(x.device)
     parts = x.new_empty(plan.parts, dtype=plan.compute)
-    numbers = x.new_empty((3, *x.shape[:2]), dtype=plan.compute)
-    plan.reduce_alone(x, parts)
-    plan.merge(x, parts, numbers)
-    return numbers
+    plan.reduce(x, parts)
+    if isinstance(rate, Tensor) and rate.device != x.device:
+        rate = float(rate)
+    pointer, values = (rate, (0.0, 0.0)) if isinstance(rate, Tensor) else (parts, _split_number(rate))
+    mean, var = (r if r.is_contiguous() else r.contiguous() for r in running)
+    check, compute, write = plan.estimates(
+        micro_batch, moves, isinstance(rate, Tensor), mean.dtype, var.dtype, pointer.dtype
+    )
+    batches = -(-samples // micro_batch) if micro_batch else 0
+    shape = (samples, channels) if micro_batch else (channels,)
+    found = Moments(x.new_empty(shape, dtype=wide), x.new_empty(shape, dtype=wide))
+    new = found.mean if write is None else x.new_empty(2 * channels + 1 + batches, dtype=wide)
+    data = None
+    if micro_batch:
+        data = Moments(*(x.new_empty((batches, channels), dtype=wide) for _ in range(2)))
+    if check is not None:
+        check(x, parts, new, var)
+    compute(x, parts, *(data or ()), *found, new, mean, var, lost, pointer, values=values)
+    if write is not None:
+        write(new, mean, var, lost)
+    if moves:
+        for written, own in zip((mean, var), running, strict=True):
+            if written is not own:
+                own.copy_(written)
+    return parts, found, data
+
+
+def _split_number(value: float) -> tuple[float, float]:
+    """Return a number as a sum of two float32 numbers, the form in which Triton passes Python's."""
+    high = struct.unpack("f", struct.pack("f", value))[0]
+    return high, value - high
 
 
 @on_its_device
 def forward(
-    x: Tensor, residual: Tensor | None, given: Tensor | None, rule: Rule, norm: Tensors
+    x: Tensor, residual: Tensor | None, parts: Tensor | None, rule: Rule, norm: Tensors
 ) -> tuple[Tensor, Tensor]:
-    """Return y and the numbers that `backward` and `gather` need; `given` are the `moments` of x, if known."""
+    """Return y and the numbers that `backward` and `gather` need; `parts` are those of `estimates`, if they exist."""
     x, residual, plan = _forward_plan(x, residual, rule, norm)
     added = x if residual is None else residual
     compute = plan.compute
     y = torch.empty_like(x)
     numbers = x.new_empty(plan.size, dtype=compute)
     tensors = _pointers(norm, numbers)
-    if given is None and plan.tile is not None:
+    if parts is None and plan.tile is not None:
         plan.whole(x, added, y, numbers, *tensors)
         return y, numbers
-    if given is None:
+    if parts is None:
         parts = x.new_empty(plan.parts, dtype=compute)
         plan.reduce(x, parts)
-        if plan.finishing is not None:
-            plan.finish(x, added, y, parts, numbers, *tensors)
-            return y, numbers
-        plan.terms(x, parts, numbers, *tensors)
-    else:
-        numbers[: given.numel()].copy_(given.flatten())
-        plan.terms_of_given(x, numbers, numbers, *tensors)
+    if plan.finishing is not None:
+        plan.finish(x, added, y, parts, numbers, *tensors)
+        return y, numbers
+    plan.terms(x, parts, numbers, *tensors)
     plan.apply(x, added, y, numbers, numbers, *tensors)
     return y, numbers
 
@@ -217,9 +273,7 @@ def backward(
     slopes = numbers.new_empty((3, layer.samples, layer.channels))
     plan.terms(parts, numbers, slopes, shares, *small)
     _sum_samples(plan, shares, total)
-    if from_batch:
-        plan.through_batch(numbers, slopes, total, *small[:3])
-    plan.apply(x, gated, dx, slopes, numbers, shares, *small)
+    plan.apply(x, gated, dx, slopes, numbers, total, *small)
     return Gradients(dx, dr, total)
 
 

@@ -155,6 +155,7 @@ SMALL_BYTES = 16 << 20
 SECTOR = 32  # bytes that are loaded together
 NUMBERS_TILE = 8192
 SAMPLES_TILE = 2048
+ESTIMATES_TILE = 2048
 # For `finish`, channels last: the most sums of pieces that each program reads, and the most elements of a piece.
 # Measured on one H200: 2×256×50×84, forward, takes 14.9 µs with 44 pieces, 7.9 with 15, 8.6 with 8, and 12.9 with 66
 # and no finish.
@@ -261,6 +262,15 @@ def over_samples(samples: int, columns: int) -> tuple[int, int]:
     """Return rows and columns of a tile of sums over samples: up to 128 samples at once, because loops are slow."""
     rows = min(next_power(samples), 128)
     return rows, min(next_power(columns), SAMPLES_TILE // rows, 64)
+
+
+def over_estimates(rows: int, channels: int) -> tuple[int, int]:
+    """Return rows and channels of a tile of samples, or micro-batches, for the kernels of estimates.py.
+
+    One program takes all of up to 64 channels, which saves a launch. Otherwise tiles are narrow, to have more programs.
+    """
+    width = next_power(channels) if channels <= 64 else 16
+    return max(2, min(next_power(rows), ESTIMATES_TILE // width)), width
 
 
 def finishing_width(shape: Shape) -> int | None:

@@ -1,0 +1,77 @@
+"""Warn of layers whose estimates never move although their network is trained.
+
+A layer that runs in training mode is idle at an optimizer step if that optimizer does not commit it. After the second
+such step, search this process for an optimizer that could commit the layer. Without one, warn and give the reason.
+"""
+
+import warnings
+from collections.abc import Iterable
+
+import torch
+
+from micronorm.commit.survey import Survey
+from micronorm.nn.bcn import BatchChannelNorm
+from micronorm.nn.window import Window, list_names
+
+_PATIENCE = 2
+_TEACHER = (
+    "A teacher or momentum encoder belongs in eval mode, and the loop must average its buffers together with its "
+    "parameters"
+)
+_FROZEN = (
+    "its weight does not require grad, so the layer gathers nothing, and its estimates are still (0, 1). " + _TEACHER
+)
+_PARTLY_HELD = (
+    "an optimizer holds other parameters of the layer, but not its weight. Was the weight left out, or replaced after "
+    "the optimizer was made? Build the optimizer from model.parameters()"
+)
+_NOT_HELD = (
+    "no optimizer holds its weight. Was it left out, or replaced after the optimizer was made? Build the optimizer "
+    "from model.parameters(), or call mn.attach(model, rate=...) and handle.commit() after each update. " + _TEACHER
+)
+
+
+def count_idle_steps(alive: Iterable[tuple[Window, BatchChannelNorm]], committed: set[int]) -> None:
+    """Count this optimizer step for the layers that ran and were not committed, given by the ids of their windows."""
+    late = []
+    for window, layer in alive:
+        if window.ran and id(window) not in committed:
+            window.ran = False
+            window.idle_steps += 1
+            if window.idle_steps >= _PATIENCE and not window.checked and not _capturing(window):
+                window.checked = True
+                late.append((window, layer))
+    if late:
+        _warn(late)
+
+
+def _warn(late: list[tuple[Window, BatchChannelNorm]]) -> None:
+    survey = Survey.make()
+    held = {id(p) for o in survey.optimizers for group in o.param_groups for p in group["params"]}
+    names: dict[str, list[str]] = {}
+    for window, layer in late:
+        reason = _reason(layer, held)
+        if reason is not None:
+            name = window.control.name or survey.name_of(layer) or window.describe()
+            names.setdefault(reason, []).append(name)
+    for reason, affected in names.items():
+        warnings.warn(
+            f"{list_names(affected)}: the running estimates do not move, although {_PATIENCE} optimizer steps followed "
+            f"forwards in training mode: {reason}.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _reason(layer: BatchChannelNorm, held: set[int]) -> str | None:
+    """Return why no commit reaches the layer, or None if it is frozen on purpose or an optimizer may still step."""
+    if not layer.is_trainable():
+        untouched = not layer.running_mean.any() and bool((layer.running_var == 1).all())
+        return _FROZEN if untouched else None
+    if any(id(p) in held for p in layer.weight_parameters()):
+        return None
+    return _PARTLY_HELD if any(id(p) in held for p in layer.parameters()) else _NOT_HELD
+
+
+def _capturing(window: Window) -> bool:
+    return window.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

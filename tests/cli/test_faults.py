@@ -1,0 +1,70 @@
+"""Errors of commands: which end in a line, with which exit code, and which show a traceback."""
+
+import errno
+import json
+import os
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from micronorm.cli import app, report
+from micronorm.cli.faults import LONGEST, one_line
+from micronorm.cli.targets import TargetError
+from micronorm.records.encoding import parse
+
+
+def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> Result:
+    def fail(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(report, "_find", fail)
+    return CliRunner().invoke(app, ["report", "runs"])
+
+
+@pytest.mark.parametrize(
+    "error, code, line",
+    [
+        (TargetError("no\nmodel \x1b[31m"), 2, "no model [31m"),
+        (PermissionError(errno.EACCES, os.strerror(errno.EACCES), "place"), 2, "place: Permission denied"),
+        (OSError(errno.EROFS, os.strerror(errno.EROFS), "place"), 1, "place: Read-only file system"),
+        (OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), "n/" * 3000), 1, "File name too long"),
+        (MemoryError(), 1, "MemoryError"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 1, "can't allocate memory"),
+    ],
+)
+def test_an_error_of_the_user_or_the_machine_ends_in_one_line(monkeypatch, error, code, line):
+    result = fail_with(monkeypatch, error)
+    assert result.exit_code == code
+    assert result.stderr.startswith("micronorm report: ")
+    assert result.stderr.endswith(f"{line}\n")
+    assert len(result.stderr) < LONGEST + 50
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_message_of_our_own_checks_ends_in_one_line(monkeypatch):
+    monkeypatch.setattr(report, "_find", lambda places: parse(b"{", "run.json"))
+    result = CliRunner().invoke(app, ["report", "runs"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("micronorm report: run.json: not JSON ")
+
+
+@pytest.mark.parametrize("error", [AttributeError("x"), AssertionError("x"), KeyError("x"), RuntimeError("x")])
+def test_a_bug_of_ours_shows_its_traceback(monkeypatch, error):
+    assert fail_with(monkeypatch, error).exception is error
+
+
+def test_a_value_error_that_another_library_raises_is_a_bug_of_ours(monkeypatch):
+    monkeypatch.setattr(report, "_find", lambda places: json.loads("{"))
+    assert isinstance(CliRunner().invoke(app, ["report", "runs"]).exception, json.JSONDecodeError)
+
+
+def test_the_reader_of_a_pipe_may_leave(monkeypatch):
+    result = fail_with(monkeypatch, BrokenPipeError(errno.EPIPE, "Broken pipe"))
+    assert result.stderr == ""
+
+
+def test_a_long_message_keeps_its_two_ends():
+    text = one_line(ValueError("begin" + "x" * 5000 + "end"))
+    assert len(text) < LONGEST + 5
+    assert text.startswith("begin")
+    assert text.endswith("end")
