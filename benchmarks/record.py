@@ -22,7 +22,7 @@ from micronorm.recipes.results import RECORDED, Findings, fault, gather, package
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "src" / "micronorm" / "recipes" / RECORDED
 PAGE = ROOT / "docs" / "results.md"
-LITERAL = ("engine_gpu.csv", "steps_gpu_2026-11-16.csv")  # tables with steps of BCN+WS taken one image at a time
+LITERAL = ("steps_gpu_2026-11-16.csv",)  # tables with steps of BCN+WS taken one image at a time, by the kernels
 HEADER = ["row", "paper, %", "ours, %", "seeds", "difference", "GPU minutes", "one image at a time"]
 
 
