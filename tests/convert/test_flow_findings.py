@@ -75,7 +75,7 @@ def test_a_raw_weight_read_in_a_run_is_refused():
         def wire(self, x: Tensor) -> Tensor:
             return self.norm(self.conv(x)) + F.conv2d(x, self.conv.weight, padding=1)
 
-    with pytest.raises(ValueError, match="computes with its raw weight"):
+    with pytest.raises(ValueError, match="also reads its weight or bias directly"):
         mn.fold(Reading())
 
 

@@ -75,3 +75,37 @@ def write_folders(root: Path, *, classes: Sequence[str] = ("ant", "bee", "cat"),
                 suffix = ("jpg", "JPEG", "png", "jpeg")[i % 4]
                 Image.fromarray(random.integers(0, 256, shape, dtype=np.uint8)).save(place / f"{name}_{i}.{suffix}")
     return root
+
+
+def write_masked(image, mask, size, *, labels=None, seed=0, void=255):
+    """Write an image, and a palette mask of labels 0 to 2 whose first row is void."""
+    height, width = size
+    random = np.random.default_rng(seed)
+    for path in (image, mask):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(random.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(image)
+    values = random.integers(0, 3, size, dtype=np.uint8) if labels is None else np.full(size, labels, np.uint8)
+    values[0] = void
+    picture = Image.fromarray(values, mode="P")
+    picture.putpalette([i % 256 for i in range(768)])
+    picture.save(mask)
+
+
+def write_voc(root, *, augmented=0):
+    """Write a PASCAL VOC of two training images and one test image; `augmented` images are in the longer list."""
+    lists = {"train": ["a", "b"], "val": ["c"]}
+    if augmented:
+        lists["trainaug"] = ["a", "b", *(f"d{k}" for k in range(augmented - 2))]
+    (root / "ImageSets/Segmentation").mkdir(parents=True)
+    for name, members in lists.items():
+        (root / f"ImageSets/Segmentation/{name}.txt").write_text("\n".join(members) + "\n")
+        folder = "SegmentationClassAug" if name == "trainaug" else "SegmentationClass"
+        for k, member in enumerate(members):
+            write_masked(root / f"JPEGImages/{member}.jpg", root / folder / f"{member}.png", (20, 24), seed=k)
+
+
+def write_camvid(root, *, train=3):
+    """Write a CamVid of `train` training images and two test images."""
+    for part, count in (("train", train), ("test", 2)):
+        for k in range(count):
+            write_masked(root / f"{part}/{k}.jpg", root / f"{part}annot/{k}.png", (18, 24), seed=k, void=11)

@@ -6,29 +6,17 @@ import torch
 from PIL import Image
 
 from micronorm.data.masks import MaskedImage, MaskSamples, check_picture, open_camvid, open_voc, scale_and_crop
+from tests.data.miniature import write_camvid, write_masked, write_voc
 
 SIZES = ((20, 30), (24, 18), (16, 16), (30, 20))
 VOID = 255
-
-
-def _write_pair(image, mask, size, *, labels=None, seed=0):
-    height, width = size
-    random = np.random.default_rng(seed)
-    for path in (image, mask):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(random.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(image)
-    values = random.integers(0, 3, size, dtype=np.uint8) if labels is None else np.full(size, labels, np.uint8)
-    values[0] = VOID
-    picture = Image.fromarray(values, mode="P")
-    picture.putpalette([i % 256 for i in range(768)])
-    picture.save(mask)
 
 
 @pytest.fixture
 def files(tmp_path):
     found = [MaskedImage(tmp_path / f"{k}.jpg", tmp_path / f"m{k}.png") for k in range(len(SIZES))]
     for k, (pair, size) in enumerate(zip(found, SIZES, strict=True)):
-        _write_pair(*pair, size, seed=k)
+        write_masked(*pair, size, seed=k)
     return found
 
 
@@ -75,32 +63,17 @@ def test_image_and_mask_are_scaled_and_cut_alike():
     assert torch.equal(labels, mask[5:15, 10:20])
 
 
-def _voc(root, *, augmented):
-    lists = {"train": ["a", "b"], "val": ["c"]} | ({"trainaug": ["a", "b", "d"]} if augmented else {})
-    (root / "ImageSets/Segmentation").mkdir(parents=True)
-    for name, members in lists.items():
-        (root / f"ImageSets/Segmentation/{name}.txt").write_text("\n".join(members) + "\n")
-    for folder in ("SegmentationClass", *(["SegmentationClassAug"] if augmented else [])):
-        for k, name in enumerate("abcd"):
-            _write_pair(root / f"JPEGImages/{name}.jpg", root / folder / f"{name}.png", (20, 24), seed=k)
-    return root
-
-
-@pytest.mark.parametrize("augmented, count", [(False, 2), (True, 3)])
+@pytest.mark.parametrize("augmented, count", [(0, 2), (3, 3)])
 @pytest.mark.parametrize("below", ["", "VOCdevkit/VOC2012"])
 def test_voc_trains_on_the_augmented_list_if_there_is_one(tmp_path, augmented, count, below):
-    _voc(tmp_path / below, augmented=augmented)
+    write_voc(tmp_path / below, augmented=augmented)
     opened = open_voc(tmp_path, crop=16)
     assert (len(opened.train), len(opened.test)) == (count, 1)
     assert _load(opened.train, [0, 1])[0].shape == (2, 3, 16, 16)
 
 
 def test_camvid_pairs_images_with_annotations_by_name(tmp_path):
-    for part, count in (("train", 3), ("test", 2)):
-        for k in range(count):
-            _write_pair(
-                tmp_path / f"camvid/{part}/{k}.jpg", tmp_path / f"camvid/{part}annot/{k}.png", (18, 24), labels=11
-            )
+    write_camvid(tmp_path / "camvid")
     opened = open_camvid(tmp_path, crop=16)
     assert (len(opened.train), len(opened.test)) == (3, 2)
     (tmp_path / "camvid/testannot/1.png").unlink()
@@ -125,13 +98,13 @@ def test_a_file_that_was_cut_short_is_named_before_training(files):
 
 
 def test_a_mask_of_another_size_is_named_before_training(files):
-    _write_pair(files[0].image.with_name("x.jpg"), files[0].mask, (5, 5))
+    write_masked(files[0].image.with_name("x.jpg"), files[0].mask, (5, 5))
     with pytest.raises(ValueError, match=r"0\.jpg has 30×20 pixels, .*m0\.png has 5×5"):
         MaskSamples(files, classes=3, void=VOID)
 
 
 def test_a_label_beyond_the_classes_is_named(files):
-    _write_pair(*files[0], SIZES[0], labels=7)
+    write_masked(*files[0], SIZES[0], labels=7)
     with pytest.raises(ValueError, match=r"m0\.png has the label 7; labels must be below 3"):
         _load(MaskSamples(files, classes=3, void=VOID), [0])
 

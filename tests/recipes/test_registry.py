@@ -41,7 +41,7 @@ def test_a_wrong_name_is_told_the_names_near_it(name, message):
     [
         ("tab:cifar1", "names go without tab:, write 'cifar1'"),
         ("fig:imagenet", "'fig:imagenet' is a figure, not a table: micronorm reproduce fig:imagenet; there are abl, "),
-        ("voc", "'voc' would be a table of the paper, but has no recipes yet"),
+        ("mask", "'mask' would be a table of the paper, but has no recipes yet"),
         ("cifar3", "near it: cifar"),
         ("qqq", "no table 'qqq'; there are abl, "),
     ],

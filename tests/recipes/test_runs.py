@@ -17,10 +17,11 @@ from micronorm.recipes import Recipe, find, find_table, tables
 from micronorm.recipes.results import gather, read_runs
 from micronorm.tasks import open_task
 from micronorm.tasks.classification import open_classification
-from tests.data.miniature import write_binary, write_folders
+from tests.data.miniature import write_binary, write_camvid, write_folders, write_voc
 
 STEP_BATCH, SIZE = 4, 32
 GENERATED = ("digits", "shapes")  # data without files
+SIZED = ("imagenet", "voc", "camvid")  # data whose crops have a size
 
 # One row of each table, and with them each data set. test_tables.py builds every row; tests/contract trains every norm.
 QUICK = [
@@ -40,16 +41,20 @@ SLOW = [
     "ind_abl/gn-mean",
     "cifar1/c10-bcn-ws",
     "cifar1/c100-bn",
+    "voc/gn-ws",
+    "camvid/bcn-ws",
 ]
 
 
 @pytest.fixture(scope="module")
 def miniature(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a CIFAR-10 and a CIFAR-100 of 15 training images and an ImageNet of 12, in 3 classes."""
+    """A folder with CIFAR-10 and CIFAR-100 of 15 training images, an ImageNet, a VOC and a CamVid of 12."""
     folder = tmp_path_factory.mktemp("data")
     write_binary(folder, 10)
     write_binary(folder, 100, 15)
     write_folders(folder / "imagenet")
+    write_voc(folder / "VOCdevkit" / "VOC2012", augmented=12)
+    write_camvid(folder / "camvid", train=12)
     return folder
 
 
@@ -63,7 +68,7 @@ def out(tmp_path: Path):
 def where(recipe: Recipe, miniature: Path) -> list[str]:
     if recipe.data in GENERATED:
         return []
-    return ["--data", str(miniature), *(["--size", str(SIZE)] if recipe.data == "imagenet" else ["--unverified"])]
+    return ["--data", str(miniature), *(["--size", str(SIZE)] if recipe.data in SIZED else ["--unverified"])]
 
 
 def train(*arguments: str) -> str:
@@ -80,7 +85,7 @@ def figures_of(recipe: Recipe, weights: Path, miniature: Path) -> dict[str, floa
         recipe.task,
         recipe.data,
         None if recipe.data in GENERATED else miniature,
-        size=SIZE if recipe.data == "imagenet" else None,
+        size=SIZE if recipe.data in SIZED else None,
         verify=False,
         classes=recipe.classes,
     )

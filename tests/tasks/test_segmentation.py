@@ -88,7 +88,7 @@ def test_what_does_not_fit_is_refused():
         problem.loss(nn.Conv2d(3, 3, 1), batch_of(problem, 0, 1))
     with pytest.raises(ValueError, match="shapes are generated: leave --data"):
         open_task("segmentation", "shapes", size=64)
-    with pytest.raises(ValueError, match="no data set is known as 'digits'; there is shapes"):
+    with pytest.raises(ValueError, match="no data set is known as 'digits'; there are shapes, voc, camvid"):
         open_task("segmentation", "digits")
     with pytest.raises(ValueError, match="no task 'detection'; there are classification, segmentation"):
         open_task("detection", "coco")

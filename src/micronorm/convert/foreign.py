@@ -87,6 +87,7 @@ def load_foreign(
         ValueError: if keys or shapes do not fit. It names all of them, and the model is not changed.
 
     Example:
+        >>> import torch
         >>> from micronorm.nn import WSConv2d
         >>> model = nn.Sequential(WSConv2d(3, 8, 3, bias=False), BatchChannelNorm(8, num_groups=2))
         >>> state = {"0.weight": torch.randn(8, 3, 3, 3)}

@@ -157,6 +157,10 @@ class LN(NormSpec):
 
     eps: float = 1e-5
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_eps(self.eps)
+
     def __call__(self, num_channels: int, *, dims: int = 2) -> GroupNorm:
         """Return `mn.nn.GroupNorm` with one group. It takes any number of spatial dimensions."""
         return GroupNorm(1, num_channels, eps=self.eps)

@@ -17,7 +17,7 @@ _NOTES = {
         "ours, the paper being silent: momentum 0.9, weight decay 1e-4, poly power 0.9, scales from 0.5 to 2 (log "
         "uniform), mirroring, a pyramid of 256 channels without dropout, one learning rate for all layers",
     ),
-    "camvid": ("ours throughout: the paper has no such table. Nothing is pretrained",),
+    "camvid": ('ours throughout: the paper has no such table. Nothing is pretrained. BCN is statistics="step"',),
 }
 _BATCH = 'ours, the paper being silent about the form of BCN here: statistics="batch" over the 16 images of a step'
 

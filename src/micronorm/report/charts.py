@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from micronorm.report.html import LegendEntry, is_finite
+from micronorm.report.html import LegendEntry, is_finite, plain
 from micronorm.report.plots import LIGHT, apply_style, load_matplotlib, plot_style, save_figure, subplots, to_svg
 
 LOG_RATIO = 30
@@ -188,7 +188,7 @@ def bar_chart(name: str, bars: Sequence[tuple[str, str, float]], *, caption: str
         axes.set_xticks([])
         axes.set_ylim(len(bars) - 0.5, -0.5)
         axes.set_xlim(0, max(max(value for *_, value in bars), 1e-9))
-        axes.set_yticks(range(len(bars)), labels=[label for label, *_ in bars], color=LIGHT["text"])
+        axes.set_yticks(range(len(bars)), labels=[plain(label) for label, *_ in bars], color=LIGHT["text"])
         for k, (_, colour, value) in enumerate(bars):
             axes.barh(k, value, height=0.62, color=LIGHT[colour])
             axes.annotate(f"{value:.1f}{unit}", (value, k), (6, 0), textcoords="offset points", va="center", size=13)

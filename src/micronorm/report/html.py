@@ -129,8 +129,8 @@ def breakable(text: str) -> str:
 
 
 def is_finite(value: Any) -> TypeGuard[float]:
-    """Return whether the value is a number that can be added up and drawn; numbers beyond 1e100 are not."""
-    return is_number(value) and abs(value) < 1e100
+    """Return whether the value is a number that can be added up and drawn; numbers beyond 1e302 are not."""
+    return is_number(value) and abs(value) < 1e302
 
 
 def format_value(value: Any) -> str:

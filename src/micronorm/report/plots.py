@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from micronorm.records import write_atomically
+from micronorm.report.html import plain
 
 LIGHT: Mapping[str, str] = {
     "page": "#f5f6f8",
@@ -167,7 +168,7 @@ def to_svg(figure: Any, *, name: str, label: str = "", hover: Mapping[str, Seque
         root = ET.fromstring(_render(figure, format="svg", metadata=metadata))
     for gid, texts in (hover or {}).items():
         _add_titles(root, gid, texts)
-    kept = {"viewBox": root.get("viewBox", ""), "role": "img", "aria-label": label}
+    kept = {"viewBox": root.get("viewBox", ""), "role": "img", "aria-label": plain(label)}
     _clean(root, name, _references(root))
     root.attrib = kept
     return ET.tostring(root, encoding="unicode")
@@ -185,7 +186,9 @@ def save_figure(figure: Any, path: str | os.PathLike[str]) -> list[Path]:
 
 
 def _render(figure: Any, *, format: str, **options: Any) -> bytes:
-    """Return the figure as a file. In an SVG, question marks replace control characters, which XML forbids."""
+    """Return the figure as a file. Question marks replace control characters, which fonts lack and XML forbids."""
+    for text in figure.findobj(load_matplotlib().text.Text):
+        text.set_text(plain(text.get_text()))
     file = io.BytesIO()
     figure.savefig(file, format=format, **options)
     return _NOT_XML.sub(b"?", file.getvalue()) if format == "svg" else file.getvalue()
@@ -196,7 +199,7 @@ def _add_titles(root: ET.Element, gid: str, texts: Sequence[str]) -> None:
     owners = [group] if len(texts) == 1 else list(group.iter(f"{_SVG}use"))
     for owner, text in zip(owners, texts, strict=True):
         title = ET.Element(f"{_SVG}title")
-        title.text = text
+        title.text = plain(text)
         owner.insert(0, title)
 
 

@@ -147,12 +147,12 @@ def test_tensors_that_lie_differently_are_not_read_twice():
     last, first = (512 * 784, 1, 512), (512 * 784, 784, 1)
     layer = plans.Layer(64, 512, 784, last, torch.float32, torch.device("cpu"), *NORM)
     assert plans.Forward(layer, last, last).tile.twice
-    assert plans.Backward(layer, last, last, last, split=False).tile.twice
+    assert plans.Backward(layer, last, last, last, from_batch=False).tile.twice
     for tile in (
         plans.Forward(layer, first, last).tile,
-        plans.Backward(layer, first, None, last, split=False).tile,
-        plans.Backward(layer, last, first, last, split=False).tile,
-        plans.Backward(layer, last, None, last, split=True).tile,
+        plans.Backward(layer, first, None, last, from_batch=False).tile,
+        plans.Backward(layer, last, first, last, from_batch=False).tile,
+        plans.Backward(layer, last, None, last, from_batch=True).tile,
     ):
         assert tile is None
 
@@ -182,10 +182,9 @@ def test_sums_are_cut_into_fewer_pieces_where_that_lets_the_next_pass_finish():
 def test_sums_that_no_pass_finishes_are_cut_as_is_best_for_them():
     strides, shape = (64 * 3136, 1, 64), tiling.Shape(1, 64, 3136, 32, 2, channels_last=True)
     layer = plans.Layer(1, 64, 3136, strides, torch.bfloat16, torch.device("cpu"), *NORM)
-    through_batch = plans.Backward(layer, strides, None, strides, split=True)
+    through_batch = plans.Backward(layer, strides, None, strides, from_batch=True)
     assert through_batch.finishing is None
     assert through_batch.sums == tiling.sweep(shape, 2, kinds=tiling.REDUCE)
-    assert plans.Forward(layer, None, strides).alone == through_batch.sums
 
 
 def test_the_pass_that_finishes_covers_every_element_by_whole_groups(monkeypatch):
