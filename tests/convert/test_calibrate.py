@@ -110,6 +110,7 @@ def calibrate_on(rank: int, world: int, model: nn.Module) -> dict[str, Tensor]:
     return model.state_dict()
 
 
+@pytest.mark.slow  # two processes
 def test_ranks_with_unequal_shares_find_the_statistics_of_one():
     torch.manual_seed(0)
     model = SmallResNet().double()
