@@ -174,7 +174,7 @@ def test_ctrl_c_and_sigterm_save_exit_with_their_code_and_say_how_to_go_on(tmp_p
         assert not outcome["finished"]
         *_, hint = log.read_text().splitlines()
         assert hint == f"to continue: micronorm train digits/bcn-ws --out {out} --resume --save-every 2"
-        arguments = shlex.split(hint)[4:]
+        arguments = shlex.split(hint)[3:]
     assert finish(start(micronorm, *arguments, log=tmp_path / "log")) == [0], (tmp_path / "log").read_text()
     assert_ended_alike(out, short[0])
 
