@@ -150,7 +150,10 @@ def test_one_half_of_the_affine_alone_is_that_half(device, missing):
     assert_close_to_max(actual, wanted, tol=tolerance("gradient", F64))
 
 
-@pytest.mark.parametrize("activation, residual", [(None, False), ("silu", False), ("relu", True), ("silu", True)])
+@pytest.mark.parametrize(
+    "activation, residual",
+    [(None, False), ("silu", False), ("relu", True), pytest.param("silu", True, marks=pytest.mark.slow)],
+)
 def test_second_derivatives_agree_with_finite_differences(device, activation, residual):
     norm = layer(2, 4, device)
     x, other = torch.randn(2, 2, 4, 3, dtype=F64, device=device)
