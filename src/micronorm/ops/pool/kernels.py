@@ -36,9 +36,10 @@ def max_pool_forward(
     # A window of -inf alone has its gradient at its first place, as torch's.
     place = tl.maximum(-top, 0) * KW + tl.maximum(-left, 0)
     for i in tl.static_range(KH):
-        row_is_there = (top + i >= 0) & (top + i < height)
+        # "!= 0" makes masks boolean: some versions of Triton's interpreter return an integer for "&".
+        row_is_there = ((top + i >= 0) & (top + i < height)) != 0
         for j in tl.static_range(KW):
-            there = inside & row_is_there & (left + j >= 0) & (left + j < width)
+            there = (inside & row_is_there & (left + j >= 0) & (left + j < width)) != 0
             value = tl.load(x + ((top + i) * width + left + j) * C, mask=there, other=float("-inf")).to(WIDE)
             takes = (value > best) | (value != value)
             best = tl.where(takes, value, best)
@@ -77,11 +78,11 @@ def max_pool_backward(
             for u in tl.static_range((KH - r + SH - 1) // SH):
                 for v in tl.static_range((KW - s + SW - 1) // SW):
                     oh, ow = a - u, b - v
-                    there = (oh >= 0) & (oh < out_height) & (ow >= 0) & (ow < out_width)
+                    there = ((oh >= 0) & (oh < out_height) & (ow >= 0) & (ow < out_width)) != 0
                     at = (oh * out_width + ow) * C
                     place = tl.load(places + at, mask=there, other=255)
                     value = tl.load(grad + at, mask=there, other=0.0).to(WIDE)
                     total += tl.where(place == (r + u * SH) * KW + s + v * SW, value, 0.0)
             ih, iw = a * SH + r - PH, b * SW + s - PW
-            there = (ih >= 0) & (ih < height) & (iw >= 0) & (iw < width)
+            there = ((ih >= 0) & (ih < height) & (iw >= 0) & (iw < width)) != 0
             tl.store(dx + (ih * width + iw) * C, total.to(dx.dtype.element_ty), mask=there)
