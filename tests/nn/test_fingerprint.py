@@ -98,17 +98,23 @@ def test_what_fits_loads_without_a_warning(specs):
 def test_statistics_activations_and_kernels_do_not_count():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
     one = mn.convert(copy.deepcopy(model), mn.BCN(statistics="sequential", rate=0.1), fuse=False)
-    mn.convert(copy.deepcopy(model)).load_state_dict(one.state_dict())
+    other = mn.convert(copy.deepcopy(model))
+    other.load_state_dict(one.state_dict())
+    assert all(torch.equal(value, one.state_dict()[key]) for key, value in other.state_dict().items())
 
 
 @pytest.mark.parametrize("specs", [(BCN, WS), (BCN, None), (mn.BN(micro_batch=1), WS), (None, WS)], ids=str)
 def test_an_unconverted_network_loads_wherever_it_did(specs):
-    make(specs).load_state_dict(plain().state_dict())
+    model, source = make(specs), plain().state_dict()
+    model.load_state_dict(source)
+    assert all(torch.equal(value, source[key]) for key, value in model.state_dict().items() if key in source)
 
 
 def test_tensors_alone_load_as_they_did():
     for saved, loaded, _ in OTHER.values():
-        make(loaded).load_state_dict(dict(make(saved).state_dict()))
+        model, source = make(loaded), dict(make(saved).state_dict())
+        model.load_state_dict(source)
+        assert all(torch.equal(value, source[key]) for key, value in model.state_dict().items())
 
 
 @warned

@@ -176,7 +176,7 @@ def attach(
         optimizer: one or several optimizers. `"lr"` means their learning rate, and only they commit these layers.
         rate: `"lr"` or a float in [0, 1], instead of the layers' own.
         process_group: the ranks whose windows are merged. By default the group of the DistributedDataParallel module
-            around the model, or all ranks if there is none; None for no merging.
+            around the model, or all ranks without DDP. Give None to merge nothing.
         max_forwards: how many forwards a layer may gather without a commit before it raises an error.
 
     Returns:

@@ -225,7 +225,7 @@ def _set_in_order(norms: Sequence[_Norm], run: Callable[..., int], batches: Iter
     count = run(norms, discover)
     found = list(order) if alone else _order_of_ranks(norms, order)
     if not found:
-        raise ValueError("the batches reached no norm: there were none, or they were empty. Nothing was changed")
+        raise ValueError("the batches reached no norm: give at least one batch with samples. Nothing was changed")
     unused = [norm.name for norm in norms if norm not in found]
     if unused:
         warnings.warn(
