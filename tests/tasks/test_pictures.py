@@ -3,6 +3,7 @@
 import base64
 import io
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -67,10 +68,27 @@ def test_an_image_without_objects_and_a_box_without_area_are_drawn(masks):
     assert torch.equal(draw_detections(image, nothing, NAMES), (image * 255).round().to(torch.uint8))
 
 
+def decode_scene(text):
+    image = Image.open(io.BytesIO(base64.b64decode(text)))
+    return image.format, torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+
+
 def test_a_label_map_is_stored_without_loss_and_a_photograph_in_less_space():
-    labels = colour_labels(torch.randint(0, 21, (50, 70)), void=255)
-    stored = Image.open(io.BytesIO(base64.b64decode(encode_scene(labels, lossless=True))))
-    assert torch.equal(torch.tensor(list(stored.convert("RGB").tobytes())).reshape(50, 70, 3).permute(2, 0, 1), labels)
-    smooth = (shrink(torch.rand(3, 8, 8), 8).repeat_interleave(8, 1).repeat_interleave(8, 2) * 255).to(torch.uint8)
-    photo = Image.open(io.BytesIO(base64.b64decode(encode_scene(smooth))))
-    assert (photo.format, photo.size) == ("JPEG", (64, 64))
+    labels = colour_labels(torch.randint(0, 21, (80, 70)), void=255)
+    kind, stored = decode_scene(encode_scene(labels, lossless=True))
+    assert kind == "PNG"
+    assert torch.equal(stored, labels)
+    kind, stored = decode_scene(encode_scene(torch.full((3, 256, 100), 77, dtype=torch.uint8)))
+    assert (kind, stored.shape, stored.unique().tolist()) == ("JPEG", (3, 256, 100), [77])
+
+
+def test_the_pixels_of_a_small_picture_are_repeated():
+    labels = colour_labels(torch.randint(0, 4, (8, 32)), void=255)
+    _, stored = decode_scene(encode_scene(labels, lossless=True))
+    assert stored.shape == (3, 32, 128)
+    assert torch.equal(stored[:, ::4, ::4], labels)
+
+
+def test_a_picture_is_shrunk_with_its_ratio():
+    assert shrink(torch.rand(3, 300, 600)).shape == (3, 128, 256)
+    assert shrink(torch.rand(1, 30, 60)).shape == (1, 30, 60)

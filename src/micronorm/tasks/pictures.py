@@ -149,10 +149,15 @@ def shrink(image: Tensor, largest: int = LARGEST_SCENE) -> Tensor:
 
 
 def encode_scene(pixels: Tensor, *, lossless: bool = False) -> str:
-    """Return a 3×H×W uint8 picture as base64 of a JPEG file, or of a PNG file for label maps (`lossless`)."""
+    """Return a 3×H×W uint8 picture as base64 of a JPEG file, or of a PNG file for label maps (`lossless`).
+
+    The pixels of pictures below 64 are repeated, so that a browser does not blur them.
+    """
     from PIL import Image
 
     file = io.BytesIO()
+    factor = max(1, LARGEST_SCENE // 2 // max(pixels.shape[1:]))
+    pixels = pixels.repeat_interleave(factor, 1).repeat_interleave(factor, 2)
     image = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
     if lossless:
         image.quantize(256).save(file, "PNG", optimize=True)
