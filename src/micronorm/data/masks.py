@@ -161,10 +161,12 @@ class MaskSamples(FileSamples):
         super().__init__(_MaskDecoder(files, classes=classes, void=void, crop=crop), workers=workers)
         self._standardize = Standardizer(IMAGENET, torch.device("cpu"))
 
-    def finish(self, batch: tuple[list[Tensor], list[Tensor]]) -> tuple[Any, Any]:
+    def finish(self, batch: tuple[Any, Any]) -> tuple[Any, Any]:
         """Return standardized images and their labels, as two tensors if they were cropped."""
-        images, labels = [self._standardize(image) for image in batch[0]], [mask.long() for mask in batch[1]]
-        return (torch.stack(images), torch.stack(labels)) if self._decoder.crop else (images, labels)
+        images, labels = batch
+        if isinstance(images, Tensor):
+            return self._standardize(images), labels.long()
+        return [self._standardize(image) for image in images], [mask.long() for mask in labels]
 
 
 def check_picture(path: Path) -> tuple[int, int]:
@@ -190,27 +192,27 @@ def check_picture(path: Path) -> tuple[int, int]:
 
 
 class _MaskDecoder:
-    """Turns shares into lists of 3×H×W and H×W bytes."""
+    """Turns shares into bytes: crops as two tensors, which a worker sends faster, whole images as two lists."""
 
     def __init__(self, files: Sequence[MaskedImage], *, classes: int, void: int, crop: int | None) -> None:
-        self._files, self._classes, self._void, self.crop = list(files), classes, void, crop
+        self._files, self._classes, self._void, self._crop = list(files), classes, void, crop
 
     def __len__(self) -> int:
         return len(self._files)
 
-    def __getitem__(self, order: Order) -> tuple[list[Tensor], list[Tensor]]:
+    def __getitem__(self, order: Order) -> tuple[Any, Any]:
         keys = sample_keys(torch.tensor(order.indices, dtype=torch.int64), seed=order.seed, epoch=order.epoch)
         crops = uniforms(keys, 3, stream=CROP).tolist()
         mirrored = (uniforms(keys, 1, stream=FLIP).squeeze(1) < 0.5).tolist()
         images, masks = [], []
         for index, draws, mirror in zip(order.indices, crops, mirrored, strict=True):
             image, mask = self._read(self._files[index])
-            if self.crop is not None:
-                image, mask = scale_and_crop(image, mask, draws, size=self.crop, void=self._void)
+            if self._crop is not None:
+                image, mask = scale_and_crop(image, mask, draws, size=self._crop, void=self._void)
                 image, mask = (image.flip(-1), mask.flip(-1)) if mirror else (image, mask)
             images.append(image)
             masks.append(mask)
-        return images, masks
+        return (images, masks) if self._crop is None else (torch.stack(images), torch.stack(masks))
 
     def _read(self, files: MaskedImage) -> tuple[Tensor, Tensor]:
         image = torch.from_numpy(np.array(decode(files.image))).permute(2, 0, 1)

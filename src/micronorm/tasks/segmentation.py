@@ -101,11 +101,15 @@ class Segmentation:
         return found
 
     def _predict(self, model: nn.Module, batch: tuple[Any, ...]) -> list[tuple[Tensor, Tensor]]:
-        """Return (logits, labels) of the whole batch, or of each image if they come as lists."""
+        """Return (logits, labels) of the whole batch; if images come as lists, one pair for each size among them."""
         images, labels = batch
         if isinstance(images, Tensor):
             return [(self._logits(model, images), labels)]
-        return [(self._logits(model, i[None]), m[None]) for i, m in zip(images, labels, strict=True)]
+        by_size: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
+        for pair in zip(images, labels, strict=True):
+            by_size.setdefault(pair[0].shape, []).append(pair)
+        stacked = (map(torch.stack, zip(*pairs, strict=True)) for pairs in by_size.values())
+        return [(self._logits(model, alike), truth) for alike, truth in stacked]
 
     def _logits(self, model: nn.Module, images: Tensor) -> Tensor:
         return compute_logits(model, images, (len(self.names), *images.shape[2:]))
