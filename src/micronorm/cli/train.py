@@ -63,7 +63,9 @@ def train(
         bool, typer.Option("--recompute", help="Recompute activations in the backward: less memory, the same bits.")
     ] = False,
     parallel: Annotated[str, typer.Option(help="How ranks share the model: ddp or fsdp.")] = "ddp",
-    save_every: Annotated[int | None, typer.Option(min=1, help="Steps between checkpoints within an epoch.")] = None,
+    save_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps between checkpoints; always after an evaluation.")
+    ] = None,
     evaluate_every: Annotated[int, typer.Option(min=1, help="Epochs between evaluations; always after the last.")] = 1,
     observe: Annotated[
         int | None, typer.Option(min=1, help="Measure the layers every so many steps: diagnostics.jsonl, events.")
