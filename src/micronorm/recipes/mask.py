@@ -12,17 +12,10 @@ FIGURES = (*BOXES, *(f"mask_{name}" for name in BOXES))
 SEQUENTIAL = BCN(statistics="sequential")
 
 
-def _row(row: str, norm: NormSpec | None, weight: WeightSpec | None, *paper: float, start: str | None = None) -> Recipe:
-    depth, _, method = row.partition("-")
-    return coco(
-        f"mask/{row}",
-        f"maskrcnn-resnet{depth.removeprefix('rn')}",
-        norm,
-        weight,
-        dict(zip(FIGURES, paper, strict=True)) if paper else None,
-        start=start or f"imagenet/{row}",
-        times=2,
-    )
+def _row(row: str, norm: NormSpec, weight: WeightSpec | None, *paper: float) -> Recipe:
+    network = f"maskrcnn-resnet{row.partition('-')[0].removeprefix('rn')}"
+    figures = dict(zip(FIGURES, paper, strict=True)) if paper else None
+    return coco(f"mask/{row}", network, norm, weight, figures, start=f"imagenet/{row}", times=2)
 
 
 TABLE = Table(

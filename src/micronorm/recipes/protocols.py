@@ -246,6 +246,6 @@ def coco(
 
 
 def frozen_bn(recipe: Recipe) -> Recipe:
-    """Return the recipe of a network with FrozenBatchNorm: no norm binds images together, so any number share a forward."""
+    """Return the recipe of a network with FrozenBatchNorm, whose images may share a forward."""
     title = recipe.title.replace(": BN of one image", ": frozen BN")
     return replace(recipe, title=title, settings=replace(recipe.settings, largest=None))
