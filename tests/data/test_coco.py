@@ -9,7 +9,7 @@ import torch
 from faster_coco_eval import mask as mask_library
 from PIL import Image
 
-from micronorm.data.coco import open_coco, read_coco
+from micronorm.data.coco import open_coco
 from tests.data.miniature import COCO_SIZE, coco_object, coco_objects, write_coco
 
 HEIGHT, WIDTH = COCO_SIZE
@@ -32,6 +32,14 @@ def test_both_layouts_are_read(tmp_path, official, below):
     train, test = open_coco(tmp_path, masks=True)
     assert (len(train), len(test)) == (2, 3)  # training leaves images without an object out
     assert train.names == ("background", "person", "car", "toothbrush")
+
+
+def test_the_training_images_can_be_tested_on(tmp_path):
+    write_coco(tmp_path / "small")
+    train, test = open_coco(tmp_path, masks=True, child="small", test="train")
+    assert (len(train), len(test)) == (2, 3)
+    assert train.annotations["images"] == test.annotations["images"][:2]
+    assert any(torch.equal(_load(train, [0], epoch=k)[0][0], _load(test, [0])[0][0]) for k in range(9))
 
 
 def test_category_ids_with_gaps_become_consecutive_labels_in_the_order_of_ids(tmp_path):
@@ -79,10 +87,9 @@ def test_mirroring_depends_on_seed_epoch_and_index_alone(tmp_path, workers):
 
 def test_an_image_is_mirrored_with_its_boxes_and_masks(tmp_path):
     write_coco(tmp_path)
-    train, test = open_coco(tmp_path, masks=True)
+    train, test = open_coco(tmp_path, masks=True, test="train")
+    straight = _load(test, [0])
     seen = set()
-    file = tmp_path / "annotations/instances_train2017.json"
-    straight = _load(read_coco(file, tmp_path / "train2017", masks=True, train=False), [0])
     for epoch in range(16):
         images, targets, _ = _load(train, [0], epoch=epoch)
         mirrored = not torch.equal(images[0], straight[0][0])

@@ -8,7 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -31,21 +31,25 @@ _KEYS = {
 }
 
 
-def open_coco(folder: Path | str, *, masks: bool, workers: int = 0) -> DetectionSet:
+def open_coco(
+    folder: Path | str, *, masks: bool, workers: int = 0, child: str = "coco", test: Literal["train", "val"] = "val"
+) -> DetectionSet:
     """Open COCO: the folder of train2017, val2017 and annotations, or of train, val and instances_{train,val}.json.
 
-    Training images are mirrored at random; those without an object are left out. Test images are whole and complete.
+    Training images are mirrored at random; those without an object are left out. Test images are neither.
 
     Args:
-        folder: this folder, or one with a child `coco`.
+        folder: this folder, or one that contains it as `child`.
         masks: read the outlines of the objects, too.
         workers: processes that decode; 0 decodes in this one.
+        child: the name to look for in `folder`.
+        test: the part to test on. "train" shows whether a model can learn its images by heart.
 
     Raises:
         FileNotFoundError: no such folder, or an image is missing.
         ValueError: a broken file, with its name.
     """
-    places = [Path(folder), Path(folder) / "coco"]
+    places = [Path(folder), Path(folder) / child]
     found = [(place, file) for place in places for file in LAYOUTS if (place / file.format("train")).is_file()]
     if not found:
         files = " or ".join(file.format("train") for file in LAYOUTS)
@@ -53,19 +57,14 @@ def open_coco(folder: Path | str, *, masks: bool, workers: int = 0) -> Detection
             f"COCO was looked for in {' and '.join(map(str, places))}: a folder with {files}, and the images beside it"
         )
     root, file = found[0]
-    train, test = (
-        read_coco(
-            root / file.format(part),
-            root / LAYOUTS[file].format(part),
-            masks=masks,
-            train=part == "train",
-            workers=workers,
-        )
-        for part in ("train", "val")
+    learned, tested = ((root / file.format(part), root / LAYOUTS[file].format(part)) for part in ("train", test))
+    opened = DetectionSet(
+        read_coco(*learned, masks=masks, train=True, workers=workers),
+        read_coco(*tested, masks=masks, train=False, workers=workers),
     )
-    if train.annotations["categories"] != test.annotations["categories"]:
+    if opened.train.annotations["categories"] != opened.test.annotations["categories"]:
         raise ValueError(f"the training and test annotations below {root} must have the same categories")
-    return DetectionSet(train, test)
+    return opened
 
 
 def read_coco(file: Path, images: Path, *, masks: bool, train: bool, workers: int = 0) -> DetectionSamples:
