@@ -42,7 +42,7 @@ def _nuclei(row: str, norm: NormSpec | None, weight: WeightSpec | None, start: s
 
 NUCLEI = Table(
     name="nuclei",
-    title="Ours: Mask R-CNN with FPN, ResNet-50, on nuclei, one image at a time: BN, GN, GN+WS and BCN+WS from scratch; "
+    title="Ours: Mask R-CNN with FPN, ResNet-50, on nuclei, one image at a time: BN, GN, GN+WS, BCN+WS from scratch; "
     "frozen BN and BCN+WS from classifiers of Tiny ImageNet",
     rows=(
         _nuclei("bn", BN(micro_batch=1), None),

@@ -17,12 +17,15 @@ EPOCHS = {"label_maps": 100}
 _NETWORKS = {"voc": "deeplabv3-resnet101", "camvid": "deeplabv3-resnet50", "label_maps": "deeplabv3-resnet50"}
 _NOTES = {
     "voc": (
-        "the paper starts from its ResNet-101 of ImageNet: give it with --weights",
+        "the paper starts from its ResNet-101 of ImageNet: give that of the row with --weights",
         "ours, the paper being silent: momentum 0.9, weight decay 1e-4, poly power 0.9, scales from 0.5 to 2 (log "
         "uniform), mirroring, a pyramid of 256 channels without dropout, one learning rate for all layers",
     ),
     "camvid": ('ours throughout: the paper has no such table. Nothing is pretrained. BCN is statistics="step"',),
-    "label_maps": ("ours throughout: give the folder with --data, and the length of the run with --epochs",),
+    "label_maps": (
+        "ours throughout: give the folder with --data, and the length of the run with --epochs. BCN is "
+        'statistics="step"',
+    ),
 }
 _BATCH = 'ours, the paper being silent about the form of BCN here: statistics="batch" over the 16 images of a step'
 
@@ -33,6 +36,7 @@ def _row(
     norm: NormSpec,
     weight: WeightSpec | None,
     miou: float | None = None,
+    start: str | None = None,
     *,
     batch: int = 1,
     notes: tuple[str, ...] = (),
@@ -53,6 +57,7 @@ def _row(
         batch=batch,
         settings=settings,
         task="segmentation",
+        start=start,
         paper=None if miou is None else {"miou": miou},
         notes=(*notes, *_NOTES[table]),
     )
@@ -62,12 +67,21 @@ TABLE = Table(
     name="voc",
     title="DeepLabV3, ResNet-101, on PASCAL VOC 2012: mIoU of GN and GN+WS of one image, BN, BN+WS and BCN+WS of 16",
     rows=(
-        _row("voc", "gn", GN(), None, 74.90),
-        _row("voc", "gn-ws", GN(), WS(), 77.20),
-        _row("voc", "bn", BN(), None, 76.49, batch=STEP_BATCH),
-        _row("voc", "bn-ws", BN(), WS(), 77.15, batch=STEP_BATCH),
-        _row("voc", "bcn-ws", BCN(statistics="batch"), WS(), 78.22, batch=STEP_BATCH, notes=(_BATCH,)),
-        _row("voc", "micro-bcn-ws-step", BCN(), WS(), notes=(STEP,)),
+        _row("voc", "gn", GN(), None, 74.90, "imagenet/rn101-gn"),
+        _row("voc", "gn-ws", GN(), WS(), 77.20, "imagenet/rn101-gn-ws"),
+        _row("voc", "bn", BN(), None, 76.49, "imagenet_ws/rn101-bn", batch=STEP_BATCH),
+        _row("voc", "bn-ws", BN(), WS(), 77.15, "imagenet_ws/rn101-bn-ws", batch=STEP_BATCH),
+        _row(
+            "voc",
+            "bcn-ws",
+            BCN(statistics="batch"),
+            WS(),
+            78.22,
+            "imagenet/rn101-bcn-ws",
+            batch=STEP_BATCH,
+            notes=(_BATCH,),
+        ),
+        _row("voc", "micro-bcn-ws-step", BCN(), WS(), None, "imagenet/rn101-bcn-ws-step", notes=(STEP,)),
     ),
 )
 

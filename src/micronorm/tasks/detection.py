@@ -10,7 +10,7 @@ a function of that image alone. In torchvision it is not, for four reasons:
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from micronorm.data.coco import open_coco
+from micronorm.data.nuclei import open_nuclei
+from micronorm.data.search import open_first
 from micronorm.ops.keyed import integers, words
+from micronorm.tasks.coco_score import CocoScore
 from micronorm.tasks.pictures import LARGEST_SCENE, draw_detections, encode_scene, even_indices, in_eval_mode
 from micronorm.tasks.scores import SumLoss
 
@@ -26,9 +30,6 @@ from micronorm.tasks.scores import SumLoss
 _ANCHORS, _REGIONS, _SIZE = (int.from_bytes(name, "big") for name in (b"anchor", b"region", b"size"))
 
 _PARTS = ("transform", "backbone", "rpn", "roi_heads")
-NAMES = ("coco", "coco128", "coco128-val", "nuclei")
-"""The data sets that `open_detection` can open."""
-
 SURE = 0.5
 """Objects with a smaller score are not drawn in examples."""
 
@@ -280,13 +281,11 @@ class Detection:
         count = max(sums["count"], 1)
         return {name: value / count for name, value in sums.items() if name != "count"}
 
-    def new_score(self) -> Any:
+    def new_score(self) -> CocoScore:
         """Return the score of no samples."""
-        from micronorm.tasks.coco_score import CocoScore
-
         return CocoScore(self.test.annotations, masks=self.masks)
 
-    def score(self, model: nn.Module, batch: tuple[Any, ...]) -> Any:
+    def score(self, model: nn.Module, batch: tuple[Any, ...]) -> CocoScore:
         """Return the COCO score of the images of a batch."""
         images, targets, _ = batch
         score = self.new_score()
@@ -329,6 +328,16 @@ class Detection:
         return ", ".join(f"{n} {self.names[k]}" for k, n in enumerate(counts) if n) or "nothing"
 
 
+_FILES: Mapping[str, Callable[..., Any]] = {
+    "coco": open_coco,
+    "coco128": partial(open_coco, child="coco128", test="train"),
+    "coco128-val": partial(open_coco, child="coco128"),
+    "nuclei": open_nuclei,
+}
+NAMES = tuple(_FILES)
+"""The data sets that `open_detection` can open."""
+
+
 def open_detection(
     name: str,
     folder: Path | str | None = None,
@@ -359,12 +368,7 @@ def open_detection(
         raise ValueError(f"no data set is known as {name!r}; there are {', '.join(NAMES)}")
     if download or size is not None:
         raise ValueError(f"{name} cannot be downloaded and has no size to choose: leave --download and --size out")
-    from micronorm.data.coco import open_coco
-    from micronorm.data.nuclei import open_nuclei
-    from micronorm.data.search import open_first
-
-    open_files = open_nuclei if name == "nuclei" else open_coco
-    train, test = open_first(open_files, folder, masks=masks, workers=workers)
+    train, test = open_first(_FILES[name], folder, masks=masks, workers=workers)
     if classes not in (None, len(train.names)):
         raise ValueError(f"{name} has {len(train.names)} classes with the background, the model {classes} outputs")
     return Detection(train, test, names=train.names, masks=masks)
