@@ -54,7 +54,7 @@ def train(
         bool, typer.Option("--unverified", help="Accept CIFAR files with other checksums, such as a miniature.")
     ] = False,
     workers: Annotated[int, typer.Option(min=0, help="Processes that decode image files.")] = 0,
-    size: Annotated[int | None, typer.Option(min=1, help="Height and width of ImageNet's crops; 224.")] = None,
+    size: Annotated[int | None, typer.Option(min=1, help="Height and width of the training crops.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default the GPU if there is one.")] = None,
     channels_last: Annotated[bool, typer.Option("--channels-last", help="Store images in NHWC.")] = False,
     compiled: Annotated[bool, typer.Option("--compile", help="Compile the model with torch.compile.")] = False,
@@ -96,7 +96,7 @@ def train(
         )
         execution = Execution(
             micro_batch=_micro_batch(micro_batch),
-            device=None if device is None else _device(device),
+            device=None if device is None else find_device(device),
             channels_last=channels_last,
             compile=compiled,
             cuda_graph=cuda_graph,
@@ -160,7 +160,7 @@ def _micro_batch(text: str) -> int | None:
     return int(text)
 
 
-def _device(text: str) -> torch.device:
+def find_device(text: str) -> torch.device:
     """Return the device of that name. Raise ValueError if this machine cannot use it."""
     try:
         device = torch.device(text)

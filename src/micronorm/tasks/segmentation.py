@@ -4,11 +4,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from micronorm.data.folders import decode
 from micronorm.data.masks import open_camvid, open_label_maps, open_voc
+from micronorm.data.pixels import IMAGENET, Standardizer
 from micronorm.data.search import open_first
 from micronorm.data.shapes import CLASSES, VOID, ShapeSamples
 from micronorm.tasks.pictures import (
@@ -20,6 +23,7 @@ from micronorm.tasks.pictures import (
     shrink,
     stretch,
 )
+from micronorm.tasks.prediction import Prediction, list_shares
 from micronorm.tasks.scores import ConfusionMatrix, SumLoss, compute_logits
 
 
@@ -100,6 +104,23 @@ class Segmentation:
                 )
         return found
 
+    @torch.no_grad()
+    def predict(self, model: nn.Module, path: Path) -> Prediction:
+        """Return the share of each class, the label map over the image, and the label map with VOC's palette."""
+        from PIL import Image
+
+        image, parameter = decode(path), next(model.parameters())
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+        inputs = Standardizer(IMAGENET, torch.device("cpu"))(pixels[None])
+        labels = self._logits(model, inputs.to(parameter.device, parameter.dtype)).argmax(1)[0].cpu()
+        counts = labels.unique(return_counts=True)
+        shares = {self.names[k]: n / labels.numel() for k, n in zip(*(c.tolist() for c in counts), strict=True)}
+        colours = colour_labels(labels, void=self.void).permute(1, 2, 0).contiguous().numpy()
+        label_map = Image.fromarray(labels.to(torch.uint8).numpy())
+        label_map.putpalette(PALETTE.flatten().tolist())
+        overlay = Image.blend(image, Image.fromarray(colours), 0.5)
+        return Prediction(list_shares(shares), {"shares": shares}, {"-overlay": overlay, "-labels": label_map})
+
     def _predict(self, model: nn.Module, batch: tuple[Any, ...]) -> list[tuple[Tensor, Tensor]]:
         """Return (logits, labels) of the whole batch; if images come as lists, one pair for each size among them."""
         images, labels = batch
@@ -123,6 +144,11 @@ class Segmentation:
         size = shrink(labels[None].float()).shape[1:]
         small = F.interpolate(labels[None, None].float(), size, mode="nearest-exact")[0, 0].long()
         return encode_scene(colour_labels(small, void=self.void), lossless=True)
+
+
+def open_predictor(data: str, *, names: tuple[str, ...], size: int) -> Segmentation:
+    """Return the task without its data, for whole images of any size, standardized as those of ImageNet."""
+    return Segmentation((), (), names=names)
 
 
 _FILES = {"voc": open_voc, "camvid": open_camvid, "label_maps": open_label_maps}
