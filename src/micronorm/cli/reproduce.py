@@ -73,6 +73,7 @@ def reproduce(
     ] = None,
     runs: Annotated[Path, typer.Option(help="Folder to read runs from and write runs to.")] = Path("runs"),
     data: Annotated[Path | None, typer.Option(help="Folder of the data set.")] = None,
+    workers: Annotated[int, typer.Option(min=0, help="Processes that decode image files.")] = 0,
     minutes: Annotated[
         float | None,
         typer.Option(min=0.1, help="Stop after so many minutes and save; the same command resumes the queue."),
@@ -105,6 +106,7 @@ def reproduce(
     """
     meant = {"--rows": rows, "--epochs": epochs, "--seed": seed, "--data": data, "--minutes": minutes, "--dtype": dtype}
     meant |= {"--channels-last": channels_last or None, "--cuda-graph": cuda_graph or None}
+    meant |= {"--workers": workers or None}
     given = [name for name, value in {**meant, "--dataset": dataset}.items() if value is not None]
     try:
         _check_options(table, given, as_json=as_json)
@@ -131,6 +133,7 @@ def reproduce(
         data=data,
         variation=Variation(epochs=epochs, seed=seed or 0, dtype=dtype),
         execution=Execution(minutes=minutes, **options),
+        workers=workers,
     )
     missing = [row.recipe for row in found if _is_missing(row, epochs=epochs, seed=seed)]
     _show_and_run(find_table(table), found, missing, asked, queue, confirm=not given and sys.stdin.isatty())

@@ -32,12 +32,20 @@ class RowQueue:
         data: folder of the data set; None searches for it.
         variation: how the runs depart from their recipes.
         execution: how to compute them; its minutes are those of the whole queue.
+        workers: processes that decode files.
     """
 
     def __init__(
-        self, console: Console, *, runs: Path, data: Path | None, variation: Variation, execution: Execution
+        self,
+        console: Console,
+        *,
+        runs: Path,
+        data: Path | None,
+        variation: Variation,
+        execution: Execution,
+        workers: int = 0,
     ) -> None:
-        self.console, self.runs, self.data = console, runs, data
+        self.console, self.runs, self.data, self.workers = console, runs, data, workers
         self.variation, self.execution = variation, execution
 
     def run(self, missing: Sequence[Recipe], asked: set[str], *, confirm: bool) -> set[str]:
@@ -105,7 +113,7 @@ class RowQueue:
         command = ["micronorm", "train", recipe.name, "--seed", str(variation.seed), "--out", str(out)]
         command += [] if variation.dtype is None else ["--dtype", variation.dtype]
         command += [] if variation.epochs is None else ["--epochs", str(variation.epochs)]
-        command += execution_options(execution)
+        command += execution_options(execution, self.workers)
         try:
             outcome = run_recipe(
                 recipe,
@@ -113,6 +121,7 @@ class RowQueue:
                 variation=variation,
                 execution=execution,
                 data=self.data,
+                workers=self.workers,
                 resume=(out / records.FACTS).exists(),
                 listener=TrainingProgress(self.console),
                 command=shlex.join(command),
