@@ -421,6 +421,15 @@ def test_the_best_run_comes_first_whether_a_low_or_a_high_figure_is_good(tmp_pat
     assert sentence in verdict_on({name: run.path for name, run in runs.items()})
 
 
+def test_the_recalls_of_coco_are_left_to_the_record(tmp_path):
+    run = begin(tmp_path / "a")
+    run.append_epoch({"epoch": 0, "step": 4, "test": {"AP": 40.123, "AR1": 50.0, "mask_AP": 30.0, "mask_ARl": 20.0}})
+    text, _ = page(tmp_path, [run.path])
+    (headings,) = re.findall("<thead>(.*?)</thead>", section(text, "results"))
+    assert re.findall(">(test .*?)<", headings) == ["test AP", "test mask AP"]
+    assert "40.12" in section(text, "results")
+
+
 def test_names_break_between_words_on_narrow_screens(tmp_path):
     runs = {"digits/bcn-ws": full_run(tmp_path / "a"), "<b>/c": full_run(tmp_path / "b")}
     text, _ = page(tmp_path, runs)

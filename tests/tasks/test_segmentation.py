@@ -120,8 +120,9 @@ def test_examples_show_image_truth_and_prediction_in_the_colours_of_the_classes(
     )
     answer = model.eval()(batch_of(problem, 0)[0]).argmax(1)
     right = (answer == labels)[labels != VOID].float().mean()
-    assert found[0]["note"] == f"{100 * right:.0f} % of the labelled pixels are right"
+    assert found[0]["note"] == f"{100 * right:.0f} % of the pixels are right"
     assert found[0]["colours"]["background"] == "#000000"
+    assert found[0]["colours"]["no label"] == "#e0e0c0"
     assert found[0]["label"].startswith("background, ")
 
 

@@ -19,8 +19,8 @@ _ABOUT = (
     "network's own confidence."
 )
 _ABOUT_SCENES = (
-    "Test images, chosen evenly, with the truth and what each network answered. Colours are classes, listed above; "
-    "where boxes are drawn, a single class has a colour per object."
+    "Test images, chosen evenly, with the truth and what each network answered. A colour is a class; where all boxes "
+    "of an image are of one class, a colour is an object."
 )
 _LETTERS = 40
 MOST = 32
@@ -76,7 +76,7 @@ def _scenes_html(group: Sequence[NamedRun]) -> str:
 def _scene(file: str, words: str, note: str = "") -> str:
     """Return a cell with a picture. Records hold PNG and JPEG files only, which an <img> cannot run."""
     kind = "png" if file.startswith("iVBOR") else "jpeg"
-    below = f"<br><small>{_short(note)}</small>" if note else ""
+    below = f"<small>{escape(note[: 2 * _LETTERS])}</small>" if note else ""
     return f'<td><img alt="{_short(words)}" src="data:image/{kind};base64,{file}">{below}</td>'
 
 

@@ -11,6 +11,7 @@ from micronorm.report.runs import (
     PERCENT,
     NamedRun,
     epochs_done,
+    is_recall,
     is_rounded,
     last_figures,
     last_step,
@@ -110,7 +111,8 @@ def _planned_epochs(record: Record) -> float | None:
 def results(runs: Sequence[NamedRun], limit: int) -> Section:
     """Return the last figures of every run as a table."""
     figures = {run.name: last_figures(run.record) for run in runs}
-    keys = list(dict.fromkeys(key for found in figures.values() for key in found))
+    # The six recalls of COCO for boxes and for masks would push the rest off the page; they are in the record.
+    keys = list(dict.fromkeys(key for found in figures.values() for key in found if not is_recall(key)))
     keys.sort(key=lambda key: key != main_figure(runs))
     header = ["run", *(f"test {title_of(key)}" for key in keys), "steps", "seconds", "seed", "state"]
     rows = [

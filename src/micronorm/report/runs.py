@@ -21,6 +21,11 @@ PERCENT = frozenset({"top1", "top5", "pixel_error", "miou", "accuracy"})
 _PRECISION = re.compile(r"(mask_)?A[PR]\w*")  # of COCO: between 0 and 100, but no shares
 
 
+def is_recall(figure: str) -> bool:
+    """Return whether a figure is one of COCO's recalls."""
+    return figure.removeprefix("mask_").startswith("AR")
+
+
 def is_rounded(figure: str) -> bool:
     """Return whether a figure lies between 0 and 100, so that two decimals say enough."""
     return figure in PERCENT or _PRECISION.fullmatch(figure) is not None

@@ -16,6 +16,7 @@ from micronorm.data.search import open_first
 from micronorm.data.shapes import CLASSES, VOID, ShapeSamples
 from micronorm.tasks.pictures import (
     PALETTE,
+    VOID_COLOUR,
     colour_labels,
     encode_scene,
     even_indices,
@@ -96,9 +97,11 @@ class Segmentation:
                 }
                 present = sorted({*truth.unique().tolist(), *answer.unique().tolist()} - {self.void})
                 colours = {self.names[k]: "#" + bytes(PALETTE[k].tolist()).hex() for k in present}
+                if (truth == self.void).any():
+                    colours["no label"] = "#" + bytes(PALETTE[VOID_COLOUR].tolist()).hex()
                 right = (answer == truth)[truth != self.void].float().mean().item()
                 words = {"label": self._names(truth), "prediction": self._names(answer)}
-                note = f"{100 * right:.0f} % of the labelled pixels are right"
+                note = f"{100 * right:.0f} % of the pixels are right"
                 found.append(
                     scene | words | {"probability": probability.mean().item(), "note": note, "colours": colours}
                 )
