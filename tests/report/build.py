@@ -1,9 +1,12 @@
 """Synthetic run directories with rows of every kind, made by formula: nothing is trained."""
 
 import base64
+import io
 import math
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 from micronorm.records import Run, write_predictions
 
@@ -116,3 +119,16 @@ def prediction(k: int, *, evil: str = "") -> dict[str, Any]:
     text = base64.b64encode(pixels).decode()
     whole = {"height": 8, "width": 8, "channels": channels, "pixels": text, "label": f"{k % 10}{evil}"}
     return {**whole, "prediction": f"{said}{evil}", "probability": 0.5 + 0.03 * k}
+
+
+def scene(k: int, colour: str = "#80ff00", *, evil: str = "") -> dict[str, Any]:
+    """A prediction that is a picture itself."""
+    files = {name: _png(k, name == "answer", colour) for name in ("image", "truth", "answer")}
+    words = {"label": f"sky{evil}", "prediction": f"sea{evil}", "note": f"{k} % right{evil}"}
+    return {**files, **words, "colours": {f"sky{evil}": colour}}
+
+
+def _png(k: int, answer: bool, colour: str) -> str:
+    file = io.BytesIO()
+    Image.new("RGB", (40, 30), colour if answer else (k, 0, 0)).save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()

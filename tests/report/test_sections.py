@@ -11,7 +11,8 @@ from micronorm.report.charts import Chart, Line, line_chart, summarize
 from micronorm.report.diagnostics import read_layer_history
 from micronorm.report.layer_charts import Grid, heat_map, largest_shown
 from micronorm.report.page import sections_of
-from tests.report.build import begin, full_run, look_row, prediction
+from micronorm.report.predictions import MOST_SCENES
+from tests.report.build import EVIL, begin, full_run, look_row, prediction, scene
 from tests.report.parsed import page, section, table_rows
 
 
@@ -223,6 +224,22 @@ def test_pictures_that_several_runs_were_shown_stand_once_with_the_answers_that_
     assert re.findall(r"</i>(\w+: \d+)</li>", shown) == ["first: 4", "second: 0"]
     assert shown.count('<i class="dot c0"></i>✗') == 4
     assert '<i class="dot c1"></i>✗' not in shown
+
+
+def test_label_maps_stand_beside_the_truth_with_a_column_per_run_and_a_legend(tmp_path):
+    runs = {name: full_run(tmp_path / name, epochs=1) for name in ("first", "second")}
+    for run, colour in zip(runs.values(), ("#80ff00", "#000080"), strict=True):
+        write_predictions(run, [scene(k, colour, evil=EVIL) for k in range(10)])
+    text, parsed = page(tmp_path, runs)
+    shown = section(text, "predictions")
+    assert parsed.count("img") == MOST_SCENES * 4
+    assert shown.count("<tr>") == MOST_SCENES + 1
+    files = re.findall('src="data:image/png;base64,(.*?)"', shown)
+    assert files[:4] == [scene(0)["image"], scene(0)["truth"], scene(0)["answer"], scene(0, "#000080")["answer"]]
+    assert 'fill="#000080"' in shown  # the legend
+    assert "<small>0 % right" in shown
+    assert "<script" not in shown
+    assert "Wrong answers" not in shown
 
 
 def test_a_learning_rate_that_falls_to_nothing_keeps_a_linear_scale(tmp_path):

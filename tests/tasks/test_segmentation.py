@@ -1,10 +1,13 @@
 """Segmentation of generated shapes: the loss is a sum over labelled pixels, and a small network learns it."""
 
 import base64
+import io
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import nn
 
 from micronorm import records
@@ -14,6 +17,7 @@ from micronorm.engine.task import Task
 from micronorm.recipes import find
 from micronorm.recipes.run import Variation, run_recipe
 from micronorm.tasks import open_task
+from micronorm.tasks.pictures import colour_labels
 from micronorm.tasks.segmentation import open_segmentation
 
 
@@ -73,13 +77,21 @@ def test_pictures_are_samples_by_index_and_seed_alone():
         assert torch.equal(label, truth.flip(-1) if flipped else truth)
 
 
-def test_examples_show_image_truth_and_prediction_side_by_side():
-    model = nn.Conv2d(3, 4, 1).train()
-    found = task().examples(model, count=2)
+def test_examples_show_image_truth_and_prediction_in_the_colours_of_the_classes():
+    problem, model = task(), nn.Conv2d(3, 4, 1).train()
+    found = problem.examples(model, count=2)
     assert model.training
-    assert [(sample["height"], sample["width"], sample["channels"]) for sample in found] == [(32, 96, 3)] * 2
-    assert len(base64.b64decode(found[0]["pixels"])) == 32 * 96 * 3
-    assert all({"label", "prediction", "probability"} <= sample.keys() for sample in found)
+    _, labels = batch_of(problem, 0)
+    truth = Image.open(io.BytesIO(base64.b64decode(found[0]["truth"]))).convert("RGB")
+    assert truth.size == (128, 128)  # 32 pixels, each repeated
+    assert torch.equal(
+        torch.from_numpy(np.array(truth))[::4, ::4].permute(2, 0, 1), colour_labels(labels[0], void=VOID)
+    )
+    answer = model.eval()(batch_of(problem, 0)[0]).argmax(1)
+    right = (answer == labels)[labels != VOID].float().mean()
+    assert found[0]["note"] == f"{100 * right:.0f} % of the labelled pixels are right"
+    assert found[0]["colours"]["background"] == "#000000"
+    assert found[0]["label"].startswith("background, ")
 
 
 def test_what_does_not_fit_is_refused():
@@ -104,7 +116,7 @@ def test_a_recipe_of_another_task_trains_without_a_change_in_the_engine(tmp_path
     record = records.read(tmp_path)
     assert record.steps[-1]["pixel_error"] > 0
     assert record.facts["data"] == {"name": "shapes", "train": 2048, "test": 128, "sample": "image"}
-    assert len(record.predictions) == 16
+    assert len(record.predictions) == 8
 
 
 def miou_without_telling_shapes_apart(problem) -> float:

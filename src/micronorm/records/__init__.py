@@ -30,7 +30,10 @@ and `grad` (of W). A figure that was not measured is absent.
 
 Predictions: `samples`, a list of objects with `height`, `width` and `channels` (1 or 3) of a small picture, `pixels`
 (base64 of its bytes, row by row, the channels of a pixel together), `label` and `prediction` (str), and `probability`
-(the network's confidence in its prediction). A picture may show label maps or boxes beside or over the image.
+(the network's confidence in its prediction). A prediction that is a picture itself, such as a label map or boxes, has
+instead of size and pixels three PNG or JPEG files in base64: `image`, `truth` and `answer`. `label` and `prediction`
+say in words what these show. Optional: `note` (how good the answer is, in a few words) and `colours` (an object: the
+colour of each class that occurs, such as "#80ff00").
 
 JSON has no NaN and no infinity: they are written as {"float": "nan"}, {"float": "inf"} and {"float": "-inf"}. Floats
 are read back exactly as they were.

@@ -4,6 +4,7 @@ import base64
 import binascii
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,9 @@ EPOCHS = "epochs.jsonl"
 DIAGNOSTICS = "diagnostics.jsonl"
 OUTCOME = "outcome.json"
 PREDICTIONS = "predictions.json"
+
+SCENE = ("image", "truth", "answer")
+"""The pictures of a prediction that cannot be said in a word: label maps, boxes, masks."""
 
 ROWS = (STEPS, EPOCHS, DIAGNOSTICS)
 ALL = (FACTS, *ROWS, OUTCOME, PREDICTIONS)
@@ -190,16 +194,39 @@ def _check_predictions(samples: Any, file: Path) -> None:
         raise ValueError(f"{file}: a list of samples was expected, got {type(samples).__name__}")
     for number, sample in enumerate(samples):
         where = f"{file}, sample {number}"
-        sides: list[Any] = [sample.get(name) for name in ("height", "width")] if isinstance(sample, dict) else []
-        if not sides or not all(is_count(side) and side for side in sides) or sample.get("channels") not in (1, 3):
-            raise ValueError(f"{where}: height and width from 1 on and 1 or 3 channels were expected")
-        for name in ("pixels", "label", "prediction"):
+        if not isinstance(sample, dict):
+            raise ValueError(f"{where}: an object was expected, got {type(sample).__name__}")
+        scene = "image" in sample
+        if scene != ("image" in samples[0]):
+            raise ValueError(f"{where}: either all samples or none have an image, a truth and an answer")
+        for name in (*(SCENE if scene else ("pixels",)), "label", "prediction"):
             if not isinstance(sample.get(name), str):
                 raise ValueError(f"{where}: {name} must be str, got {type(sample.get(name)).__name__}")
-        try:
-            found = len(base64.b64decode(sample["pixels"], validate=True))
-        except (binascii.Error, ValueError) as error:
-            raise ValueError(f"{where}: its pixels are no base64 ({error})") from None
-        wanted = math.prod(sides) * sample["channels"]
-        if found != wanted:
-            raise ValueError(f"{where}: {found} bytes of pixels where its size gives {wanted}")
+        _check_scene(sample, where) if scene else _check_pixels(sample, where)
+
+
+def _check_pixels(sample: Row, where: str) -> None:
+    sides: list[Any] = [sample.get(name) for name in ("height", "width")]
+    if not all(is_count(side) and side for side in sides) or sample.get("channels") not in (1, 3):
+        raise ValueError(f"{where}: height and width from 1 on and 1 or 3 channels were expected")
+    found, wanted = len(_decode(sample, "pixels", where)), math.prod(sides) * sample["channels"]
+    if found != wanted:
+        raise ValueError(f"{where}: {found} bytes of pixels where its size gives {wanted}")
+
+
+def _check_scene(sample: Row, where: str) -> None:
+    for name in SCENE:
+        if not _decode(sample, name, where).startswith((b"\x89PNG\r\n", b"\xff\xd8\xff")):
+            raise ValueError(f"{where}: {name} must be base64 of a PNG or JPEG file")
+    if not isinstance(sample.get("note", ""), str):
+        raise ValueError(f"{where}: note must be str, got {type(sample['note']).__name__}")
+    colours: Any = sample.get("colours", {})
+    if not isinstance(colours, dict) or not all(re.fullmatch("#[0-9a-f]{6}", str(c)) for c in colours.values()):
+        raise ValueError(f"{where}: colours must be an object of classes and colours such as #80ff00")
+
+
+def _decode(sample: Row, name: str, where: str) -> bytes:
+    try:
+        return base64.b64decode(sample[name], validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"{where}: {name} is no base64 ({error})") from None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from micronorm.report.html import Section, dot_html, is_finite
+from micronorm.report.html import Section, breakable, dot_html, is_finite
 from micronorm.report.runs import NamedRun
 
 _HEADING = "Sample predictions"
@@ -18,9 +18,15 @@ _ABOUT = (
     "Test samples, chosen evenly. Below each picture is its class. A cross marks a wrong answer; the percentage is the "
     "network's own confidence."
 )
+_ABOUT_SCENES = (
+    "Test images, chosen evenly, with the truth and what each network answered. Colours are classes, listed above; "
+    "where boxes are drawn, a single class has a colour per object."
+)
 _LETTERS = 40
 MOST = 32
 """Samples of a run that are shown."""
+MOST_SCENES = 8
+"""Label maps or images with boxes of a run that are shown."""
 
 
 def predictions(runs: Sequence[NamedRun], limit: int) -> Section:
@@ -30,9 +36,53 @@ def predictions(runs: Sequence[NamedRun], limit: int) -> Section:
         return Section("predictions", _HEADING, absent=_ABSENT)
     groups: dict[tuple[Any, ...], list[NamedRun]] = {}
     for run in found:
-        pictures = tuple((sample["pixels"], sample["label"]) for sample in run.record.predictions)
+        pictures = tuple(
+            (s["image"], s["truth"]) if _is_scene(s) else (s["pixels"], s["label"]) for s in run.record.predictions
+        )
         groups.setdefault(pictures, []).append(run)
-    return Section("predictions", _HEADING, _ABOUT, body="".join(map(_group_html, groups.values())))
+    scenes = [_is_scene(group[0].record.predictions[0]) for group in groups.values()]
+    about = " ".join(text for text, shown in ((_ABOUT, not all(scenes)), (_ABOUT_SCENES, any(scenes))) if shown)
+    bodies = (
+        (_scenes_html if scene else _group_html)(group) for scene, group in zip(scenes, groups.values(), strict=True)
+    )
+    return Section("predictions", _HEADING, about, body="".join(bodies))
+
+
+def _is_scene(sample: dict[str, Any]) -> bool:
+    return "image" in sample
+
+
+def _scenes_html(group: Sequence[NamedRun]) -> str:
+    """Return a table with a row per image: the image, the truth, and the answer of each run."""
+    shown = [run.record.predictions[:MOST_SCENES] for run in group]
+    colours: dict[str, str] = {}
+    for samples in shown:
+        for sample in samples:
+            colours |= sample.get("colours", {})
+    legend = "".join(f"<li>{_swatch(colour)}{_short(name)}</li>" for name, colour in colours.items())
+    names = "".join(f'<th scope="col">{dot_html(run.colour)}{breakable(run.name)}</th>' for run in group)
+    rows = ""
+    for first, *others in zip(*shown, strict=True):
+        truth = f"the truth: {first['label']}"
+        cells = _scene(first["image"], "the image") + _scene(first["truth"], truth)
+        for sample in (first, *others):
+            cells += _scene(sample["answer"], f"the answer: {sample['prediction']}", sample.get("note", ""))
+        rows += f"<tr>{cells}</tr>"
+    head = f'<tr><th scope="col">image</th><th scope="col">truth</th>{names}</tr>'
+    table = f'<table class="scenes"><thead>{head}</thead><tbody>{rows}</tbody></table>'
+    return f'<ul class="legend">{legend}</ul><div class="scroll">{table}</div>'
+
+
+def _scene(file: str, words: str, note: str = "") -> str:
+    """Return a cell with a picture. Records hold PNG and JPEG files only, which an <img> cannot run."""
+    kind = "png" if file.startswith("iVBOR") else "jpeg"
+    below = f"<br><small>{_short(note)}</small>" if note else ""
+    return f'<td><img alt="{_short(words)}" src="data:image/{kind};base64,{file}">{below}</td>'
+
+
+def _swatch(colour: str) -> str:
+    """Return a square of that colour. The page's policy forbids style attributes."""
+    return f'<svg class="swatch" aria-hidden="true"><rect width="100%" height="100%" fill="{colour}"/></svg>'
 
 
 def _is_wrong(sample: dict[str, Any]) -> bool:

@@ -9,13 +9,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from micronorm.data.masks import CAMVID_CLASSES, CAMVID_VOID, VOC_CLASSES, VOC_VOID, open_camvid, open_voc
-from micronorm.data.search import search_folders
+from micronorm.data.search import open_first
 from micronorm.data.shapes import CLASSES, VOID, ShapeSamples
-from micronorm.tasks.pictures import encode_picture, even_indices, in_eval_mode, to_picture
+from micronorm.tasks.pictures import (
+    PALETTE,
+    colour_labels,
+    encode_scene,
+    even_indices,
+    in_eval_mode,
+    shrink,
+    stretch,
+)
 from micronorm.tasks.scores import ConfusionMatrix, SumLoss, compute_logits
-
-# One colour per class for pictures of label maps; void is white.
-_PALETTE = torch.tensor([[0, 0, 0], [214, 69, 65], [65, 131, 215], [80, 175, 76], [245, 171, 53], [155, 89, 182]])
 
 
 class Segmentation:
@@ -68,8 +73,8 @@ class Segmentation:
         return matrix
 
     @torch.no_grad()
-    def examples(self, model: nn.Module, *, count: int = 16) -> list[dict[str, Any]]:
-        """Return pictures of `count` test images, each beside its true and its predicted label map.
+    def examples(self, model: nn.Module, *, count: int = 8) -> list[dict[str, Any]]:
+        """Return `count` test images, each with its true and its predicted label map.
 
         `label` and `prediction` name the classes that occur; `probability` is the mean confidence of the pixels.
         """
@@ -80,13 +85,19 @@ class Segmentation:
                 logits = self._logits(model, images[0][None].to(parameter.device, parameter.dtype))
                 probability, classes = logits.softmax(1).max(1)
                 truth, answer = labels[0].cpu(), classes[0].cpu()
-                maps = [self._colour(truth), self._colour(answer)]
-                shown = to_picture(images[0])
-                height, width = shown.shape[1:]
-                maps = [F.interpolate(m[None].float(), (height, width))[0].to(torch.uint8) for m in maps]
-                picture = encode_picture(torch.cat([shown.expand(3, -1, -1), *maps], 2))
-                names = {"label": self._names(truth), "prediction": self._names(answer)}
-                found.append(picture | names | {"probability": probability.mean().item()})
+                scene = {
+                    "image": encode_scene(stretch(shrink(images[0].float().cpu())).expand(3, -1, -1)),
+                    "truth": self._draw(truth),
+                    "answer": self._draw(answer),
+                }
+                present = sorted({*truth.unique().tolist(), *answer.unique().tolist()} - {self.void})
+                colours = {self.names[k]: "#" + bytes(PALETTE[k].tolist()).hex() for k in present}
+                right = (answer == truth)[truth != self.void].float().mean().item()
+                words = {"label": self._names(truth), "prediction": self._names(answer)}
+                note = f"{100 * right:.0f} % of the labelled pixels are right"
+                found.append(
+                    scene | words | {"probability": probability.mean().item(), "note": note, "colours": colours}
+                )
         return found
 
     def _predict(self, model: nn.Module, batch: tuple[Any, ...]) -> list[tuple[Tensor, Tensor]]:
@@ -100,14 +111,14 @@ class Segmentation:
         return compute_logits(model, images, (len(self.names), *images.shape[2:]))
 
     def _names(self, labels: Tensor) -> str:
-        present = [self.names[k] for k in labels.unique().tolist() if 0 < k < len(self.names)]
-        return ", ".join(present) or self.names[0]
+        present = [self.names[k] for k in labels.unique().tolist() if k != self.void]
+        return ", ".join(present) or "nothing"
 
-    def _colour(self, labels: Tensor) -> Tensor:
-        """Return H×W labels as a 3×H×W picture."""
-        colours = _PALETTE[labels.clamp(max=len(self.names) - 1) % len(_PALETTE)]
-        colours[labels == self.void] = 255
-        return colours.permute(2, 0, 1).to(torch.uint8)
+    def _draw(self, labels: Tensor) -> str:
+        """Return H×W labels as a small picture in the colours of the classes."""
+        size = shrink(labels[None].float()).shape[1:]
+        small = F.interpolate(labels[None, None].float(), size, mode="nearest-exact")[0, 0].long()
+        return encode_scene(colour_labels(small, void=self.void), lossless=True)
 
 
 _FILES = {"voc": (open_voc, VOC_CLASSES, VOC_VOID), "camvid": (open_camvid, CAMVID_CLASSES, CAMVID_VOID)}
@@ -150,18 +161,7 @@ def open_segmentation(
             raise ValueError(f"{name} cannot be downloaded by this command: leave --download out")
         open_files, names, void = _FILES[name]
         crop = {} if size is None else {"crop": size}
-        train, test = _open_first(open_files, folder, workers=workers, **crop)
+        train, test = open_first(open_files, folder, workers=workers, **crop)
     if classes not in (None, len(names)):
         raise ValueError(f"{name} has {len(names)} classes, the model {classes} outputs")
     return Segmentation(train, test, names=names, void=void)
-
-
-def _open_first(open_files: Any, folder: Path | str | None, **options: Any) -> Any:
-    """Open the data set in the first search folder that contains it."""
-    errors = []
-    for place in search_folders(folder):
-        try:
-            return open_files(place, **options)
-        except FileNotFoundError as error:
-            errors.append(str(error))
-    raise FileNotFoundError("; ".join(errors))

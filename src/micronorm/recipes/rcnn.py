@@ -1,0 +1,112 @@
+"""Faster and Mask R-CNN with FPN, as the paper's tables `mask` and `fast` have them, made of torchvision's classes."""
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from micronorm.nn import BCN, BN
+from micronorm.nn.spec import NormSpec
+
+ANCHORS = (32, 64, 128, 256, 512)
+"""Sizes of the anchors on the five levels of the pyramid."""
+
+
+def build_rcnn(
+    blocks: Sequence[int],
+    *,
+    classes: int,
+    masks: bool,
+    anchors: Sequence[int] = ANCHORS,
+    keep_size: bool = False,
+    pyramid_norm: bool = True,
+    frozen: bool = False,
+    channels: int = 256,
+    hidden: int = 1024,
+    **options: Any,
+) -> nn.Module:
+    """Build torchvision's FasterRCNN or MaskRCNN on a bottleneck ResNet with a feature pyramid (FPN).
+
+    The box head has four convolutions and one fully connected layer (4conv1fc). BatchNorm follows every convolution of
+    backbone, pyramid, box head and mask head. The one convolution of the RPN head and the predictors have none. The
+    last norm of each residual block starts at zero.
+
+    Args:
+        blocks: bottleneck blocks of each stage.
+        classes: outputs of the classifier, background included.
+        masks: build a Mask R-CNN.
+        anchors: size of the anchors on each level; each has the ratios 1:2, 1:1 and 2:1.
+        keep_size: compute images at their own size instead of resizing them.
+        pyramid_norm: whether the pyramid has norms.
+        frozen: FrozenBatchNorm in the backbone and no norm elsewhere: the usual baseline from pretrained weights.
+        channels: of pyramid, box head and mask head.
+        hidden: width of the box head's fully connected layer.
+        options: further arguments of torchvision's FasterRCNN.
+
+    Example:
+        >>> network = build_rcnn((1, 1, 1, 1), classes=3, masks=True, channels=32, hidden=64)
+        >>> type(network).__name__, network.roi_heads.box_head[0][1]
+        ('MaskRCNN', BatchNorm2d(32, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True))
+    """
+    try:
+        models: Any = importlib.import_module("torchvision.models.detection")
+        ops: Any = importlib.import_module("torchvision.ops")
+        resnet: Any = importlib.import_module("torchvision.models.resnet")
+    except ImportError as error:
+        raise ImportError("detectors are torchvision's, which is not installed: pip install torchvision") from error
+    norm = None if frozen else nn.BatchNorm2d
+    body = resnet.ResNet(
+        resnet.Bottleneck,
+        list(blocks),
+        zero_init_residual=not frozen,
+        norm_layer=ops.FrozenBatchNorm2d if frozen else nn.BatchNorm2d,
+    )
+    backbone = models.backbone_utils.BackboneWithFPN(
+        body,
+        {f"layer{k + 1}": str(k) for k in range(4)},
+        [256, 512, 1024, 2048],
+        channels,
+        norm_layer=norm if pyramid_norm else None,
+    )
+    parts: dict[str, Any] = {
+        "rpn_anchor_generator": models.rpn.AnchorGenerator(
+            tuple((size,) for size in anchors), ((0.5, 1.0, 2.0),) * len(anchors)
+        ),
+        "box_head": models.faster_rcnn.FastRCNNConvFCHead((channels, 7, 7), [channels] * 4, [hidden], norm_layer=norm),
+        "box_predictor": models.faster_rcnn.FastRCNNPredictor(hidden, classes),
+    }
+    if masks:
+        parts["mask_head"] = models.mask_rcnn.MaskRCNNHeads(channels, [channels] * 4, 1, norm_layer=norm)
+        parts["mask_predictor"] = models.mask_rcnn.MaskRCNNPredictor(channels, channels, classes)
+    network = (models.MaskRCNN if masks else models.FasterRCNN)(backbone, **parts, **options)
+    if keep_size:
+        network.transform.resize = _keep_size
+    return network
+
+
+def _keep_size(image: Tensor, target: Any = None) -> tuple[Tensor, Any]:
+    """Take the place of the method that resizes an image and its target."""
+    return image, target
+
+
+def parts_to_convert(network: Any, norm: NormSpec | None) -> list[tuple[nn.Module, NormSpec | None]]:
+    """Return the parts of a detector that have norms, each with its spec; for any other network, the network itself.
+
+    The parts can be traced symbolically. The whole detector must be run instead, on an image of 800 pixels. A spec
+    whose micro-batch is one image takes all regions of an image as the micro-batch of a head.
+
+    Example:
+        >>> network = build_rcnn((1, 1, 1, 1), classes=3, masks=False, channels=32, hidden=64)
+        >>> [part_norm.micro_batch for _, part_norm in parts_to_convert(network, BN(micro_batch=1))]
+        [1, 512]
+    """
+    heads = getattr(network, "roi_heads", None)
+    if heads is None:
+        return [(network, norm)]
+    regions = norm
+    if (isinstance(norm, BN) and norm.micro_batch) or (isinstance(norm, BCN) and norm.statistics == "sequential"):
+        regions = replace(norm, micro_batch=heads.fg_bg_sampler.batch_size_per_image)
+    found = [(network.backbone, norm), (heads.box_head, regions), (heads.mask_head, regions)]
+    return [(part, spec) for part, spec in found if part is not None]
