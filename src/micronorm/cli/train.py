@@ -63,7 +63,9 @@ def train(
         bool, typer.Option("--recompute", help="Recompute activations in the backward: less memory, the same bits.")
     ] = False,
     parallel: Annotated[str, typer.Option(help="How ranks share the model: ddp or fsdp.")] = "ddp",
-    save_every: Annotated[int | None, typer.Option(min=1, help="Steps between checkpoints within an epoch.")] = None,
+    save_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps between checkpoints; always after an evaluation.")
+    ] = None,
     evaluate_every: Annotated[int, typer.Option(min=1, help="Epochs between evaluations; always after the last.")] = 1,
     observe: Annotated[
         int | None, typer.Option(min=1, help="Measure the layers every so many steps: diagnostics.jsonl, events.")
@@ -191,10 +193,13 @@ def execution_options(execution: Execution, workers: int = 0) -> list[str]:
 
 
 _FIGURES = {"top1": "top-1 error {:.4g} %", "top5": "top-5 error {:.4g} %"}
+_FIGURES |= {"miou": "mIoU {:.4g} %", "accuracy": "accuracy {:.4g} %"}
 
 
 def _print_outcome(console: Console, outcome: Outcome, folder: Path, again: list[str]) -> None:
-    shown = [_FIGURES.get(name, name + " {:.4g}").format(value) for name, value in outcome.figures.items()]
+    shown = [
+        _FIGURES.get(name, name.replace("_", " ") + " {:.4g}").format(value) for name, value in outcome.figures.items()
+    ]
     figures = f"{', '.join(shown)} on the test samples" if shown else ""
     say = console.print if console.is_terminal else typer.echo
     say(f"{outcome.steps} steps; {figures or 'not evaluated'}")

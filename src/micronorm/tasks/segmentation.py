@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from micronorm.data.masks import CAMVID_CLASSES, CAMVID_VOID, VOC_CLASSES, VOC_VOID, open_camvid, open_voc
+from micronorm.data.masks import open_camvid, open_label_maps, open_voc
 from micronorm.data.search import open_first
 from micronorm.data.shapes import CLASSES, VOID, ShapeSamples
 from micronorm.tasks.pictures import (
@@ -101,11 +101,15 @@ class Segmentation:
         return found
 
     def _predict(self, model: nn.Module, batch: tuple[Any, ...]) -> list[tuple[Tensor, Tensor]]:
-        """Return (logits, labels) of the whole batch, or of each image if they come as lists."""
+        """Return (logits, labels) of the whole batch; if images come as lists, one pair for each size among them."""
         images, labels = batch
         if isinstance(images, Tensor):
             return [(self._logits(model, images), labels)]
-        return [(self._logits(model, i[None]), m[None]) for i, m in zip(images, labels, strict=True)]
+        by_size: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
+        for pair in zip(images, labels, strict=True):
+            by_size.setdefault(pair[0].shape, []).append(pair)
+        stacked = (map(torch.stack, zip(*pairs, strict=True)) for pairs in by_size.values())
+        return [(self._logits(model, alike), truth) for alike, truth in stacked]
 
     def _logits(self, model: nn.Module, images: Tensor) -> Tensor:
         return compute_logits(model, images, (len(self.names), *images.shape[2:]))
@@ -121,7 +125,7 @@ class Segmentation:
         return encode_scene(colour_labels(small, void=self.void), lossless=True)
 
 
-_FILES = {"voc": (open_voc, VOC_CLASSES, VOC_VOID), "camvid": (open_camvid, CAMVID_CLASSES, CAMVID_VOID)}
+_FILES = {"voc": open_voc, "camvid": open_camvid, "label_maps": open_label_maps}
 NAMES = ("shapes", *_FILES)
 
 
@@ -139,13 +143,14 @@ def open_segmentation(
     """Open the segmentation task of a data set.
 
     Args:
-        name: "shapes" (2,048 training and 128 test images, generated), "voc" (PASCAL VOC 2012) or "camvid".
-        folder: where the data are; None searches ./data, then ~/data.
+        name: "shapes" (2,048 training and 128 test images, generated), "voc" (PASCAL VOC 2012), "camvid", or
+            "label_maps": images and masks of your own, see `data.masks.open_label_maps`.
+        folder: where the data are; None searches ./data, then ~/data. "label_maps" needs it.
         device: where generated images are kept. Images of files stay on the CPU.
         workers: processes that decode files.
-        download: refused; neither data set can be downloaded.
+        download: refused; none of the data sets can be downloaded.
         verify: not used: there are no published checksums.
-        size: height and width of the training crops; None for 513 (voc) and 180 (camvid).
+        size: height and width of the training crops; None for 513 (voc), 180 (camvid), or at most 513 (label_maps).
         classes: outputs of the model; None for the number of classes of the data set.
     """
     if name not in NAMES:
@@ -159,9 +164,10 @@ def open_segmentation(
     else:
         if download:
             raise ValueError(f"{name} cannot be downloaded by this command: leave --download out")
-        open_files, names, void = _FILES[name]
+        if name == "label_maps" and folder is None:
+            raise ValueError("label maps are yours: give their folder with --data")
         crop = {} if size is None else {"crop": size}
-        train, test = open_first(open_files, folder, workers=workers, **crop)
+        train, test, names, void = open_first(_FILES[name], folder, workers=workers, **crop)
     if classes not in (None, len(names)):
         raise ValueError(f"{name} has {len(names)} classes, the model {classes} outputs")
     return Segmentation(train, test, names=names, void=void)
