@@ -140,7 +140,18 @@ def test_a_missing_data_set_names_the_searched_folders(tmp_path):
         open_coco(tmp_path, masks=False)
 
 
-@pytest.mark.parametrize("text", ["{", '"text"', "[]", "{}", '{"images": [], "annotations": [{}], "categories": []}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        '"text"',
+        "[]",
+        "{}",
+        '{"images": [], "annotations": [{}], "categories": []}',
+        '{"images": [], "annotations": [], "categories": [7]}',
+        '{"images": [], "annotations": [], "categories": [{"id": [], "name": "dog"}]}',
+    ],
+)
 def test_a_file_that_is_no_coco_is_named(tmp_path, text):
     file = write_coco(tmp_path)
     file.write_text(text)

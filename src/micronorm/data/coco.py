@@ -24,10 +24,10 @@ from micronorm.ops.keyed import sample_keys, uniforms
 LAYOUTS = {"annotations/instances_{}2017.json": "{}2017", "instances_{}.json": "{}"}
 """The annotations and the folder of the images, for "train" and "val": the official layout and the flat one."""
 
-_KEYS = {
-    "images": ("id", "file_name", "height", "width"),
-    "annotations": ("id", "image_id", "category_id", "bbox", "area", "iscrowd"),
-    "categories": ("id", "name"),
+_KEYS: dict[str, dict[str, Any]] = {
+    "images": {"id": int, "file_name": str, "height": int, "width": int},
+    "annotations": {"id": int, "image_id": int, "category_id": int, "bbox": list, "area": (int, float), "iscrowd": int},
+    "categories": {"id": int, "name": str},
 }
 
 
@@ -119,21 +119,21 @@ def _read_json(file: Path) -> dict[str, list[Mapping[str, Any]]]:
         content = json.loads(file.read_bytes())
     except ValueError as error:
         raise ValueError(f"{file} is not a JSON file ({error}); replace it") from error
-    for part, keys in _KEYS.items():
+    for part, types in _KEYS.items():
         entries = content.get(part) if isinstance(content, dict) else None
         if not isinstance(entries, list):
             raise ValueError(f"{file} is not a COCO file of instances: it has no list {part!r}")
         for k, entry in enumerate(entries):
-            missing = [key for key in keys if not isinstance(entry, dict) or key not in entry]
-            if missing:
-                raise ValueError(f"{file} is not a COCO file of instances: {part}[{k}] has no {missing[0]!r}")
+            for key, wanted in types.items():
+                if not isinstance(entry, dict) or not isinstance(entry.get(key), wanted):
+                    raise ValueError(f"{file} is not a COCO file of instances: {part}[{k}] has no valid {key!r}")
     return content
 
 
 def _check_annotation(entry: Mapping[str, Any], image: Mapping[str, Any], *, masks: bool) -> dict[str, Any]:
     """Return the parts of an annotation that we use. Raise ValueError without the file's name if one is wrong."""
     box = entry["bbox"]
-    if not isinstance(box, list) or len(box) != 4 or not _are_finite(box) or min(box[2:]) < 0:
+    if len(box) != 4 or not _are_finite(box) or min(box[2:]) < 0:
         raise ValueError(f"bbox must be four numbers x, y, width and height, the last two not negative, got {box}")
     kept = {key: entry[key] for key in _KEYS["annotations"]}
     return {**kept, "segmentation": _encode_outline(entry, image)} if masks else kept
