@@ -35,7 +35,7 @@ def trained(monkeypatch):
     """`micronorm train` replaced by what it leaves behind; returns the list of its calls."""
     calls = []
 
-    def run_recipe(recipe, *, out, variation, execution, data, resume, listener, command):
+    def run_recipe(recipe, *, out, variation, execution, data, workers, resume, listener, command):
         calls.append(
             (
                 recipe.name,
@@ -250,6 +250,8 @@ def test_the_execution_of_a_row_is_the_one_asked_for_and_recorded(trained):
     assert (execution.channels_last, execution.cuda_graph, execution.evaluate_epochs) == (True, False, 20)
     assert 4.9 < execution.minutes <= 5
     assert options["command"].endswith("--dtype bfloat16 --channels-last --evaluate-every 20")
+    run("camvid", "--rows", "gn", "--workers", "3")
+    assert trained[1][1]["command"].endswith("--workers 3")
 
 
 def test_a_queue_ends_when_its_minutes_are_over_and_says_how_to_continue(trained, monkeypatch):
