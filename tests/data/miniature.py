@@ -173,3 +173,13 @@ def write_nuclei(root, *, names="abcdef", size=(20, 24)):
         nuclei = np.zeros(size, dtype=np.uint16)
         nuclei[2:8, 3:9], nuclei[10:18, 12:20] = 1, 300
         Image.fromarray(nuclei).save(root / f"labels/{name}.png")
+
+
+def write_label_maps(root, *, names=("earth", "water", "air"), void=255, size=(18, 24)):
+    """Write three training and two test images with label maps, and classes.txt if there are names."""
+    for part, count in (("train", 3), ("val", 2)):
+        for k in range(count):
+            files = root / f"{part}/images/{k}.jpg", root / f"{part}/masks/{k}.png"
+            write_masked(*files, size, seed=k, void=void)
+    if names:
+        (root / "classes.txt").write_text("\n".join(names) + "\n")
