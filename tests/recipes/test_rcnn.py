@@ -42,6 +42,7 @@ def built(name: str) -> Any:
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in NORMED])
 def test_norms_follow_every_convolution_but_those_of_rpn_and_predictors(name):
     recipe, network = recipes.find(name), built(name)
+    assert recipe.norm is not None
     masks = recipe.task == "instances"
     kind = mn.nn.WSConv2d if recipe.weight else nn.Conv2d
     convolutions = {name: m for name, m in network.named_modules() if isinstance(m, nn.Conv2d)}
