@@ -153,7 +153,7 @@ def test_a_task_of_one_class_is_refused():
 def opened(name, folder, **options) -> Task:  # the annotation is the test: pyright holds the task to the protocol
     if name == "digits":
         return open_classification(name, **options)
-    if name == "imagenet":
+    if name in ("imagenet", "tiny_imagenet20"):
         return open_classification(name, write_folders(folder), size=32, **options)
     write_binary(folder, int(name.removeprefix("cifar")))
     return open_classification(name, folder, verify=False, **options)
