@@ -50,6 +50,8 @@ class DetectorStep:
         sizes: dict[str, Any] = {"blocks": (1, 1, 1, 1), "channels": 32, "hidden": 64} if tiny else {}
         sizes = {"blocks": (3, 4, 6, 3), **sizes}
         model = build_rcnn(classes=CLASSES, masks=True, keep_size=True, frozen=method == "frozen BN", **sizes)
+        if method == "frozen BN":
+            _tame(model.backbone.body)
         if METHODS[method] is None:
             with_fast_pooling(model)
         else:
@@ -79,6 +81,13 @@ class DetectorStep:
             losses = detection_losses(self.model, self.images, self.targets, self.keys)
         (torch.stack(list(losses.values())).sum() / len(self.images)).backward()
         self.optimizer.step()
+
+
+def _tame(body: torch.nn.Module) -> None:
+    """Give frozen norms the scale of trained ones: with initial statistics, features grow by orders of magnitude."""
+    for name, module in body.named_modules():
+        if name.endswith("bn3"):
+            module.weight.zero_()
 
 
 def _objects(height: int, width: int, device: torch.device) -> dict[str, torch.Tensor]:

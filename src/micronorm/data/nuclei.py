@@ -87,6 +87,8 @@ class _NucleiDecoder:
 
     def __init__(self, files: list[MaskedImage], *, masks: bool, crop: int | None) -> None:
         self._pictures = [_read(pair) for pair in files]
+        if not any(picture.nuclei.any() for picture in self._pictures):
+            raise ValueError(f"the {len(files)} labels from {files[0].mask} on have no nucleus to learn or to score")
         self._masks, self._crop = masks, crop
 
     def __len__(self) -> int:
