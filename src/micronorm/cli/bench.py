@@ -18,7 +18,7 @@ from micronorm.bench.results import ROUTES, BenchResult
 from micronorm.bench.timing import FOOTPRINT, LARGE, PASSES_AT_LEAST, copy_bandwidth
 from micronorm.cli.progress import say
 from micronorm.cli.specs import norm_spec
-from micronorm.cli.targets import MISUSE, TargetError
+from micronorm.cli.targets import TargetError
 from micronorm.nn import register
 
 FAULTY = 1
@@ -55,20 +55,16 @@ def bench(
     if listed:
         _list()
         return
-    try:
-        where = _device(device)
-        on_gpu = where.type == "cuda"
-        chosen_cases = cases.choose_cases(case or (), on_gpu=on_gpu)
-        keys = [_register(word) if ":" in word else word for word in method or ()]
-        chosen_methods = methods.choose_methods(keys, on_gpu=on_gpu, compiled=not no_compile)
-        layouts = _members("--layout", layout, LAYOUTS)
-        routes = _members("--route", route, ROUTES if on_gpu else ("eager",))
-        settings = _settings(where, routes, dtype=dtype, rounds=rounds, threads=threads)
-        if out is not None:
-            _check_file(out)
-    except (ValueError, TargetError) as fault:
-        typer.echo(f"micronorm bench: {fault}", err=True)
-        raise typer.Exit(MISUSE) from None
+    where = _device(device)
+    on_gpu = where.type == "cuda"
+    chosen_cases = cases.choose_cases(case or (), on_gpu=on_gpu)
+    keys = [_register(word) if ":" in word else word for word in method or ()]
+    chosen_methods = methods.choose_methods(keys, on_gpu=on_gpu, compiled=not no_compile)
+    layouts = _members("--layout", layout, LAYOUTS)
+    routes = _members("--route", route, ROUTES if on_gpu else ("eager",))
+    settings = _settings(where, routes, dtype=dtype, rounds=rounds, threads=threads)
+    if out is not None:
+        _check_file(out)
     repeated = {"case": case, "layout": layout, "method": method, "route": route}
     single = {"dtype": dtype, "rounds": rounds, "device": device, "threads": threads, "no-compile": no_compile}
     bandwidth = "" if settings.bandwidth is None else f"{settings.bandwidth / 1e12:.3f}"

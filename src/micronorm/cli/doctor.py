@@ -1,25 +1,28 @@
-"""`micronorm doctor`: show what is installed and which implementation each layer uses, and run the self-tests."""
+"""`micronorm doctor`: show what is installed and which implementation each layer uses, and test the law and BCN."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from torch import nn
+from torch import Tensor, nn
 
-from micronorm.cli.faults import FAILED
-from micronorm.cli.selftest import SelfTestResult, run_tests, self_tests
+from micronorm.check import check_cuts
+from micronorm.cli.check import summed_cross_entropy
+from micronorm.cli.cuts import largest_difference
+from micronorm.cli.faults import FAILED, one_line
 from micronorm.cli.targets import TargetError
 from micronorm.data.search import find_data, search_folders
 from micronorm.engine.environment import environment
 from micronorm.nn import SPECS, BatchChannelNorm
-from micronorm.nn.backends import explain_backend, kernel_problem
+from micronorm.nn.backends import KERNELS, explain_backend, kernel_problem
 from micronorm.nn.spec import NormSpec
 from micronorm.ops.weight import choose_backend
+from micronorm.recipes import find
 
 # Optional packages, and what they are for.
 EXTRAS = (
@@ -31,6 +34,7 @@ EXTRAS = (
     (("accelerate",), "Accelerate's training loop"),
     (("transformers",), "Hugging Face's Trainer"),
 )
+TOLERANCE = 1e-10  # of BCN's outputs and gradients against the plain equations, in float64, relative to the maximum
 _REQUIRED = ("matplotlib", "numpy", "rich", "safetensors", "scikit-learn", "torch", "typer")
 
 
@@ -39,6 +43,8 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
     """Show installed packages, the implementation of each layer, and data sets found; then run the self-tests.
+
+    The self-tests check the law on a small network, and BCN by every implementation that this machine can run.
 
     Exit code 0: no self-test failed. 1: one failed, and is named. 2: an option is wrong.
     """
@@ -58,13 +64,12 @@ def doctor(
         },
     }
     torch.set_num_threads(1)  # tensors this small gain nothing from a second thread
-    results = run_tests(self_tests(devices))
-    failed = [result.name for result in results if result.status == "failed"]
+    found["self_tests"] = [_run(name, test) for name, test in self_tests(devices).items()]
+    failed = [test["name"] for test in found["self_tests"] if not test["passed"]]
     if as_json:
-        tests = [asdict(result) for result in results]
-        typer.echo(json.dumps({"ok": not failed, **found, "self_tests": tests}, indent=1, ensure_ascii=False))
+        typer.echo(json.dumps({"ok": not failed, **found}, indent=1, ensure_ascii=False))
     else:
-        _print(found, results)
+        _print(found)
     if failed:
         typer.echo(f"micronorm doctor: failed: {', '.join(failed)}", err=True)
         raise typer.Exit(FAILED)
@@ -110,7 +115,65 @@ def _describe_extra(packages: Sequence[str], purpose: str) -> dict[str, Any]:
     return {"packages": versions, "purpose": purpose, "install": install}
 
 
-def _print(found: dict[str, Any], results: Sequence[SelfTestResult]) -> None:
+# --- self-tests -------------------------------------------------------------------------------------------------------
+
+
+def self_tests(devices: Sequence[torch.device]) -> dict[str, Callable[[], str]]:
+    """Return the tests by name: functions that return what they found, or raise if it is wrong."""
+    tests: dict[str, Callable[[], str]] = {}
+    for device in devices:
+        tests[f"law ({device.type})"] = lambda device=device: check_law(device)
+        kernels = KERNELS if kernel_problem(device.type, device.index) is None else ()
+        for backend in ("auto", *kernels):
+            name = f"BCN against its equations ({device.type}, {backend})"
+            tests[name] = lambda device=device, backend=backend: check_form(backend, device)
+    return tests
+
+
+def _run(name: str, test: Callable[[], str]) -> dict[str, Any]:
+    started = time.perf_counter()
+    try:
+        passed, detail = True, test()
+    except Exception as error:  # a broken installation may raise anything
+        passed, detail = False, f"{type(error).__name__}: {one_line(error)}"
+    return {"name": name, "passed": passed, "detail": detail, "seconds": time.perf_counter() - started}
+
+
+def check_law(device: torch.device) -> str:
+    """Run `mn.check_cuts` on the digits' network with BCN and WS, in float64."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(6, 1, 8, 8, generator=generator).to(device)
+    model = find("digits/bcn-ws").build(seed=0).to(device).train()
+    report = check_cuts(model, (images, torch.arange(6, device=device)), summed_cross_entropy)
+    if not report.ok:
+        raise ArithmeticError(str(report))
+    return f"{report.compared} tensors agree within {report.worst:.1e}, whole, halved and one by one"
+
+
+def check_form(backend: str, device: torch.device) -> str:
+    """Compare BCN's outputs and gradients by `backend` with the plain equations, in float64, in every mode."""
+    generator = torch.Generator().manual_seed(0)
+    x, outer = (torch.randn(4, 8, 5, 5, dtype=torch.float64, generator=generator).to(device) for _ in range(2))
+    found: dict[str, dict[str, Tensor]] = {backend: {}, "reference": {}}
+    for statistics in ("step", "sequential", "batch"):
+        for form, tensors in found.items():
+            layer = BatchChannelNorm(
+                8, 4, statistics=statistics, rate=0.1, backend=form, device=device, dtype=torch.float64
+            )
+            inputs = x.clone().requires_grad_()
+            y = layer(inputs)
+            gradients = torch.autograd.grad(y, (inputs, *layer.parameters()), outer)
+            tensors |= {f"{statistics} {k}": tensor.detach() for k, tensor in enumerate((y, *gradients))}
+    worst = largest_difference(found[backend], found["reference"])
+    if not worst <= TOLERANCE:  # also if it is NaN
+        raise ArithmeticError(f"outputs or gradients differ from the plain equations by {worst:.1e}")
+    return f"outputs and gradients agree within {worst:.1e}"
+
+
+# --- output -----------------------------------------------------------------------------------------------------------
+
+
+def _print(found: dict[str, Any]) -> None:
     own, data = found["environment"], found["data"]
     revision = f", revision {own['revision']}" if own["revision"] else ""
     versions = {"micronorm": f"{own['micronorm']}{revision}", "python": own["python"], "torch": own["torch"]}
@@ -125,7 +188,10 @@ def _print(found: dict[str, Any], results: Sequence[SelfTestResult]) -> None:
     ]
     known = {**dict.fromkeys(("cifar10", "cifar100", "imagenet"), "not found"), **data["found"]}
     places = {"digits": "comes with scikit-learn", **known, "looked in": ", ".join(data["looked_in"])}
-    tests = [(result.name, result.status, f"{result.seconds:.1f} s", result.detail) for result in results]
+    tests = [
+        (test["name"], "passed" if test["passed"] else "failed", f"{test['seconds']:.1f} s", test["detail"])
+        for test in found["self_tests"]
+    ]
     _print_section("Versions", list(versions.items()))
     _print_section("Machine", _machine(own))
     _print_section("Optional", extras)

@@ -13,10 +13,14 @@ from safetensors import SafetensorError
 from typer.core import TyperGroup
 
 from micronorm.cli.targets import MISUSE, TargetError
+from micronorm.engine.loop import Diverged
 from micronorm.engine.microbatch import is_out_of_memory
 
 FAILED = 1
 """The exit code if a file cannot be written, a package is missing, or memory runs out."""
+
+DIVERGED = 3
+"""The exit code if the loss or a weight is not finite."""
 
 LONGEST = 1000
 """Characters of a message; a path of 4,000 would fill the screen."""
@@ -49,6 +53,8 @@ def exit_code(fault: Exception) -> int | None:
     """
     if isinstance(fault, (TargetError, *_WRONG_PATHS)):
         return MISUSE
+    if isinstance(fault, Diverged):
+        return DIVERGED
     if isinstance(fault, (ValueError, TypeError)):
         return MISUSE if _is_ours(fault) else None
     if isinstance(fault, ImportError):

@@ -16,7 +16,7 @@ from rich.table import Table as Grid
 from micronorm.cli.figures import list_figures, reproduce_figure
 from micronorm.cli.progress import say
 from micronorm.cli.row_queue import INCOMPLETE, RowQueue
-from micronorm.cli.targets import MISUSE, TargetError, unknown
+from micronorm.cli.targets import TargetError, unknown
 from micronorm.engine.settings import DTYPES, Execution
 from micronorm.recipes import Recipe, Table, find_table, tables
 from micronorm.recipes.figures import Request
@@ -108,20 +108,16 @@ def reproduce(
     meant |= {"--channels-last": channels_last or None, "--cuda-graph": cuda_graph or None}
     meant |= {"--workers": workers or None}
     given = [name for name, value in {**meant, "--dataset": dataset}.items() if value is not None]
-    try:
-        _check_options(table, given, as_json=as_json)
-        if table is None:
-            _list_tables(as_json=as_json)
-            return
-        if table.startswith("fig:"):
-            _reproduce_figure(table, Request(dataset=dataset, epochs=epochs, data=data, runs=runs), as_json=as_json)
-            return
-        chosen, asked = _choose(table, rows)
-        if dtype is not None and dtype not in DTYPES:
-            raise TargetError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    except (TargetError, ValueError) as fault:
-        typer.echo(f"micronorm reproduce: {fault}", err=True)
-        raise typer.Exit(MISUSE) from None
+    _check_options(table, given, as_json=as_json)
+    if table is None:
+        _list_tables(as_json=as_json)
+        return
+    if table.startswith("fig:"):
+        _reproduce_figure(table, Request(dataset=dataset, epochs=epochs, data=data, runs=runs), as_json=as_json)
+        return
+    chosen, asked = _choose(table, rows)
+    if dtype is not None and dtype not in DTYPES:
+        raise TargetError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     found = _find_rows(chosen, runs)
     if as_json:
         typer.echo(json.dumps([row.to_dict() for row in found], indent=1, ensure_ascii=False, allow_nan=False))

@@ -1,10 +1,8 @@
 """`micronorm train RECIPE`: train a recipe into a run directory."""
 
-import contextlib
 import os
 import shlex
 import sys
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
@@ -14,14 +12,9 @@ import typer
 from rich.console import Console
 
 from micronorm.cli.progress import TrainingProgress
-from micronorm.cli.targets import MISUSE, TargetError, find_recipe
-from micronorm.engine.loop import Diverged
+from micronorm.cli.targets import find_recipe
 from micronorm.engine.settings import DTYPES, Execution, Outcome
 from micronorm.recipes.run import Variation, run_recipe
-
-FAILED = 1
-DIVERGED = 3
-_WRONG_PATHS = (FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError)
 
 
 def train(
@@ -80,70 +73,52 @@ def train(
     not finite. 130, 143: interrupted.
     """
     console = Console(highlight=False)
-    with _one_line_errors():
-        found = find_recipe(recipe)
-        if unverified and not found.data.startswith("cifar"):
-            raise ValueError(f"--unverified is for CIFAR's files, {found.name} is of {found.data}: leave it out")
-        variation = Variation(
-            step_batch=step_batch,
-            epochs=epochs,
-            lr=lr,
-            dtype=_dtype(dtype),
-            seed=seed,
-            size=size,
-            unverified=unverified or None,
-            weights=None if weights is None else str(weights),
-        )
-        execution = Execution(
-            micro_batch=_micro_batch(micro_batch),
-            device=None if device is None else find_device(device),
-            channels_last=channels_last,
-            compile=compiled,
-            cuda_graph=cuda_graph,
-            recompute=recompute,
-            parallel=parallel,  # type: ignore[arg-type]
-            steps=steps,
-            minutes=minutes,
-            save_steps=save_every,
-            evaluate_epochs=evaluate_every,
-            observe=observe,
-        )
-        folder = out or Path("runs") / f"{found.name.replace('/', '-')}-{seed or 0}"
-        again = [*_launcher(), "train", recipe if ":" in recipe else found.name, "--out", str(folder), "--resume"]
-        again += [] if data is None else ["--data", str(data)]  # the record does not contain the data folder
-        outcome = run_recipe(
-            found,
-            out=folder,
-            variation=variation,
-            execution=execution,
-            data=data,
-            download=download,
-            workers=workers,
-            resume=resume,
-            listener=TrainingProgress(console),
-            command=shlex.join(["micronorm", *sys.argv[1:]]),
-        )
+    found = find_recipe(recipe)
+    if unverified and not found.data.startswith("cifar"):
+        raise ValueError(f"--unverified is for CIFAR's files, {found.name} is of {found.data}: leave it out")
+    variation = Variation(
+        step_batch=step_batch,
+        epochs=epochs,
+        lr=lr,
+        dtype=_dtype(dtype),
+        seed=seed,
+        size=size,
+        unverified=unverified or None,
+        weights=None if weights is None else str(weights),
+    )
+    execution = Execution(
+        micro_batch=_micro_batch(micro_batch),
+        device=None if device is None else find_device(device),
+        channels_last=channels_last,
+        compile=compiled,
+        cuda_graph=cuda_graph,
+        recompute=recompute,
+        parallel=parallel,  # type: ignore[arg-type]
+        steps=steps,
+        minutes=minutes,
+        save_steps=save_every,
+        evaluate_epochs=evaluate_every,
+        observe=observe,
+    )
+    folder = out or Path("runs") / f"{found.name.replace('/', '-')}-{seed or 0}"
+    again = [*_launcher(), "train", recipe if ":" in recipe else found.name, "--out", str(folder), "--resume"]
+    again += [] if data is None else ["--data", str(data)]  # the record does not contain the data folder
+    outcome = run_recipe(
+        found,
+        out=folder,
+        variation=variation,
+        execution=execution,
+        data=data,
+        download=download,
+        workers=workers,
+        resume=resume,
+        listener=TrainingProgress(console),
+        command=shlex.join(["micronorm", *sys.argv[1:]]),
+    )
     if outcome.first:
         _print_outcome(console, outcome, folder, [*again, *execution_options(execution, workers)])
     if outcome.signal is not None:
         raise typer.Exit(128 + outcome.signal)
-
-
-@contextlib.contextmanager
-def _one_line_errors() -> Iterator[None]:
-    """Print errors of the user or the machine as one line, and exit with the code that belongs to them."""
-    code, fault = 0, None
-    try:
-        yield
-    except (TargetError, ValueError, TypeError, *_WRONG_PATHS) as error:
-        code, fault = MISUSE, error
-    except Diverged as error:
-        code, fault = DIVERGED, error
-    except (OSError, ImportError, MemoryError) as error:  # a download, a full disk; no torchvision
-        code, fault = FAILED, error
-    if fault is not None:
-        typer.echo(f"micronorm train: {' '.join(str(fault).split())}", err=True)
-        raise typer.Exit(code)
 
 
 def _dtype(text: str | None) -> str | None:
