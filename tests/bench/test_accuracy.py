@@ -7,7 +7,7 @@ from torch import nn
 from micronorm.bench.accuracy import deviations, find_norm, randomize_state, tolerance
 from micronorm.bench.cases import LAYOUTS, Case, lay_out
 from micronorm.bench.measure import BenchSettings, Contestant, WrongResult, measure
-from micronorm.bench.methods import FORMS, FUSED, SEPARATE
+from micronorm.bench.methods import OURS
 from micronorm.nn import BatchChannelNorm, bcn
 from micronorm.ops.bcn import onepass
 from tests import tolerances
@@ -25,10 +25,10 @@ def draw(dtype: torch.dtype, layout: str = "nchw", shape=SHAPE) -> torch.Tensor:
     return lay_out(torch.randn(shape).to(dtype), layout)
 
 
-HALF = [(method, dtype) for method in (*FUSED, *SEPARATE) for dtype in (torch.bfloat16, torch.float16)]
+HALF = [(method, dtype) for method in OURS for dtype in (torch.bfloat16, torch.float16)]
 
 
-@pytest.mark.parametrize("method, dtype", [*((m, torch.float32) for m in (*FUSED, *SEPARATE, *FORMS)), *HALF])
+@pytest.mark.parametrize("method, dtype", [*((m, torch.float32) for m in OURS), *HALF])
 def test_every_form_of_ours_passes_in_every_mode_and_dtype(method, dtype):
     contestant = Contestant(method, Case(SHAPE, ""), settings(dtype))
     for layout in LAYOUTS:
@@ -37,7 +37,7 @@ def test_every_form_of_ours_passes_in_every_mode_and_dtype(method, dtype):
 
 @pytest.mark.parametrize("shape", [(16, 1024), (3, 8, 9), (2, 8, 3, 4, 5), (8, 1, 4, 8), (3, 2, 5, 7)])
 def test_ranks_two_to_five_and_single_channels_pass(shape):
-    for method in FUSED:
+    for method in OURS:
         assert Contestant(method, Case(shape, ""), settings()).check(draw(torch.float32, shape=shape)) <= 1
 
 
@@ -61,8 +61,8 @@ def test_a_wrong_contestant_is_named_with_its_error_and_gets_no_figure(monkeypat
     right = bcn.batch_channel_norm
     monkeypatch.setattr(bcn, "batch_channel_norm", lambda *args, **options: damage(right(*args, **options)))
     with pytest.raises(WrongResult, match=named):
-        Contestant(FUSED[0], Case(SHAPE, ""), settings()).check(draw(torch.float32))
-    (result,) = measure(Case(SHAPE, ""), "nchw", FUSED[:1], settings())
+        Contestant(OURS[0], Case(SHAPE, ""), settings()).check(draw(torch.float32))
+    (result,) = measure(Case(SHAPE, ""), "nchw", OURS[:1], settings())
     assert result.fault.startswith("wrong: ")
     assert named in result.fault
     assert result.time is None
@@ -140,11 +140,11 @@ SMALLEST = [(16, 1024), (1, 8, 4, 4), (8, 8, 2, 4)]  # the fewest elements per g
 
 @pytest.mark.parametrize("shape", SMALLEST, ids=str)
 def test_the_smallest_shapes_pass_and_a_wrong_layer_is_found_there(monkeypatch, shape):
-    for method in FUSED:
+    for method in OURS:
         assert Contestant(method, Case(shape, ""), settings()).check(draw(torch.float32, shape=shape)) <= 1
     right = bcn.batch_channel_norm
     monkeypatch.setattr(bcn, "batch_channel_norm", lambda *args, **options: wrong_gradient(right(*args, **options)))
-    for method in FUSED:
+    for method in OURS:
         with pytest.raises(WrongResult, match="gradient is"):
             Contestant(method, Case(shape, ""), settings()).check(draw(torch.float32, shape=shape))
 

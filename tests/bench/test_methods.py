@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from micronorm.bench.methods import BN, BN_EVAL_GN, BN_GN, FORMS, FUSED, GN, METHODS, ON_CPU, ON_GPU, choose_methods
-from micronorm.nn.backends import BACKENDS
+from micronorm.bench.methods import BN, BN_GN, GN, METHODS, ON_CPU, ON_GPU, OURS, choose_methods
 from micronorm.nn.bcn import STATISTICS
 
 
@@ -14,10 +13,9 @@ def test_keys_and_labels_name_one_method_each():
     assert len({method.label for method in METHODS}) == len(METHODS)
 
 
-def test_ours_is_there_in_every_mode_and_form():
-    assert {method.mode for method in FUSED} == {*STATISTICS, "eval"}
-    assert {method.backend for method in FORMS} == set(BACKENDS) - {"auto"}
-    assert set(FUSED) <= set(ON_CPU) & set(ON_GPU)
+def test_ours_is_there_in_every_mode():
+    assert {method.mode for method in OURS} == {*STATISTICS, "eval"}
+    assert set(OURS) <= set(ON_CPU) & set(ON_GPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -40,17 +38,13 @@ def test_what_is_called_batch_norm_is_torch_s():
     assert torch.equal(ours[0].running_var, theirs.running_var)
     composed = BN_GN.build(8, torch.float32)
     assert torch.equal(composed(x), composed[1](nn.BatchNorm2d(8)(x)).relu())
-    still = BN_EVAL_GN.build(8, torch.float32)
-    still(x)
-    assert torch.equal(still[0].running_mean, torch.zeros(8))
 
 
 def test_what_computed_it_is_named():
     by = {method.key: method.computed_by(torch.device("cpu")) for method in METHODS}
-    assert by["bn"] == by["bn-eval-gn"] == by["gn"] == "torch"
+    assert by["bn"] == by["bn-gn"] == by["gn"] == "torch"
     assert by["bn-compiled"] == "inductor"
     assert by["bcn-step"] == "one-pass"
-    assert by["bcn-step-reference"] == "reference"
 
 
 def test_methods_are_chosen_by_key_or_by_device():

@@ -8,7 +8,6 @@ from micronorm.bench.cases import CASES, Case
 from micronorm.bench.timing import (
     FOOTPRINT,
     LARGE,
-    BackgroundLoad,
     Inputs,
     copy_bandwidth,
     floor_ms,
@@ -76,17 +75,3 @@ def test_a_copy_counts_the_bytes_read_and_those_written(monkeypatch):
 def test_quartiles_enclose_the_median():
     found = spread([3.0, 1.0, 2.0, 10.0])
     assert (found.q25, found.median, found.q75) == (1.75, 2.5, 4.75)
-
-
-def test_cores_busy_elsewhere_are_those_of_the_machine_without_ours(monkeypatch):
-    machine, own, clock = iter([100.0, 112.0]), iter([5.0, 9.0]), iter([0.0, 4.0])
-    monkeypatch.setattr(timing, "busy_seconds", lambda: next(machine))
-    monkeypatch.setattr(timing.time, "process_time", lambda: next(own))
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
-    assert BackgroundLoad().cores() == (12.0 - 4.0) / 4.0
-
-
-def test_a_kernel_that_does_not_tell_gives_none(monkeypatch, tmp_path):
-    monkeypatch.setattr(timing, "Path", lambda name: tmp_path / "absent")
-    assert timing.busy_seconds() is None
-    assert BackgroundLoad().cores() is None

@@ -34,7 +34,7 @@ def read(path) -> list[dict[str, str]]:
 
 def test_every_method_is_measured_in_both_layouts_and_written(tmp_path):
     out = tmp_path / "new" / "tiny.csv"
-    result = run(*TINY, "--case", "16x1024", "--threads", "1", "--out", str(out))
+    result = run(*TINY, "--case", "16x1024", "--out", str(out))
     assert result.exit_code == 0, result.output
     rows = read(out)
     got = {(r["shape"], r["layout"], r["method"], r["mode"]) for r in rows}
@@ -46,12 +46,12 @@ def test_every_method_is_measured_in_both_layouts_and_written(tmp_path):
 
 def test_a_row_tells_how_to_repeat_it_and_not_whose_machine_it_was(tmp_path):
     out = tmp_path / "tiny.csv"
-    options = ("--layout", "nhwc", "--dtype", "bfloat16", "--device", "cpu", "--threads", "1")
+    options = ("--layout", "nhwc", "--dtype", "bfloat16", "--device", "cpu")
     assert run(*TINY, *FEW, *options, "--out", str(out)).exit_code == 0
     for row in read(out):
         assert row["command"] == (
             "micronorm bench --case 2x8x6x6 --layout nhwc --method bcn-step --method bn --dtype bfloat16 --rounds 2 "
-            "--device cpu --threads 1"
+            "--device cpu"
         )
         assert all(row[name] for name in ("cpu", "threads", "torch", "micronorm", "python", "date", "groups"))
         assert (row["gpu"], row["dtype"]) == ("", "bfloat16")
@@ -114,7 +114,6 @@ def test_a_wrong_contestant_prints_its_error_gets_no_figure_and_ends_with_1(monk
         (["--route", "graph"], "--route must be eager, got 'graph'; CUDA graphs need a GPU"),
         (["--dtype", "float8"], "--dtype must be one of bfloat16, float16, float32, got 'float8'"),
         (["--rounds", "1"], "--rounds must be at least 2 for quartiles, got 1"),
-        (["--threads", "0"], "--threads must be positive, got 0"),
         (["--device", "cuda"], "finds no CUDA device here"),
         (["--device", "tpu"], "--device is cuda or cpu, got 'tpu'"),
         (["--out", "rows.txt"], "--out writes CSV, got 'rows.txt'"),

@@ -16,7 +16,6 @@ from micronorm.bench.results import BenchResult
 from micronorm.bench.timing import (
     GRAPH_PASSES,
     LARGE,
-    BackgroundLoad,
     Captured,
     Inputs,
     device_ms,
@@ -168,17 +167,15 @@ def _measure_route(
             timers[contestant] = _timer(contestant, route, inputs, settings)
     taken: dict[Contestant, list[float]] = {contestant: [] for contestant in timers}
     order = random.Random(SEED)
-    background = BackgroundLoad()
     for number in range(WARM_UP + settings.rounds):
         for contestant in order.sample(list(timers), len(timers)):
             milliseconds = timers[contestant]()
             contestant.commit()
             if number >= WARM_UP:
                 taken[contestant].append(milliseconds)
-    busy = background.cores()
     for contestant, result in results:
         if contestant in taken:
-            result.time, result.busy_elsewhere = spread(taken[contestant]), busy
+            result.time = spread(taken[contestant])
     return [result for _, result in results]
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from micronorm.nn.backends import BACKENDS, explain_backend
+from micronorm.nn.backends import explain_backend
 from micronorm.nn.bcn import BCN, BatchChannelNorm, Statistics
 from micronorm.nn.spec import SPECS, NormSpec
 
@@ -32,7 +32,6 @@ class NormMethod:
         mode: in which mode the layer is measured.
         build: makes the layer, in that mode, from the number of channels and the dtype of the activations.
         is_ours: whether it is our layer.
-        backend: the `backend` argument of our layer.
         is_compiled: whether `torch.compile` compiles the layer.
     """
 
@@ -41,7 +40,6 @@ class NormMethod:
     mode: str
     build: Callable[[int, torch.dtype], nn.Module]
     is_ours: bool = False
-    backend: str = ""
     is_compiled: bool = False
 
     @property
@@ -52,7 +50,7 @@ class NormMethod:
     def computed_by(self, device: torch.device) -> str:
         """Return what computes the method on this device: our backend, inductor or torch."""
         if self.is_ours:
-            return explain_backend(device).backend if self.backend == "auto" else self.backend
+            return explain_backend(device).backend
         return "inductor" if self.is_compiled else "torch"
 
 
@@ -87,25 +85,14 @@ def _group_norm(channels: int, dtype: torch.dtype) -> nn.GroupNorm:
     return nn.GroupNorm(groups_for(channels), channels, dtype=dtype)
 
 
-def _bcn(channels: int, mode: str, backend: str, activation: str | None) -> nn.Module:
+def _bcn(mode: str) -> NormMethod:
     statistics = cast(Statistics, "step" if mode == "eval" else mode)
-    layer = BatchChannelNorm(
-        channels, groups_for(channels), statistics=statistics, rate=RATE, backend=backend, activation=activation
-    )
-    return layer.train(mode != "eval")
 
-
-def _fused(mode: str, backend: str) -> NormMethod:
-    key = f"bcn-{mode}" if backend == "auto" else f"bcn-{mode}-{backend}"
-    name = "BCN+ReLU" if backend == "auto" else f"BCN+ReLU {backend}"
-    return NormMethod(key, name, mode, lambda c, _: _bcn(c, mode, backend, "relu"), is_ours=True, backend=backend)
-
-
-def _separate(mode: str) -> NormMethod:
     def build(channels: int, dtype: torch.dtype) -> nn.Module:
-        return nn.Sequential(_bcn(channels, mode, "auto", None), nn.ReLU(inplace=True))
+        layer = BatchChannelNorm(channels, groups_for(channels), statistics=statistics, rate=RATE, activation="relu")
+        return layer.train(mode != "eval")
 
-    return NormMethod(f"bcn-{mode}-then-relu", "BCN then ReLU", mode, build, is_ours=True, backend="auto")
+    return NormMethod(f"bcn-{mode}", "BCN+ReLU", mode, build, is_ours=True)
 
 
 def _batch(channels: int, dtype: torch.dtype) -> nn.Module:
@@ -116,25 +103,19 @@ def _group(channels: int, dtype: torch.dtype) -> nn.Module:
     return nn.Sequential(_group_norm(channels, dtype), nn.ReLU(inplace=True))
 
 
-def _batch_group(channels: int, dtype: torch.dtype, *, training: bool = True) -> nn.Module:
-    return nn.Sequential(PlainBatchNorm(channels).train(training), _group_norm(channels, dtype), nn.ReLU(inplace=True))
+def _batch_group(channels: int, dtype: torch.dtype) -> nn.Module:
+    return nn.Sequential(PlainBatchNorm(channels), _group_norm(channels, dtype), nn.ReLU(inplace=True))
 
 
-FUSED = tuple(_fused(mode, "auto") for mode in (*MODES, "eval"))
-SEPARATE = tuple(_separate(mode) for mode in MODES)
-FORMS = tuple(_fused(mode, form) for form in BACKENDS if form != "auto" for mode in (*MODES, "eval"))
-"""Our layer with a named backend; measured only when `--method` names it."""
-
+OURS = tuple(_bcn(mode) for mode in (*MODES, "eval"))
 BN = NormMethod("bn", "BN>ReLU", "train", _batch)
 BN_COMPILED = NormMethod("bn-compiled", "BN>ReLU compiled", "train", _batch, is_compiled=True)
 GN = NormMethod("gn", "GN>ReLU", "train", _group)
 BN_GN = NormMethod("bn-gn", "BN>GN>ReLU", "train", _batch_group)
-BN_EVAL_GN = NormMethod("bn-eval-gn", "BN>GN>ReLU", "eval", lambda c, dtype: _batch_group(c, dtype, training=False))
 BN_GN_COMPILED = NormMethod("bn-gn-compiled", "BN>GN>ReLU compiled", "train", _batch_group, is_compiled=True)
 
-ON_CPU = (*FUSED, *SEPARATE, BN, GN, BN_GN, BN_EVAL_GN)
-ON_GPU = (*FUSED, BN, BN_COMPILED, GN, BN_GN, BN_GN_COMPILED)
-METHODS = tuple(dict.fromkeys((*ON_GPU, *ON_CPU, *FORMS)))
+ON_CPU = (*OURS, BN, GN, BN_GN)
+ON_GPU = METHODS = (*OURS, BN, BN_COMPILED, GN, BN_GN, BN_GN_COMPILED)
 
 
 def _registered() -> list[NormMethod]:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from micronorm.bench.cases import Case
-from micronorm.bench.methods import BN, BN_COMPILED, BN_EVAL_GN, BN_GN, NormMethod, groups_for
-from micronorm.bench.timing import QUIET, Spread
+from micronorm.bench.methods import BN, BN_COMPILED, BN_GN, NormMethod, groups_for
+from micronorm.bench.timing import Spread
 from micronorm.engine.environment import environment
 
 ROUTES = ("eager", "graph")
@@ -21,7 +21,6 @@ RATIOS = {
     "to_bn_nhwc": "÷ BN nhwc",
     "to_bn": "÷ BN",
     "to_bn_gn": "÷ BN>GN",
-    "to_bn_eval_gn": "÷ BN eval>GN",
 }
 """Ratios of times: the name in CSV files and the heading in tables."""
 
@@ -34,7 +33,7 @@ class BenchResult:
     """What was measured for one method at a shape, in a layout, by a route. Without a `time`, `fault` says why.
 
     `error` is the worst error of outputs and gradients as a share of the tolerance. `best` names the BatchNorm result
-    that the ratio `to_bn_best` divides by. `busy_elsewhere` is the number of cores that other processes used.
+    that the ratio `to_bn_best` divides by.
     """
 
     case: Case
@@ -51,7 +50,6 @@ class BenchResult:
     peak_bytes: int | None = None
     error: float | None = None
     fault: str = ""
-    busy_elsewhere: float | None = None
     ratios: dict[str, float] = field(default_factory=dict)
     best: str = ""
 
@@ -85,7 +83,6 @@ def compare(results: Sequence[BenchResult]) -> None:
             "to_bn_nhwc": at.get((BN, "nhwc", result.route)),
             "to_bn": at.get((BN, *same)),
             "to_bn_gn": at.get((BN_GN, *same)),
-            "to_bn_eval_gn": at.get((BN_EVAL_GN, *same)),
         }
         result.ratios = {name: result.median / d.median for name, d in denominators.items() if d is not None}
         result.best = "" if best is None else f"{best.method.name} {best.route} {best.layout} ({best.backend})"
@@ -125,10 +122,8 @@ def _cells(result: BenchResult) -> tuple[str, ...]:
 
 
 def remarks(results: Sequence[BenchResult]) -> list[str]:
-    """Return the lines below a table: every fault, and whether other processes kept the CPU busy while it was timed."""
-    lines = [f"{r.method.key}, {r.layout}, {r.route}: {r.fault}" for r in results if r.fault]
-    busy = max((result.busy_elsewhere or 0.0 for result in results if result.peak_bytes is None), default=0.0)
-    return [*lines, f"preliminary: other processes kept {busy:.1f} cores busy"] if busy > QUIET else lines
+    """Return the lines below a table: every fault."""
+    return [f"{r.method.key}, {r.layout}, {r.route}: {r.fault}" for r in results if r.fault]
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -170,7 +165,6 @@ def as_record(result: BenchResult, facts: Mapping[str, object]) -> dict[str, obj
         "peak_bytes": number(result.peak_bytes),
         "error_of_allowed": number(result.error),
         "fault": result.fault,
-        "busy_elsewhere": number(result.busy_elsewhere, 2),
         **facts,
     }
 

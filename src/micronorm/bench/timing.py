@@ -1,11 +1,9 @@
 """Clocks of host and device, captured graphs, inputs to time with, and the bandwidth of a copy."""
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -21,9 +19,6 @@ because the layer before has just written them. Smaller cases therefore reuse on
 CHUNK_MS = 2.0  # work between two events; the events themselves take microseconds
 MOST_REPEATS = 100
 GRAPH_PASSES = 20  # forward-backward passes captured in one graph if a pass is short
-
-QUIET = 0.1
-"""Cores that other processes may keep busy before CPU times become unreliable."""
 
 PASSES_AT_LEAST = 5
 """Passes over memory, forward and backward: 1 read and 1 write, then 2 reads and 1 write."""
@@ -177,28 +172,3 @@ def copy_bandwidth(device: torch.device, *, size: int = 2**30, rounds: int = 20)
         taken = statistics.median(clock(copy) for _ in range(rounds))
         best = max(best, 2 * size / (1e-3 * taken))
     return best
-
-
-def busy_seconds() -> float | None:
-    """Return the CPU time that all processes have used, summed over cores; None without /proc/stat."""
-    stat = Path("/proc/stat")
-    if not stat.exists():
-        return None
-    user, nice, system, _idle, _iowait, *interrupts = map(int, stat.read_text().splitlines()[0].split()[1:8])
-    return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
-
-
-class BackgroundLoad:
-    """Number of cores that other processes kept busy since this object was made."""
-
-    def __init__(self) -> None:
-        self.started = time.perf_counter()
-        self.machine, self.own = busy_seconds(), time.process_time()
-
-    def cores(self) -> float | None:
-        """Return the average number of cores, or None without /proc/stat."""
-        machine = busy_seconds()
-        if machine is None or self.machine is None:
-            return None
-        others = (machine - self.machine) - (time.process_time() - self.own)
-        return max(0.0, others / (time.perf_counter() - self.started))

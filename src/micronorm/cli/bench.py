@@ -40,7 +40,6 @@ def bench(
     dtype: Annotated[str | None, typer.Option(help="Default: bfloat16 on a GPU, float32 on a CPU.")] = None,
     rounds: Annotated[int, typer.Option(help="Timed rounds; use 15 or more for figures to keep.")] = 15,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; default: the GPU if there is one.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Number of torch threads; default: torch's choice.")] = None,
     no_compile: Annotated[bool, typer.Option("--no-compile", help="Leave out the torch.compile methods.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the results to this CSV file.")] = None,
     listed: Annotated[bool, typer.Option("--list", help="List cases and methods, and measure nothing.")] = False,
@@ -62,11 +61,11 @@ def bench(
     chosen_methods = methods.choose_methods(keys, on_gpu=on_gpu, compiled=not no_compile)
     layouts = _members("--layout", layout, LAYOUTS)
     routes = _members("--route", route, ROUTES if on_gpu else ("eager",))
-    settings = _settings(where, routes, dtype=dtype, rounds=rounds, threads=threads)
+    settings = _settings(where, routes, dtype=dtype, rounds=rounds)
     if out is not None:
         _check_file(out)
     repeated = {"case": case, "layout": layout, "method": method, "route": route}
-    single = {"dtype": dtype, "rounds": rounds, "device": device, "threads": threads, "no-compile": no_compile}
+    single = {"dtype": dtype, "rounds": rounds, "device": device, "no-compile": no_compile}
     bandwidth = "" if settings.bandwidth is None else f"{settings.bandwidth / 1e12:.3f}"
     facts = {"copy_tb_per_s": bandwidth, **results.provenance(where, _command({**repeated, **single}))}
     console = Console(highlight=False)
@@ -109,18 +108,12 @@ def _members(option: str, wanted: _Several, known: Sequence[str]) -> Sequence[st
     return [value for value in known if value in wanted] if wanted else known
 
 
-def _settings(
-    device: torch.device, routes: Sequence[str], *, dtype: str | None, rounds: int, threads: int | None
-) -> BenchSettings:
+def _settings(device: torch.device, routes: Sequence[str], *, dtype: str | None, rounds: int) -> BenchSettings:
     name = dtype or ("bfloat16" if device.type == "cuda" else "float32")
     if name not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {name!r}")
     if rounds < 2:
         raise ValueError(f"--rounds must be at least 2 for quartiles, got {rounds}")
-    if threads is not None:
-        if threads < 1:
-            raise ValueError(f"--threads must be positive, got {threads}")
-        torch.set_num_threads(threads)
     bandwidth = copy_bandwidth(device) if device.type == "cuda" else None
     return BenchSettings(device, DTYPES[name], routes, rounds, bandwidth)
 
