@@ -1,9 +1,8 @@
 """`micronorm bench`: norm + ReLU on this machine, our layer beside PyTorch's own."""
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -32,14 +31,19 @@ def bench(
     case: Annotated[
         _Several, typer.Option(help="A group of cases (large, small, cpu) or a shape such as 16x64x56x56. Repeatable.")
     ] = None,
-    layout: Annotated[_Several, typer.Option(help="nhwc or nchw. Repeatable; default: both.")] = None,
+    layout: Annotated[Literal["nhwc", "nchw"] | None, typer.Option(help="Default: both.")] = None,
     method: Annotated[
         _Several, typer.Option(help="A key of --list, or module:Spec for your own norm. Repeatable.")
     ] = None,
-    route: Annotated[_Several, typer.Option(help="eager or graph (CUDA graph). Repeatable.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Default: bfloat16 on a GPU, float32 on a CPU.")] = None,
-    rounds: Annotated[int, typer.Option(help="Timed rounds; use 15 or more for figures to keep.")] = 15,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: the GPU if there is one.")] = None,
+    route: Annotated[
+        Literal["eager", "graph"] | None, typer.Option(help="graph is a CUDA graph. Default: what the device has.")
+    ] = None,
+    dtype: Annotated[
+        Literal["bfloat16", "float16", "float32"] | None,
+        typer.Option(help="Default: bfloat16 on a GPU, float32 on a CPU."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=2, help="Timed rounds; use 15 or more for figures to keep.")] = 15,
+    device: Annotated[Literal["cuda", "cpu"] | None, typer.Option(help="Default: the GPU if there is one.")] = None,
     no_compile: Annotated[bool, typer.Option("--no-compile", help="Leave out the torch.compile methods.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the results to this CSV file.")] = None,
     listed: Annotated[bool, typer.Option("--list", help="List cases and methods, and measure nothing.")] = False,
@@ -54,16 +58,17 @@ def bench(
     if listed:
         _list()
         return
-    where = _device(device)
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     on_gpu = where.type == "cuda"
     chosen_cases = cases.choose_cases(case or (), on_gpu=on_gpu)
     keys = [_register(word) if ":" in word else word for word in method or ()]
     chosen_methods = methods.choose_methods(keys, on_gpu=on_gpu, compiled=not no_compile)
-    layouts = _members("--layout", layout, LAYOUTS)
-    routes = _members("--route", route, ROUTES if on_gpu else ("eager",))
+    layouts = (layout,) if layout else LAYOUTS
+    routes = (route,) if route else ROUTES if on_gpu else ("eager",)
     settings = _settings(where, routes, dtype=dtype, rounds=rounds)
-    if out is not None:
-        _check_file(out)
+    if out is not None:  # raise before the measurement, which may take an hour
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.open("a").close()
     repeated = {"case": case, "layout": layout, "method": method, "route": route}
     single = {"dtype": dtype, "rounds": rounds, "device": device, "no-compile": no_compile}
     bandwidth = "" if settings.bandwidth is None else f"{settings.bandwidth / 1e12:.3f}"
@@ -90,46 +95,14 @@ def bench(
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
-def _device(name: str | None) -> torch.device:
-    available = torch.cuda.is_available()
-    name = name or ("cuda" if available else "cpu")
-    if name not in ("cuda", "cpu"):
-        raise ValueError(f"--device is cuda or cpu, got {name!r}")
-    if name == "cuda" and not available:
-        raise ValueError("--device cuda: torch finds no CUDA device here; leave it out to measure on the CPU")
-    return torch.device(name)
-
-
-def _members(option: str, wanted: _Several, known: Sequence[str]) -> Sequence[str]:
-    for value in wanted or ():
-        if value not in known:
-            hint = "; CUDA graphs need a GPU" if value == "graph" else ""
-            raise ValueError(f"{option} must be {' or '.join(known)}, got {value!r}{hint}")
-    return [value for value in known if value in wanted] if wanted else known
-
-
 def _settings(device: torch.device, routes: Sequence[str], *, dtype: str | None, rounds: int) -> BenchSettings:
-    name = dtype or ("bfloat16" if device.type == "cuda" else "float32")
-    if name not in DTYPES:
-        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {name!r}")
-    if rounds < 2:
-        raise ValueError(f"--rounds must be at least 2 for quartiles, got {rounds}")
-    bandwidth = copy_bandwidth(device) if device.type == "cuda" else None
-    return BenchSettings(device, DTYPES[name], routes, rounds, bandwidth)
-
-
-def _check_file(out: Path) -> None:
-    if out.suffix != ".csv":
-        raise ValueError(f"--out writes CSV, got {out.name!r}; name it something.csv")
-    if out.is_dir():
-        raise ValueError(f"--out writes a file, {out} is a folder; name a file in it, {out / 'rows.csv'}")
-    folder = out.parent
-    try:  # before the measurement, which may take an hour
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".micronorm-"):
-            pass
-    except OSError as fault:
-        raise ValueError(f"--out cannot write into {folder}: {fault.strerror}; name another folder") from None
+    on_gpu = device.type == "cuda"
+    if on_gpu and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch finds no CUDA device here; leave it out to measure on the CPU")
+    if "graph" in routes and not on_gpu:
+        raise ValueError("--route graph: CUDA graphs need a GPU; leave it out to measure on the CPU")
+    name = dtype or ("bfloat16" if on_gpu else "float32")
+    return BenchSettings(device, DTYPES[name], routes, rounds, copy_bandwidth(device) if on_gpu else None)
 
 
 def _command(options: Mapping[str, Any]) -> str:
