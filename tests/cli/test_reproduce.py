@@ -342,7 +342,7 @@ def test_what_the_paper_leaves_open_is_told_once_with_the_rows_it_is_about(train
     assert "24.00 / 7.00" in output
     assert output.count('ours: BCN with statistics="step"') == 1
     assert 'rn50-bcn-ws-step: ours: BCN with statistics="step"' in output
-    assert "All rows: ours, the paper being silent" in output
+    assert "All rows: the paper does not say, so we chose" in output
     assert "rn50-gn: runs/short does not count: epochs 1 where the recipe has 90." in output
     assert trained == []
 

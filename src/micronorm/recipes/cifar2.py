@@ -9,9 +9,9 @@ from micronorm.recipes.recipe import Recipe, Table
 
 _QUOTED = (
     "the paper quotes this figure from the paper on DN and gives neither its schedule nor the size of its large batch; "
-    "ours runs it like the rows beside it"
+    "we run it like the rows beside it"
 )
-_SCHEDULE = "ours, the paper being silent for this table: the protocol of cifar1"
+_SCHEDULE = "the paper gives no schedule for this table, so we took that of cifar1"
 _DN = (
     "the paper quotes Dynamic Normalization's figure and refers to another paper for the method; it is not implemented "
     "here"

@@ -26,7 +26,7 @@ from micronorm.recipes.recipe import Recipe, Table
 LEARNING_RATE = 0.1
 EPOCHS = 15
 STEP_BATCH = 64
-_OURS = 'ours throughout: the paper has no such table. BCN is statistics="step"'
+_OURS = 'our own table: the paper has none like it. BCN is statistics="step"'
 
 
 def _row(row: str, norm: NormSpec, weight: WeightSpec | None, *, batch: int = 1) -> Recipe:

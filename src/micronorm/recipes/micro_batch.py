@@ -13,7 +13,7 @@ STEP_BATCH = 128
 
 _GN = GN(groups=32, min_channels_per_group=4)
 _BCN = BCN(groups=32, min_channels_per_group=4, statistics="step")
-_OURS = 'ours throughout: the paper has no such table. BCN is statistics="step"'
+_OURS = 'our own table: the paper has none like it. BCN is statistics="step"'
 _RENORM = (
     "the limits of batch renormalization grow between steps 1,000 and 4,000 (r) or 2,500 (d), a tenth of its paper's "
     "schedule, as the training is about a tenth as long; its statistics move by 0.01 per micro-batch"

@@ -44,23 +44,23 @@ STEP = (
     'its own micro-batch algorithm is statistics="sequential"'
 )
 _IMAGENET_NETWORK = (
-    "ours, the paper being silent: torchvision's network (stride in the 3×3 convolutions), Kaiming normal weights over "
-    "the fan-out, the last norm of each residual block starting at zero (as in the authors' code; for BCN through the "
-    "group affine), random resized crop and flip; tested on the central 224×224"
+    "the paper does not say, so we chose: torchvision's network (stride in the 3×3 convolutions), Kaiming normal "
+    "weights over the fan-out, the last norm of each residual block starting at zero (as in the authors' code; for BCN "
+    "through the group affine), random resized crop and flip; tested on the central 224×224"
 )
 _MICRO_IMAGENET = (
     "{step} images per step: the paper's {iterations} iterations of one image per GPU on 4 GPUs, so that "
     "there are as many updates as with BN"
 )
 _CIFAR = (
-    "from the authors' code, the paper being silent: 164 epochs, ×0.1 after 81 and 122, lr 0.1, momentum 0.9, weight "
-    "decay 1e-4, crop after padding by 4 and flip; projection in the shortcuts that change shape"
+    "the paper does not say, so we took the authors' code: 164 epochs, ×0.1 after 81 and 122, lr 0.1, momentum 0.9, "
+    "weight decay 1e-4, crop after padding by 4 and flip; projection in the shortcuts that change shape"
 )
-_MICRO_CIFAR = "ours, the paper being silent: gradients are averaged over 128 images, as many as a large batch has"
+_MICRO_CIFAR = "the paper does not say, so we chose: gradients are averaged over 128 images, as in a large batch"
 _ZERO_START = (
-    "ours, the paper being silent for CIFAR: the last norm of every residual block starts at zero (BCN: its group "
-    "affine), as in the authors' ImageNet code; from the usual start lr 0.1 destroys a network of this depth in its "
-    "first ten steps"
+    "the paper does not say for CIFAR, so we chose: the last norm of every residual block starts at zero (BCN: its "
+    "group affine), as in the authors' ImageNet code; from the usual start lr 0.1 destroys a network of this depth in "
+    "its first ten steps"
 )
 
 # Epochs and images per step. ResNet-101 has half the images because more did not fit into the authors' memory.

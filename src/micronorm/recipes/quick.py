@@ -9,7 +9,7 @@ from micronorm.recipes.recipe import Recipe, Table
 
 _GN = GN(groups=32, min_channels_per_group=4)
 _BCN = BCN(groups=32, min_channels_per_group=4, statistics="step")
-_OURS = 'ours throughout: the paper has no such table. BCN is statistics="step"'
+_OURS = 'our own table: the paper has none like it. BCN is statistics="step"'
 
 
 def _row(network: str, method: str, norm: NormSpec, weight: WeightSpec | None, *, batch: int = 1) -> Recipe:

@@ -82,11 +82,11 @@ class Findings:
         return [result.seed for result in self.counted]
 
     def mean(self) -> dict[str, float] | None:
-        """Each figure that all runs have, averaged over seeds; None where no run counts."""
+        """Return each figure that all runs have, averaged over seeds; None if no run counts."""
         return self._over_seeds(statistics.fmean)
 
     def deviation(self) -> dict[str, float] | None:
-        """The sample standard deviation over seeds of each figure; None for fewer than two."""
+        """Return the sample standard deviation over seeds of each figure; None for fewer than two seeds."""
         return self._over_seeds(statistics.stdev) if len(self.counted) > 1 else None
 
     def _over_seeds(self, over: Any) -> dict[str, float] | None:
@@ -94,7 +94,7 @@ class Findings:
             return None
         names = [name for name in self.counted[0].figures if all(name in r.figures for r in self.counted)]
         values = {name: [result.figures[name] for result in self.counted] for name in names}
-        # statistics refuses infinities and NaN, which are what a diverged run gives
+        # A diverged run has figures that are not finite, which `statistics` refuses.
         return {name: over(v) if all(map(math.isfinite, v)) else math.nan for name, v in values.items()}
 
 

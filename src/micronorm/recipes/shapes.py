@@ -12,7 +12,7 @@ from micronorm.recipes.recipe import Recipe, Table
 
 STEPS = 300
 STEP_BATCH = 16
-_OURS = 'ours throughout: the paper has no such table. BCN is statistics="step"'
+_OURS = 'our own table: the paper has none like it. BCN is statistics="step"'
 
 
 def _row(row: str, norm: NormSpec, weight: WeightSpec | None, *, batch: int = 1) -> Recipe:

@@ -18,16 +18,16 @@ _NETWORKS = {"voc": "deeplabv3-resnet101", "camvid": "deeplabv3-resnet50", "labe
 _NOTES = {
     "voc": (
         "the paper starts from its ResNet-101 of ImageNet: give that of the row with --weights",
-        "ours, the paper being silent: momentum 0.9, weight decay 1e-4, poly power 0.9, scales from 0.5 to 2 (log "
-        "uniform), mirroring, a pyramid of 256 channels without dropout, one learning rate for all layers",
+        "the paper does not say, so we chose: momentum 0.9, weight decay 1e-4, poly power 0.9, scales from 0.5 to 2 "
+        "(log uniform), mirroring, a pyramid of 256 channels without dropout, one learning rate for all layers",
     ),
-    "camvid": ('ours throughout: the paper has no such table. Nothing is pretrained. BCN is statistics="step"',),
+    "camvid": ('our own table: the paper has none like it. Nothing is pretrained. BCN is statistics="step"',),
     "label_maps": (
-        "ours throughout: give the folder with --data, and the length of the run with --epochs. BCN is "
+        "our own table: give the folder with --data, and the length of the run with --epochs. BCN is "
         'statistics="step"',
     ),
 }
-_BATCH = 'ours, the paper being silent about the form of BCN here: statistics="batch" over the 16 images of a step'
+_BATCH = 'the paper does not say which form of BCN, so we chose statistics="batch" over the 16 images of a step'
 
 
 def _row(
