@@ -16,7 +16,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "BN": [{}, {"micro_batch": 2}],
     "SN": [{}, {"micro_batch": 2}],
     "BRN": [{}, {"micro_batch": 2}],
-    "FRN": [{}, {"tlu": False}, {"learnable_eps": True}],
+    "FRN": [{}, {"tlu": False}],
     "GN": [{"groups": 4}],
     "EvoNormS0": [{"groups": 4}],
     "BCN": [

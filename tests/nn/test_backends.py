@@ -8,7 +8,7 @@ import torch
 
 from micronorm.nn import BatchChannelNorm, bcn
 from micronorm.nn.backends import explain_backend, kernel_problem, resolve_backend
-from micronorm.nn.group import GroupNorm, InstanceNorm
+from micronorm.nn.group import GroupNorm
 from micronorm.ops import runtime
 from tests.devices import require_kernels
 from tests.tolerances import assert_close_to_max, tolerance
@@ -30,7 +30,7 @@ def test_a_cpu_computes_in_operations_and_a_form_that_was_asked_for_is_taken():
         assert resolve_backend(backend, X) == backend
 
 
-@pytest.mark.parametrize("layer", [BatchChannelNorm(4, 2), GroupNorm(2, 4), InstanceNorm(4)], ids=repr)
+@pytest.mark.parametrize("layer", [BatchChannelNorm(4, 2), GroupNorm(2, 4)], ids=repr)
 def test_a_mistyped_backend_is_refused_where_it_is_used_too(layer):
     layer.backend = "tritn"
     with pytest.raises(ValueError, match=r"backend must be one of \('auto', .*, got 'tritn'"):

@@ -109,14 +109,14 @@ def test_with_micro_batch_the_spec_builds_a_ghost_layer_for_any_rank(dims):
 def test_a_bad_argument_is_refused_where_it_is_written(arguments, message):
     with pytest.raises(ValueError, match=message):
         BN(**arguments)
-    with pytest.raises(ValueError, match=message.replace(" .* ", " ")):
+    with pytest.raises(ValueError, match=message):
         GhostBatchNorm(8, **{"micro_batch": 1, **arguments})
 
 
 def test_bad_dimensions_and_types_are_refused():
     with pytest.raises(ValueError, match="0 to 3 spatial dimensions, got dims=4"):
         BN()(8, dims=4)
-    with pytest.raises(TypeError, match=r"micro_batch must be an int, got 2\.0"):
+    with pytest.raises(TypeError, match=r"micro_batch .* must be an int, got 2\.0"):
         GhostBatchNorm(8, micro_batch=2.0)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="num_channels must be at least 1, got 0"):
         GhostBatchNorm(0, micro_batch=2)

@@ -6,26 +6,14 @@ from micronorm.ops.frn import filter_response_norm
 
 
 @pytest.mark.parametrize("tlu", [True, False])
-@pytest.mark.parametrize("learnable_eps", [True, False])
-def test_the_layer_is_the_function_of_its_parameters(tlu, learnable_eps):
-    norm = FilterResponseNorm(3, tlu=tlu, learnable_eps=learnable_eps)
+def test_the_layer_is_the_function_of_its_parameters(tlu):
+    norm = FilterResponseNorm(3, tlu=tlu)
     with torch.no_grad():
         for p in norm.parameters():
             p.normal_()
-    eps = 1e-6 + norm.learned_eps.abs() if norm.learned_eps is not None else 1e-6
     x = torch.randn(2, 3, 4, 4)
-    assert torch.equal(norm(x), filter_response_norm(x, norm.weight, norm.bias, norm.tau, eps=eps))
-    names = ["weight", "bias"] + ["tau"] * tlu + ["learned_eps"] * learnable_eps
-    assert list(norm.state_dict()) == names
-
-
-def test_the_learned_eps_starts_at_1e_4_and_learns():
-    norm = FilterResponseNorm(3, learnable_eps=True)
-    assert norm.learned_eps is not None
-    assert norm.learned_eps.item() == pytest.approx(1e-4)
-    norm(torch.randn(2, 3)).sum().backward()
-    assert norm.learned_eps.grad is not None
-    assert norm.learned_eps.grad != 0
+    assert torch.equal(norm(x), filter_response_norm(x, norm.weight, norm.bias, norm.tau, eps=1e-6))
+    assert list(norm.state_dict()) == ["weight", "bias"] + ["tau"] * tlu
 
 
 def test_at_the_start_the_threshold_is_a_rectifier():
@@ -42,8 +30,6 @@ def test_training_and_evaluation_agree_and_no_sample_sees_another():
 
 
 def test_the_spec_hands_its_arguments_on():
-    assert repr(FRN(eps=1e-3, tlu=False, learnable_eps=True)(8)) == (
-        "FilterResponseNorm(8, eps=0.001, tlu=False, learnable_eps=True)"
-    )
+    assert repr(FRN(eps=1e-3, tlu=False)(8)) == "FilterResponseNorm(8, eps=0.001, tlu=False)"
     with pytest.raises(ValueError, match="eps must be finite and at least 0, got nan"):
         FRN(eps=float("nan"))

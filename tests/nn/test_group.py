@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from micronorm.nn.group import GN, IN, LN, GroupNorm, InstanceNorm
+from micronorm.nn.group import GN, IN, LN, GroupNorm
 from micronorm.nn.norm_act import NormAct
 from micronorm.ops.activation import check_activation
 from tests.tolerances import assert_close_to_max, tolerance
@@ -36,7 +36,7 @@ def test_instance_norm_is_over_the_space_of_each_channel(size):
 
 @pytest.mark.parametrize("shape", [(1, 4), (1, 4, 1, 1), (3, 4, 1)])
 def test_instance_norm_of_one_position_is_the_bias(shape):
-    norm = InstanceNorm(4)
+    norm = IN()(4)
     nn.init.normal_(norm.bias)
     x = torch.randn(shape, requires_grad=True)
     y = norm(x)

@@ -8,7 +8,7 @@ from torch import nn
 
 import micronorm as mn
 from micronorm.nn import BatchChannelNorm
-from micronorm.nn.group import GroupNorm, InstanceNorm
+from micronorm.nn.group import GroupNorm
 from micronorm.ops.activation import check_activation
 from micronorm.ops.bcn import group_norm_fused
 from tests.devices import KERNEL_DEVICES, require_kernels
@@ -94,7 +94,7 @@ def test_what_follows_is_taken_in_and_the_memory_format_stays(device, activation
 
 @pytest.mark.parametrize("shape", [(1, 4), (1, 4, 1, 1), (3, 4, 1)], ids=str)
 def test_one_value_per_group_gives_the_bias(device, shape):
-    norm = InstanceNorm(4, backend="triton").to(device)
+    norm = GroupNorm(4, 4, backend="triton").to(device)
     nn.init.normal_(norm.bias)
     x = torch.randn(shape, device=device, requires_grad=True)
     y = norm(x)

@@ -4,7 +4,7 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 from micronorm.ops.batch import Running
-from micronorm.ops.switchable import switchable_norm, switchable_norm_inference
+from micronorm.ops.switchable import switchable_norm
 from tests.tolerances import assert_close_to_max, tolerance
 
 F64 = torch.float64
@@ -59,7 +59,8 @@ def test_the_running_statistics_average_the_biased_batch_part():
 
 def test_inference_takes_the_running_statistics_as_the_batch_part():
     x, p, running = torch.randn(5, 3, 4, 2, dtype=F64), parameters(3), fresh(3)
-    y = switchable_norm_inference(x, *p, running)
+    y, after = switchable_norm(x, *p, running, training=False)
+    assert after is running
     assert_close_to_max(y, equation(x, *p, batch=running), tol=tolerance("one_step", F64))
 
 

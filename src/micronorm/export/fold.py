@@ -24,14 +24,13 @@ from micronorm.nn.batch import GhostBatchNorm
 from micronorm.nn.batch_renorm import BatchRenorm
 from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.nn.fingerprint import unmark
-from micronorm.nn.group import GroupNorm, InstanceNorm
+from micronorm.nn.group import GroupNorm
 from micronorm.nn.norm_act import BatchChannelNormAct, ChannelsLast, NormAct
 from micronorm.nn.weight import counterpart_kind
 
 _BCN = (BatchChannelNorm, BatchChannelNormAct)
 _RUNNING = (GhostBatchNorm, BatchRenorm)
-_GROUP = (GroupNorm, InstanceNorm)
-_KNOWN = REPARAMETERIZED | {*_BCN, *_RUNNING, *_GROUP, NormAct}
+_KNOWN = REPARAMETERIZED | {*_BCN, *_RUNNING, GroupNorm, NormAct}
 _FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _WRAPPERS = {
     "DistributedDataParallel": "fold model.module",
@@ -53,8 +52,8 @@ def fold(model: nn.Module, *, example_inputs: Any = None) -> nn.Module:
       eval-mode BatchNorm stays before the GroupNorm. It is BatchNorm1d, 2d or 3d by the rank of the input, or
       nn.SyncBatchNorm, which in eval mode accepts any rank, if the rank is unknown.
     - A layer whose warm-up has not begun (`blend` = 0) becomes a BatchNorm. A layer in mid-warm-up is refused.
-    - GhostBatchNorm and BatchRenorm become BatchNorm; mn.nn.GroupNorm and InstanceNorm become torch's GroupNorm; norms
-      with an activation become nn.Sequential.
+    - GhostBatchNorm and BatchRenorm become BatchNorm, mn.nn.GroupNorm becomes torch's GroupNorm, and norms with an
+      activation become nn.Sequential.
     - Other layers, including torch's BatchNorm, are copied.
 
     nn.GroupNorm raises an error for one value per group (one sample of one position with one channel per group), where
@@ -175,7 +174,7 @@ class _Folder:
                 self._put(module, self._fold_bcn(module))
             elif isinstance(module, _RUNNING):
                 self._put(module, batch_norm(module, self._rank(module)))
-            elif type(module) in _GROUP:
+            elif type(module) is GroupNorm:
                 self._put(module, _as_group_norm(module))
         for module in self.names:
             if type(module) in REPARAMETERIZED and module not in self.replacements:

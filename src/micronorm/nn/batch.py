@@ -2,24 +2,25 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
-from micronorm.nn.inputs import check_count, check_eps, check_input, check_micro_batch, check_momentum
+from micronorm.nn.inputs import check_eps, check_micro_batch, check_momentum
 from micronorm.nn.running import RunningNorm
 from micronorm.nn.spec import NormSpec
-from micronorm.ops.batch import batch_norm, normalize
+from micronorm.ops.batch import Running, batch_norm
 
 
 class GhostBatchNorm(RunningNorm):
     """Batch normalization over small micro-batches, computed for all of them at once.
 
-    In training the N samples of x (N×C×…) stand for ⌈N/m⌉ successive forwards of m = `micro_batch` samples. The last
-    may have fewer. y = γ (x − μ_t)/sqrt(σ²_t + eps) + β with the moments of micro-batch t. Output, gradients, running
-    statistics, num_batches_tracked and state-dict keys are those of nn.BatchNorm2d called on each micro-batch in turn.
-    A single element per channel, for which torch raises an error, has variance 0. Evaluation is that of BatchNorm2d.
+    It takes the arguments of `RunningNorm`. In training the N samples of x (N×C×…) stand for ⌈N/m⌉ successive forwards
+    of m = `micro_batch` samples. The last may have fewer. y = γ (x − μ_t)/sqrt(σ²_t + eps) + β with the moments of
+    micro-batch t. Output, gradients, running statistics, num_batches_tracked and state-dict keys are those of
+    nn.BatchNorm2d called on each micro-batch in turn. A single element per channel, for which torch raises an error,
+    has variance 0. Evaluation is that of BatchNorm2d.
 
     Example:
+        >>> import torch
         >>> norm = GhostBatchNorm(8, micro_batch=2)
         >>> norm(torch.randn(5, 8, 4, 4)).shape
         torch.Size([5, 8, 4, 4])
@@ -27,39 +28,17 @@ class GhostBatchNorm(RunningNorm):
         tensor(3)
     """
 
-    def __init__(
-        self,
-        num_channels: int,
-        *,
-        micro_batch: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        check_count("micro_batch", micro_batch)
-        super().__init__(num_channels, eps=eps, momentum=momentum, device=device, dtype=dtype)
-        self.micro_batch = micro_batch
-        self.reset_parameters()
-
-    def forward(self, x: Tensor) -> Tensor:
-        check_input(x, self.num_channels, "GhostBatchNorm")
-        if not self.training:
-            return normalize(x, self.running_moments(), self.weight, self.bias, eps=self.eps)
-        y, new = batch_norm(
+    def compute(self, x: Tensor) -> tuple[Tensor, Running]:
+        return batch_norm(
             x,
             self.weight,
             self.bias,
             self.running(),
+            training=self.training,
             micro_batch=self.micro_batch,
             momentum=self.momentum,
             eps=self.eps,
         )
-        self.move(new)
-        return y
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, micro_batch={self.micro_batch}"
 
 
 _TORCH_LAYERS = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}

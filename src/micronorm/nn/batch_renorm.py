@@ -2,15 +2,16 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from micronorm.nn.checkpointing import write_once
-from micronorm.nn.inputs import check_input, check_micro_batch, check_momentum
+from micronorm.nn.inputs import check_momentum
 from micronorm.nn.running import RunningNorm
 from micronorm.nn.spec import NormSpec
-from micronorm.ops.batch import Running, normalize
+from micronorm.ops.batch import Running
 from micronorm.ops.batch_renorm import batch_renorm
 from micronorm.ops.moments import wide_dtype
 
@@ -58,8 +59,9 @@ class BatchRenorm(RunningNorm):
     are averaged, and σ_B is biased. running_var holds σ² − eps, so that evaluation is batch normalization and state
     dicts of nn.BatchNorm2d can be loaded.
 
-    With `micro_batch=m` the N samples stand for ⌈N/m⌉ successive forwards of m samples, as in `GhostBatchNorm`: output,
-    gradients and running statistics are those of a loop over the micro-batches.
+    It takes the arguments of `RunningNorm` and the `schedule`. With `micro_batch=m` the N samples stand for ⌈N/m⌉
+    successive forwards of m samples, as in `GhostBatchNorm`: output, gradients and running statistics are those of a
+    loop over the micro-batches.
 
     A forward that activation checkpointing repeats reads the statistics from before the layer last moved them, so
     gradients are exact if each backward directly follows its own forward.
@@ -79,48 +81,39 @@ class BatchRenorm(RunningNorm):
         self,
         num_channels: int,
         *,
-        micro_batch: int | None = None,
-        eps: float = 1e-5,
         momentum: float = 0.01,
         schedule: RenormSchedule = RenormSchedule(),  # noqa: B008 (frozen)
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
         check_momentum(momentum, cumulative=False)
-        check_micro_batch(micro_batch)
-        super().__init__(num_channels, eps=eps, momentum=momentum, device=device, dtype=dtype)
-        self.micro_batch = micro_batch
+        super().__init__(num_channels, momentum=momentum, **options)
         self.schedule = schedule
-        self.reset_parameters()
         for name, buffer in zip(("mean", "var", "batches"), self.running(), strict=True):
             self.register_buffer(f"before_{name}", buffer.clone(), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        check_input(x, self.num_channels, "BatchRenorm")
-        if not self.training:
-            return normalize(x, self.running_moments(), self.weight, self.bias, eps=self.eps)
-        before = Running(self.before_mean, self.before_var, self.before_batches)
-        for buffer, value in zip(before, self.running(), strict=True):
-            write_once(buffer, value)
+    def compute(self, x: Tensor) -> tuple[Tensor, Running]:
+        before = self.running()
+        if self.training:
+            before = Running(self.before_mean, self.before_var, self.before_batches)
+            for buffer, value in zip(before, self.running(), strict=True):
+                write_once(buffer, value)
         count = 1 if self.micro_batch is None else max(1, math.ceil(x.shape[0] / self.micro_batch))
         r_max, d_max = self.schedule.limits(before.batches + torch.arange(count, device=x.device))
-        y, new = batch_renorm(
+        return batch_renorm(
             x,
             self.weight,
             self.bias,
             before,
             r_max=r_max,
             d_max=d_max,
+            training=self.training,
             micro_batch=self.micro_batch,
             momentum=self.momentum,
             eps=self.eps,
         )
-        self.move(new)
-        return y
 
     def extra_repr(self) -> str:
-        size = "" if self.micro_batch is None else f", micro_batch={self.micro_batch}"
-        return f"{super().extra_repr()}, schedule={self.schedule}{size}"
+        return f"{super().extra_repr()}, schedule={self.schedule}"
 
 
 @dataclass(frozen=True)

@@ -38,21 +38,13 @@ class Fingerprinted:
             destination._metadata.setdefault(prefix[:-1], {})[KEY] = self.fingerprint()
 
     def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
     ) -> None:
+        _, _, unexpected_keys, _ = rest
         _compare(self.fingerprint(), state_dict, prefix, local_metadata, unexpected_keys)
         # Without the fingerprint: this layer may have been plain and marked before it was converted.
-        rest = {key: value for key, value in local_metadata.items() if key != KEY}
-        super()._load_from_state_dict(  # type: ignore[misc]
-            state_dict, prefix, rest, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        others = {key: value for key, value in local_metadata.items() if key != KEY}
+        super()._load_from_state_dict(state_dict, prefix, others, *rest)  # type: ignore[misc]
 
 
 def mark_plain(layer: nn.Module) -> None:

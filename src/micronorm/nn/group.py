@@ -113,26 +113,6 @@ class GroupNorm(Fingerprinted, nn.GroupNorm):
         return text if self.backend == "auto" else f"{text}, backend={self.backend!r}"
 
 
-class InstanceNorm(GroupNorm):
-    """Group normalization with one channel per group. For one sample of one position, y = bias.
-
-    Example:
-        >>> InstanceNorm(2)(torch.ones(1, 2, 1, 1)).flatten().tolist()
-        [0.0, 0.0]
-    """
-
-    def __init__(
-        self,
-        num_channels: int,
-        *,
-        eps: float = 1e-5,
-        backend: str = "auto",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(num_channels, num_channels, eps=eps, device=device, dtype=dtype, backend=backend)
-
-
 @dataclass(frozen=True)
 class GN(GroupedSpec):
     """Group normalization: `mn.nn.GroupNorm`, y = γ_c (x − M_ng)/sqrt(S²_ng + eps) + β_c over C/G channels and space.
@@ -167,7 +147,7 @@ class LN(NormSpec):
 
 
 @dataclass(frozen=True)
-class IN(NormSpec):
+class IN(LN):
     """Instance normalization over the space of each channel, affine per channel: group normalization with G = C.
 
     Example:
@@ -175,5 +155,6 @@ class IN(NormSpec):
         48
     """
 
-    layer = InstanceNorm
-    eps: float = 1e-5
+    def __call__(self, num_channels: int, *, dims: int = 2) -> GroupNorm:
+        """Return `mn.nn.GroupNorm` with one channel per group. It takes any number of spatial dimensions."""
+        return GroupNorm(num_channels, num_channels, eps=self.eps)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from micronorm.nn.bcn import BatchChannelNorm
-from micronorm.nn.group import GroupNorm, InstanceNorm
+from micronorm.nn.group import GroupNorm
 from micronorm.nn.passive_hook import PassiveHook
 from micronorm.nn.spec import NormSpec
 from micronorm.ops.activation import IDENTITY, Activation, ActivationKind
@@ -19,7 +19,7 @@ from micronorm.ops.private_api import has_global_hooks
 
 Act = type[nn.Module] | Callable[..., nn.Module]
 
-FUSIBLE: tuple[type[nn.Module], ...] = (BatchChannelNorm, GroupNorm, InstanceNorm)
+FUSIBLE: tuple[type[nn.Module], ...] = (BatchChannelNorm, GroupNorm)
 """Norms whose forward takes `residual=` and `activation=`. Subclasses do not count: they may have another forward."""
 
 _FUNCTIONS: dict[Any, ActivationKind] = {

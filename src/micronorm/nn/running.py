@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from micronorm.nn.checkpointing import write_once
-from micronorm.nn.inputs import check_count, check_eps, check_momentum
+from micronorm.nn.inputs import check_count, check_eps, check_input, check_micro_batch, check_momentum
 from micronorm.ops.batch import Running
-from micronorm.ops.moments import Moments, compute_dtype
+from micronorm.ops.moments import compute_dtype
 
 
 class WideBuffers(nn.Module):
@@ -34,9 +34,18 @@ class WideBuffers(nn.Module):
 
 
 class RunningNorm(WideBuffers):
-    """Base class with the parameters weight, bias and the buffers of nn.BatchNorm2d.
+    """Base class of layers with running statistics: the parameters and buffers of nn.BatchNorm2d.
 
-    A subclass calls reset_parameters() after it has registered its own parameters and buffers.
+    A subclass overrides `compute`.
+
+    Args:
+        num_channels: C.
+        micro_batch: samples per micro-batch; the N samples of a training forward stand for ⌈N/m⌉ successive forwards.
+            None: one batch of all samples.
+        eps: added to variances, inside the root.
+        momentum: the share of the new batch in the running statistics; None for the average of all batches.
+        device: as in torch.nn.
+        dtype: as in torch.nn.
     """
 
     _version = 2  # of the state dict, as in torch: version 2 added num_batches_tracked
@@ -49,16 +58,19 @@ class RunningNorm(WideBuffers):
         self,
         num_channels: int,
         *,
-        eps: float,
-        momentum: float | None,
+        micro_batch: int | None = None,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         check_count("num_channels", num_channels)
+        check_micro_batch(micro_batch)
         check_eps(eps)
         check_momentum(momentum)
         super().__init__()
         self.num_channels = num_channels
+        self.micro_batch = micro_batch
         self.eps = eps
         self.momentum = momentum
         self.weight = nn.Parameter(torch.empty(num_channels, device=device, dtype=dtype))
@@ -67,6 +79,7 @@ class RunningNorm(WideBuffers):
         self.register_buffer("running_mean", torch.empty(num_channels, device=device, dtype=wide))
         self.register_buffer("running_var", torch.empty(num_channels, device=device, dtype=wide))
         self.register_buffer("num_batches_tracked", torch.empty((), device=device, dtype=torch.long))
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
@@ -79,33 +92,26 @@ class RunningNorm(WideBuffers):
         """Return the running statistics: the buffers themselves, not copies."""
         return Running(self.running_mean, self.running_var, self.num_batches_tracked)
 
-    def running_moments(self) -> Moments:
-        """Return the moments that evaluation normalizes with."""
-        return Moments(self.running_mean, self.running_var)
+    def compute(self, x: Tensor) -> tuple[Tensor, Running]:
+        """Return the output, and the running statistics after this forward."""
+        raise NotImplementedError
 
-    def move(self, new: Running) -> None:
-        """Write new running statistics, unless activation checkpointing is repeating this forward."""
+    def forward(self, x: Tensor) -> Tensor:
+        check_input(x, self.num_channels, type(self).__name__)
+        y, new = self.compute(x)
         for buffer, value in zip(self.running(), new, strict=True):
-            if value is not buffer:  # for an empty batch the ops return the buffers unchanged
+            if value is not buffer:  # in eval mode and for an empty batch the ops return the buffers unchanged
                 write_once(buffer, value)
+        return y
 
     def extra_repr(self) -> str:
-        return f"{self.num_channels}, eps={self.eps}, momentum={self.momentum}"
+        return f"{self.num_channels}, eps={self.eps}, momentum={self.momentum}, micro_batch={self.micro_batch}"
 
     def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
     ) -> None:
         if local_metadata.get("version", 1) < 2:
             here = self.num_batches_tracked
             state_dict.setdefault(prefix + "num_batches_tracked", torch.tensor(0) if here.is_meta else here)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
         self.widen_buffers()  # load_state_dict(assign=True) may assign half-precision tensors

@@ -91,17 +91,18 @@ def batch_norm(
     bias: Tensor,
     running: Running,
     *,
+    training: bool = True,
     micro_batch: int | None = None,
     momentum: float | None = 0.1,
     eps: float = 1e-5,
 ) -> tuple[Tensor, Running]:
-    """Normalize N samples in training mode, as ⌈N/m⌉ successive batches of m samples; None is one batch of all.
+    """Normalize N samples, in training as ⌈N/m⌉ successive batches of m samples; None is one batch of all.
 
     y = weight·(x − μ_t)/sqrt(σ²_t + eps) + bias for the samples of micro-batch t, with its own mean and biased
-    variance. Gradients flow through both. The running statistics move as torch's do, by the unbiased variance. An empty
-    batch is normalized by the running statistics and does not move them; all gradients of the parameters are then 0.
+    variance. Gradients flow through both. The running statistics move as torch's do, by the unbiased variance.
+    Without `training`, and for an empty batch, the running statistics normalize and do not move.
     """
-    if x.shape[0] == 0:
+    if not training or x.shape[0] == 0:
         return normalize(x, Moments(running.mean, running.var), weight, bias, eps=eps), running
     batch_tc, batch_nc = batch_moments(moments(x), micro_batch=micro_batch)
     y = normalize(x, batch_nc, weight, bias, eps=eps)

@@ -20,6 +20,7 @@ def batch_renorm(
     *,
     r_max: Tensor,
     d_max: Tensor,
+    training: bool = True,
     micro_batch: int | None = None,
     momentum: float = 0.01,
     eps: float = 1e-5,
@@ -29,7 +30,7 @@ def batch_renorm(
     y = weight·((x − μ_B)/σ_B·r + d) + bias, with σ = sqrt(var + eps) throughout. r = clip(σ_B/σ, 1/r_max, r_max) and
     d = clip((μ_B − μ)/σ, −d_max, d_max) carry no gradient; μ and σ are the running values before the micro-batch. Then
     μ += α(μ_B − μ) and σ += α(σ_B − σ): as in the paper it is σ that moves, by the biased σ_B. `running.var` holds
-    σ² − eps, so that inference is plain batch normalization. An empty batch changes nothing.
+    σ² − eps, so that inference is plain batch normalization.
 
     Args:
         x: N×C×….
@@ -38,6 +39,7 @@ def batch_renorm(
         running: the statistics before the first micro-batch.
         r_max: the limit of r, 0-d or T.
         d_max: the limit of d, 0-d or T.
+        training: if False, and for an empty batch, normalize by the running statistics, which stay as they are.
         micro_batch: samples per micro-batch; the last one may have fewer.
         momentum: α.
         eps: added to variances.
@@ -46,7 +48,7 @@ def batch_renorm(
         y, and the running statistics after the last micro-batch.
     """
     samples = x.shape[0]
-    if samples == 0:
+    if not training or samples == 0:
         return normalize(x, Moments(running.mean, running.var), weight, bias, eps=eps), running
     batch_tc, batch_nc = batch_moments(moments(x), micro_batch=micro_batch)
     wide, size = batch_tc.mean.dtype, samples if micro_batch is None else min(micro_batch, samples)

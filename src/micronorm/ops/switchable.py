@@ -30,33 +30,21 @@ def switchable_norm(
     var_weight: Tensor,
     running: Running,
     *,
+    training: bool = True,
     micro_batch: int | None = None,
     momentum: float | None = 0.1,
     eps: float = 1e-5,
 ) -> tuple[Tensor, Running]:
-    """Normalize in training mode: y = weight·(x − μ)/sqrt(σ² + eps) + bias, with the μ and σ² of `mix`.
+    """Normalize: y = weight·(x − μ)/sqrt(σ² + eps) + bias, with the μ and σ² of `mix`.
 
-    The batch part of μ and σ² is that of micro-batches of m samples. The running statistics average it with the biased
-    variance, as the authors' code does. An empty batch changes nothing.
+    In training the batch part of μ and σ² is that of micro-batches of m samples. The running statistics average it with
+    the biased variance, as the authors' code does. Otherwise, and for an empty batch, the batch part is the running
+    statistics, which stay as they are.
     """
-    if x.shape[0] == 0:
-        return switchable_norm_inference(x, weight, bias, mean_weight, var_weight, running, eps=eps), running
     instance_nc = moments(x)
-    batch_tc, batch_nc = batch_moments(instance_nc, micro_batch=micro_batch)
-    y = normalize(x, mix(instance_nc, batch_nc, mean_weight, var_weight), weight, bias, eps=eps)
-    return y, absorb(running, batch_tc, momentum=momentum)
-
-
-def switchable_norm_inference(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    mean_weight: Tensor,
-    var_weight: Tensor,
-    running: Running,
-    *,
-    eps: float = 1e-5,
-) -> Tensor:
-    """Normalize as in training, but with the running statistics as the batch part."""
-    mixed_nc = mix(moments(x), Moments(running.mean, running.var), mean_weight, var_weight)
-    return normalize(x, mixed_nc, weight, bias, eps=eps)
+    if training and x.shape[0]:
+        batch_tc, batch = batch_moments(instance_nc, micro_batch=micro_batch)
+        after = absorb(running, batch_tc, momentum=momentum)
+    else:
+        batch, after = Moments(running.mean, running.var), running
+    return normalize(x, mix(instance_nc, batch, mean_weight, var_weight), weight, bias, eps=eps), after
