@@ -30,10 +30,13 @@ def test_about_one_in_five_is_for_testing():
     assert 0.19 < np.mean([is_test(str(k)) for k in range(5000)]) < 0.21
 
 
-def test_test_images_are_whole_with_one_target_per_nucleus(tmp_path):
+def test_test_images_are_whole_and_black_up_to_a_multiple_of_32_with_one_target_per_nucleus(tmp_path):
     write_nuclei(tmp_path)
-    images, targets, keys = _load(open_nuclei(tmp_path, masks=True).test, [0, 2])
-    assert [image.shape for image in images] == [(3, 20, 24)] * 2
+    opened = open_nuclei(tmp_path, masks=True)
+    images, targets, keys = _load(opened.test, [0, 2])
+    assert [image.shape for image in images] == [(3, 32, 32)] * 2
+    assert all(image[:, :20, :24].any() and not image[:, 20:].any() and not image[:, :, 24:].any() for image in images)
+    assert [(entry["height"], entry["width"]) for entry in opened.test.annotations["images"]][:1] == [(32, 32)]
     assert targets[1]["boxes"].tolist() == [[3, 2, 9, 8], [12, 10, 20, 18]]
     assert targets[1]["labels"].tolist() == [1, 1]
     assert targets[1]["masks"].sum((1, 2)).tolist() == [36, 64]

@@ -26,12 +26,15 @@ LEAST_PIXELS = 10
 """A nucleus that a training crop cuts to fewer pixels is no target."""
 
 _TEST_SHARE = 5  # one in five
+_STRIDE = 32  # detectors pad images to a multiple of it
 
 
 def open_nuclei(folder: Path | str, *, masks: bool, workers: int = 0, crop: int = 256) -> DetectionSet:
     """Open the nuclei. A hash of its ID decides whether an image is for testing; about one in five is.
 
-    Training images are cropped at random, and mirrored left to right and top to bottom. Test images are whole.
+    Training images are cropped at random, and mirrored left to right and top to bottom. Test images are whole, with
+    black added at the bottom and on the right up to a multiple of 32. A detector would add the mean colour of ImageNet
+    instead, which is far brighter than most of these images and which training crops do not contain.
 
     Args:
         folder: the folder of `images` and `labels`, or one with a child `dsb2018`.
@@ -87,6 +90,8 @@ class _NucleiDecoder:
 
     def __init__(self, files: list[MaskedImage], *, masks: bool, crop: int | None) -> None:
         self._pictures = [_read(pair) for pair in files]
+        if crop is None:
+            self._pictures = [_pad_to_stride(picture) for picture in self._pictures]
         if not any(picture.nuclei.any() for picture in self._pictures):
             raise ValueError(f"the {len(files)} labels from {files[0].mask} on have no nucleus to learn or to score")
         self._masks, self._crop = masks, crop
@@ -162,7 +167,16 @@ def _cut(pixels: np.ndarray, place: list[float], *, size: int) -> np.ndarray:
     """Cut size×size out of H×W or H×W×3 pixels, from two random numbers in [0, 1). Pad what is too small with zeros."""
     top, left = (int(draw * (max(0, side - size) + 1)) for draw, side in zip(place, pixels.shape[:2], strict=True))
     pixels = pixels[top : top + size, left : left + size]
-    down, right = (size - side for side in pixels.shape[:2])
+    return _pad(pixels, *(size - side for side in pixels.shape[:2]))
+
+
+def _pad_to_stride(picture: _Picture) -> _Picture:
+    down, right = (-side % _STRIDE for side in picture.nuclei.shape)
+    return picture._replace(image=_pad(picture.image, down, right), nuclei=_pad(picture.nuclei, down, right))
+
+
+def _pad(pixels: np.ndarray, down: int, right: int) -> np.ndarray:
+    """Add zeros at the bottom and on the right of H×W or H×W×3 pixels."""
     return np.pad(pixels, ((0, down), (0, right), *[(0, 0)] * (pixels.ndim - 2)))
 
 

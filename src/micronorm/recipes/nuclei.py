@@ -10,7 +10,7 @@ from micronorm.recipes.recipe import Recipe, Table
 
 STEP_BATCH = 8
 STEPS = 1_000
-_OURS = 'ours throughout: the paper has no such table. BCN is statistics="step"'
+_OURS = 'our own table: the paper has none like it. BCN is statistics="step"'
 _NUCLEI = (
     "one image at a time: BN has the statistics of one image, in the heads those of its regions",
     "crops of 256×256 for training, whole images for testing, none of them resized; split by a hash of the image's ID",

@@ -84,7 +84,7 @@ _COCO = (
     "convolution of the mask predictor starts near zero",
 )
 _COCO_BCN = (
-    'ours, the paper being silent about the form of BCN here: Algorithm 1 (statistics="sequential") image by image in '
+    'the paper does not say which form of BCN, so we chose Algorithm 1 (statistics="sequential"), image by image in '
     "backbone and pyramid, and with all regions of an image as one micro-batch in the heads"
 )
 

@@ -23,8 +23,7 @@ _NOTES = {
     ),
     "camvid": ('our own table: the paper has none like it. Nothing is pretrained. BCN is statistics="step"',),
     "label_maps": (
-        "our own table: give the folder with --data, and the length of the run with --epochs. BCN is "
-        'statistics="step"',
+        'our own table: give the folder with --data, and the length of the run with --epochs. BCN is statistics="step"',
     ),
 }
 _BATCH = 'the paper does not say which form of BCN, so we chose statistics="batch" over the 16 images of a step'
