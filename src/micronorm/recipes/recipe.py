@@ -34,6 +34,7 @@ DATA: Mapping[str, DataFacts] = {
     "shapes": DataFacts("generated shapes", train=2048, test=128, classes=4, shape=(3, 32, 32)),
     "voc": DataFacts("PASCAL VOC 2012", train=10_582, test=1_449, classes=21, shape=(3, 513, 513)),
     "camvid": DataFacts("CamVid", train=367, test=233, classes=11, shape=(3, 180, 180)),
+    "motion": DataFacts("moving digits", train=3_000, test=1_000, classes=10, shape=(1, 24, 24)),
     "imagenet": DataFacts("ImageNet", train=1_281_167, test=50_000, classes=1000, shape=(3, 224, 224)),
 }
 """By the name that a recipe uses, with the counts of the official releases. The test sets of ImageNet and VOC are

@@ -12,6 +12,7 @@ from micronorm.recipes import (
     imagenet_ws,
     ind_abl,
     micro_batch,
+    motion,
     quick,
     resnext,
     shapes,
@@ -36,6 +37,7 @@ _TABLES = {
         digits.TABLE,
         shapes.TABLE,
         voc.CAMVID,
+        motion.TABLE,
     )
 }
 _WITHOUT_RECIPES = ("mask", "fast", "tsm")  # tables of the paper on detection and video

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-TASKS = {"classification": "open_classification", "segmentation": "open_segmentation"}
+TASKS = {"classification": "open_classification", "segmentation": "open_segmentation", "video": "open_video"}
 """The function that opens a task, in the module of the task's name."""
 
 
