@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "src" / "micronorm" / "recipes" / RECORDED
 PAGE = ROOT / "docs" / "results.md"
 LITERAL = ("steps_gpu_2026-11-16.csv",)  # tables with steps of BCN+WS taken one image at a time, by the kernels
+_UNITS = {"top1": "", "miou": " mIoU", "AP": " AP"}  # the figure of a row, and what is written behind it
 HEADER = ["row", "paper, %", "ours, %", "seeds", "difference", "GPU minutes", "one image at a time"]
 
 
@@ -50,6 +51,7 @@ def entry(run: Path) -> dict[str, Any]:
         "command": facts["command"],
         "digest": record.outcome["digest"],
         "definition": facts["definition"],
+        **({"weights": {"recipe": facts["weights"]["recipe"]}} if "weights" in facts else {}),
         "minutes": round(_seconds(record) / 60, 1),
     }
 
@@ -77,9 +79,9 @@ def table() -> str:
 
 def _line(recipe: Recipe, found: Findings, seconds_per_image: float | None) -> list[str]:
     mean, spread = found.mean() or {}, found.deviation() or {}
-    figure = "top1" if "top1" in mean else "miou"
+    figure, unit = next((name, unit) for name, unit in _UNITS.items() if name in mean)
     paper = None if recipe.paper is None else recipe.paper[figure]
-    ours = f"{mean[figure]:.2f}" + (f" ± {spread[figure]:.2f}" if spread else "") + " mIoU" * (figure == "miou")
+    ours = f"{mean[figure]:.2f}" + (f" ± {spread[figure]:.2f}" if spread else "") + unit
     entries = json.loads(TARGET.read_text("utf-8"))
     minutes = [entries[int(result.where.partition("#")[2])].get("minutes") for result in found.counted]
     days = None

@@ -1,5 +1,6 @@
 """Data sets in their official layouts with a handful of images, written by hand."""
 
+import json
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -109,3 +110,66 @@ def write_camvid(root, *, train=3):
     for part, count in (("train", train), ("test", 2)):
         for k in range(count):
             write_masked(root / f"{part}/{k}.jpg", root / f"{part}annot/{k}.png", (18, 24), seed=k, void=11)
+
+
+COCO_CATEGORIES = ({"id": 1, "name": "person"}, {"id": 3, "name": "car"}, {"id": 90, "name": "toothbrush"})
+COCO_SIZE = (24, 32)
+SQUARE = [4.0, 4.0, 12.0, 4.0, 12.0, 12.0, 4.0, 12.0]
+"""A polygon of 8×8 pixels."""
+
+
+def coco_object(number, image, category, *, box=(4, 4, 8, 8), crowd=0, outline=None):
+    """An annotation as COCO writes it; a square by default."""
+    return {
+        "id": number,
+        "image_id": image,
+        "category_id": category,
+        "bbox": list(box),
+        "area": float(box[2] * box[3]),
+        "iscrowd": crowd,
+        "segmentation": [SQUARE] if outline is None else outline,
+    }
+
+
+def coco_objects():
+    """Objects of images 10 (two, one in two parts), 20 (a crowd and a box without an area) and 30 (none)."""
+    height, width = COCO_SIZE
+    parts = [SQUARE, [20.0, 4.0, 28.0, 4.0, 28.0, 12.0, 20.0, 12.0]]
+    runs = {"size": [height, width], "counts": [0, 48, height * width - 48]}  # two columns
+    return [
+        coco_object(1, 10, 90),
+        coco_object(2, 10, 3, box=(4, 4, 24, 8), outline=parts),
+        coco_object(3, 20, 1, box=(0, 0, 2, 24), crowd=1, outline=runs),
+        coco_object(4, 20, 1, box=(5, 5, 0, 3)),
+        coco_object(5, 20, 3, box=(8, 2, 30, 10), outline=[[8.0, 2.0, 38.0, 2.0, 38.0, 12.0, 8.0, 12.0]]),
+    ]
+
+
+def write_coco(root, *, official=True, objects=None):
+    """Write a COCO of three images per part, of which the last has no object. Return the training annotations."""
+    height, width = COCO_SIZE
+    random = np.random.default_rng(0)
+    for part in ("train", "val"):
+        folder = root / (f"{part}2017" if official else part)
+        folder.mkdir(parents=True)
+        images = [{"id": k, "file_name": f"{k:012}.jpg", "height": height, "width": width} for k in (10, 20, 30)]
+        for image in images:
+            pixels = random.integers(0, 256, (height, width, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / image["file_name"])
+        file = root / (f"annotations/instances_{part}2017.json" if official else f"instances_{part}.json")
+        file.parent.mkdir(exist_ok=True)
+        found = coco_objects() if objects is None else objects
+        file.write_text(json.dumps({"images": images, "annotations": found, "categories": COCO_CATEGORIES[::-1]}))
+    return root / ("annotations/instances_train2017.json" if official else "instances_train.json")
+
+
+def write_nuclei(root, *, names="abcdef", size=(20, 24)):
+    """Write images of two square nuclei, numbers 1 and 300, in 16 bits; "b", "d" and "e" are for testing."""
+    random = np.random.default_rng(0)
+    for folder in ("images", "labels"):
+        (root / folder).mkdir(parents=True)
+    for name in names:
+        Image.fromarray(random.integers(0, 256, (*size, 3), dtype=np.uint8)).save(root / f"images/{name}.jpg")
+        nuclei = np.zeros(size, dtype=np.uint16)
+        nuclei[2:8, 3:9], nuclei[10:18, 12:20] = 1, 300
+        Image.fromarray(nuclei).save(root / f"labels/{name}.png")

@@ -102,8 +102,8 @@ def test_what_does_not_fit_is_refused():
         open_task("segmentation", "shapes", size=64)
     with pytest.raises(ValueError, match="no data set is known as 'digits'; there are shapes, voc, camvid"):
         open_task("segmentation", "digits")
-    with pytest.raises(ValueError, match="no task 'detection'; there are classification, segmentation"):
-        open_task("detection", "coco")
+    with pytest.raises(ValueError, match="no task 'video'; there are classification, segmentation"):
+        open_task("video", "coco")
 
 
 def test_a_recipe_of_another_task_trains_without_a_change_in_the_engine(tmp_path):

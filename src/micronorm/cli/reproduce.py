@@ -23,7 +23,9 @@ from micronorm.recipes.figures import Request
 from micronorm.recipes.results import Findings, RunResult, gather, packaged, read_runs
 from micronorm.recipes.run import Variation
 
-_SHOWN = {"top1": "top-1 error", "top5": "top-5 error", "miou": "mIoU"}
+_AP = {"AP": "AP", "AP50": "AP.5", "AP75": "AP.75", "APl": "APl", "APm": "APm", "APs": "APs"}
+_SHOWN = {"top1": "top-1 error", "top5": "top-5 error", "miou": "mIoU", **_AP}
+_SHOWN |= {f"mask_{name}": f"mask {title}" for name, title in _AP.items()}
 
 
 @dataclass(frozen=True)

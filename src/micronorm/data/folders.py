@@ -43,12 +43,12 @@ class Box(NamedTuple):
     width: int
 
 
-def find_folders(folder: Path | str, *, itself: bool = True) -> Path | None:
+def find_folders(folder: Path | str, *, itself: bool = True, names: Sequence[str] = _NAMES) -> Path | None:
     """Return the first folder with class folders in train and in val, or None.
 
-    Searches `folder` (if `itself`), and imagenet, ImageNet, ilsvrc2012 and ILSVRC2012 in it.
+    Searches `folder` (if `itself`), and its children of these names: imagenet, ImageNet, ilsvrc2012 and ILSVRC2012.
     """
-    children = [Path(folder) / name for name in _NAMES]
+    children = [Path(folder) / name for name in names]
     places = [Path(folder), *children] if itself else children
     return next((place for place in places if all(_subfolders(place / part) for part in ("train", "val"))), None)
 

@@ -1,11 +1,16 @@
 """Search for data sets in the usual folders."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from micronorm.data import cifar, folders
 
 DEFAULT_FOLDERS = (Path("data"), Path("~/data"))
 """Searched in this order if no folder is given."""
+
+TINY = "tiny_imagenet20"
+"""Twenty classes of Tiny ImageNet, in ImageNet's layout."""
 
 
 def search_folders(folder: Path | str | None = None) -> tuple[Path, ...]:
@@ -33,10 +38,28 @@ def find_data(folder: Path | str | None = None) -> dict[str, Path]:
 
 def locate(name: str, folder: Path | str | None = None) -> Path:
     """Return the path of a data set. Raise FileNotFoundError with all searched folders if it is not found."""
-    found = find_data(folder).get(name)
+    places = search_folders(folder)
+    if name == TINY:
+        roots = (folders.find_folders(place, itself=folder is not None, names=(TINY,)) for place in places)
+        found = next(filter(None, roots), None)
+    else:
+        found = find_data(folder).get(name)
     if found is not None:
         return found
-    places = search_folders(folder)
+    if name == TINY:
+        shown = " and ".join(str(place.absolute()) for place in places)
+        raise FileNotFoundError(f"{TINY} was looked for in {shown}, and below: folders train/CLASS/* and val/CLASS/*")
     if name == "imagenet":
         raise FileNotFoundError(folders.explain_missing(*places))
     raise FileNotFoundError(cifar.explain_missing(*places, classes=10 if name == "cifar10" else 100))
+
+
+def open_first(open_files: Callable[..., Any], folder: Path | str | None, **options: Any) -> Any:
+    """Open a data set in the first search folder that contains it. Raise FileNotFoundError with what each one lacks."""
+    errors = []
+    for place in search_folders(folder):
+        try:
+            return open_files(place, **options)
+        except FileNotFoundError as error:
+            errors.append(str(error))
+    raise FileNotFoundError("; ".join(errors))

@@ -1,6 +1,7 @@
 """Weights in files: `model.safetensors` at the end of a run, and a checkpoint of any origin to start from."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,7 +54,9 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> LoadedWeights:
     """Copy tensors of matching name and shape into a model, before training, and report the rest.
 
-    The prefixes that DDP and torch.compile add to every name are ignored.
+    The prefixes that DDP and torch.compile add to every name are ignored. Weights of a backbone are loaded into the
+    part of the model that has their names: `layer1.0.conv1.weight` of a classifier is
+    `backbone.body.layer1.0.conv1.weight` in a detector of torchvision.
 
     Raises:
         ValueError: nothing matches.
@@ -65,6 +68,8 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> LoadedWeigh
     """
     own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     tensors, _ = strip_prefixes(dict(tensors), own)
+    part = _find_part(tensors, own)
+    tensors = {part + name: value for name, value in tensors.items()}
     common = own.keys() & tensors.keys()
     fitting = {name: tensors[name] for name in common if tensors[name].shape == own[name].shape}
     if not fitting:
@@ -79,6 +84,18 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> LoadedWeigh
         unused=tuple(sorted(tensors.keys() - own.keys())),
         other_shape=tuple(sorted(common - fitting.keys())),
     )
+
+
+def _find_part(tensors: Iterable[str], own: Iterable[str]) -> str:
+    """Return the prefix with which most names are names of the model; "" if two prefixes are equally good."""
+    names, found = set(tensors), Counter({"": 0})
+    for key in own:
+        parts = key.split(".")
+        for k in range(len(parts)):
+            if ".".join(parts[k:]) in names:
+                found["".join(part + "." for part in parts[:k])] += 1
+    (best, most), *others = found.most_common()
+    return "" if any(count == most for _, count in others) else best
 
 
 def save_weights(step: Step, path: Path, tensors: dict[str, Tensor] | None = None, *, recipe: str = "") -> None:

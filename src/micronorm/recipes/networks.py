@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from micronorm.convert import norm_act, register_block
 from micronorm.recipes.deeplab import DeepLabV3
+from micronorm.recipes.rcnn import build_rcnn
 from micronorm.recipes.temporal_shift import ClipNetwork, temporal_shift
 
 
@@ -178,10 +179,22 @@ def _clips(*, shift: bool, classes: int, inputs: int, widths: Sequence[int]) -> 
 
 
 def _tsm_resnet50(*, classes: int) -> nn.Module:
-    return temporal_shift(_torchvision((3, 4, 6, 3), classes=classes))
+    return temporal_shift(_torchvision(_RN50, classes=classes))
 
 
 _RESNEXT = {"groups": 32, "width_per_group": 4}
+_RN50, _RN101 = (3, 4, 6, 3), (3, 4, 23, 3)
+# Nuclei are small, many, and computed at their own size. Half of the usual regions are enough for a crop of 256 pixels.
+_NUCLEI: dict[str, Any] = {
+    "masks": True,
+    "anchors": (8, 16, 32, 64, 128),
+    "keep_size": True,
+    "box_detections_per_img": 200,
+    "box_batch_size_per_image": 256,
+    "rpn_pre_nms_top_n_train": 1000,
+    "rpn_post_nms_top_n_train": 1000,
+}
+_SMALL_COCO: dict[str, Any] = {"masks": True, "anchors": (16, 32, 64, 128, 256), "min_size": 320, "max_size": 512}
 
 NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "digits": _digits,
@@ -196,6 +209,15 @@ NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "resnext101-32x4d": partial(_torchvision, (3, 4, 23, 3), **_RESNEXT),
     "deeplabv3-resnet50": partial(DeepLabV3, (3, 4, 6, 3)),
     "deeplabv3-resnet101": partial(DeepLabV3, (3, 4, 23, 3)),
+    "fasterrcnn-resnet50": partial(build_rcnn, _RN50, masks=False),
+    "fasterrcnn-resnet101": partial(build_rcnn, _RN101, masks=False),
+    "maskrcnn-resnet50": partial(build_rcnn, _RN50, masks=True),
+    "maskrcnn-resnet101": partial(build_rcnn, _RN101, masks=True),
+    "maskrcnn-resnet50-plain-fpn": partial(build_rcnn, _RN50, masks=True, pyramid_norm=False),
+    "maskrcnn-resnet50-frozen": partial(build_rcnn, _RN50, masks=True, frozen=True),
+    "maskrcnn-resnet50-nuclei": partial(build_rcnn, _RN50, **_NUCLEI),
+    "maskrcnn-resnet50-nuclei-frozen": partial(build_rcnn, _RN50, **_NUCLEI, frozen=True),
+    "maskrcnn-resnet50-320": partial(build_rcnn, _RN50, **_SMALL_COCO),
     "tsm-resnet50": _tsm_resnet50,
     "motion": partial(_clips, shift=True, inputs=1, widths=(8, 16, 32, 64)),
     "motion-no-shift": partial(_clips, shift=False, inputs=1, widths=(8, 16, 32, 64)),

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from micronorm.engine.optimization import SGD
-from micronorm.engine.schedules import Milestones
+from micronorm.engine.optimization import SGD, ParameterGroup
+from micronorm.engine.schedules import Milestones, StepMilestones, Warmup
 from micronorm.engine.settings import Settings
 from micronorm.nn import BCN, BN, BRN, SN, WS
 from micronorm.nn.spec import NormSpec, WeightSpec
@@ -26,6 +26,15 @@ TITLES = {
     "resnext101-32x4d": "ResNeXt-101 32×4d",
     "deeplabv3-resnet50": "DeepLabV3, ResNet-50",
     "deeplabv3-resnet101": "DeepLabV3, ResNet-101",
+    "fasterrcnn-resnet50": "Faster R-CNN, ResNet-50",
+    "fasterrcnn-resnet101": "Faster R-CNN, ResNet-101",
+    "maskrcnn-resnet50": "Mask R-CNN, ResNet-50",
+    "maskrcnn-resnet101": "Mask R-CNN, ResNet-101",
+    "maskrcnn-resnet50-plain-fpn": "Mask R-CNN, ResNet-50, FPN without norms",
+    "maskrcnn-resnet50-frozen": "Mask R-CNN, ResNet-50",
+    "maskrcnn-resnet50-nuclei": "Mask R-CNN, ResNet-50",
+    "maskrcnn-resnet50-nuclei-frozen": "Mask R-CNN, ResNet-50",
+    "maskrcnn-resnet50-320": "Mask R-CNN, ResNet-50",
     "tsm-resnet50": "TSM, ResNet-50",
     "motion": "small TSM",
     "motion-no-shift": "small ResNet by frame",
@@ -67,6 +76,21 @@ _IMAGENET_LENGTH = {
     "resnext101-32x4d": (100, 128),
 }
 GPUS = 4
+
+# Images per step, learning rate and steps of the 1× schedule of the detectors. ResNet-101 has one image per GPU.
+_COCO_LENGTH = {"resnet50": (8, 0.01, 180_000), "resnet101": (4, 0.005, 360_000)}
+STEM = ("backbone.body.conv1.", "backbone.body.bn1.", "backbone.body.layer1.")
+"""What detectors that start from a classifier do not train: the stem and the first stage."""
+_COCO = (
+    "from the framework that the paper names (maskrcnn-benchmark): drops at 2/3 and 8/9 of the schedule, 500 steps of "
+    "linear warm-up from 1/3, biases at twice the rate and without decay, stem and first stage frozen, norms in the "
+    "pyramid (the caption leaves them out)",
+    "ours: torchvision's losses, of each image alone; its ResNet has the stride in the 3×3 convolutions",
+)
+_COCO_BCN = (
+    'ours, the paper being silent about the form of BCN here: Algorithm 1 (statistics="sequential") image by image in '
+    "backbone and pyramid, and with all regions of an image as one micro-batch in the heads"
+)
 
 
 def method(norm: NormSpec | None, weight: WeightSpec | None) -> str:
@@ -186,3 +210,51 @@ def cifar(
     notes = (*notes, _CIFAR) if batch == settings.step_batch else (*notes, _CIFAR, _MICRO_CIFAR)
     fields |= {"paper": paper, "notes": (*notes, _ZERO_START) if zero_start else notes, "zero_start": zero_start}
     return make(name, network, data, norm, weight, batch=batch, settings=settings, **fields)
+
+
+def coco(
+    name: str,
+    network: str,
+    norm: NormSpec | None,
+    weight: WeightSpec | None,
+    paper: Figures | None,
+    *,
+    start: str,
+    times: int,
+    notes: tuple[str, ...] = (),
+    **fields: Any,
+) -> Recipe:
+    """Make a recipe of a detector on COCO that starts from the recipe `start`, with the 1× or 2× schedule (`times`)."""
+    kind, _, rest = network.partition("-")
+    step_batch, lr, length = _COCO_LENGTH[rest.partition("-")[0]]
+    steps = times * length
+    settings = Settings(
+        steps=steps,
+        step_batch=step_batch,
+        optimizer=SGD(lr=lr, momentum=0.9, weight_decay=1e-4),
+        schedule=Warmup(StepMilestones((steps * 2 // 3, steps * 8 // 9)), steps=500, start=1 / 3),
+        groups=(ParameterGroup(names="*bias", lr_factor=2.0, weight_decay=0.0),),
+    )
+    if isinstance(norm, BCN):
+        notes = (STEP if norm.statistics == "step" else _COCO_BCN, *notes)
+    return make(
+        name,
+        network,
+        "coco",
+        norm,
+        weight,
+        batch=1,
+        settings=settings,
+        task="instances" if kind == "maskrcnn" else "detection",
+        paper=paper,
+        notes=(*notes, *_COCO, f"starts from the weights of {start}: give them with --weights"),
+        start=start,
+        frozen=STEM,
+        **fields,
+    )
+
+
+def frozen_bn(recipe: Recipe) -> Recipe:
+    """Return the recipe of a network with FrozenBatchNorm, whose images may share a forward."""
+    title = recipe.title.replace(": BN of one image", ": frozen BN")
+    return replace(recipe, title=title, settings=replace(recipe.settings, largest=None))

@@ -106,7 +106,7 @@ def parts_to_convert(network: Any, norm: NormSpec | None) -> list[tuple[nn.Modul
     if heads is None:
         return [(network, norm)]
     regions = norm
-    if isinstance(norm, BN) and norm.micro_batch or isinstance(norm, BCN) and norm.statistics == "sequential":
+    if (isinstance(norm, BN) and norm.micro_batch) or (isinstance(norm, BCN) and norm.statistics == "sequential"):
         regions = replace(norm, micro_batch=heads.fg_bg_sampler.batch_size_per_image)
     found = [(network.backbone, norm), (heads.box_head, regions), (heads.mask_head, regions)]
     return [(part, spec) for part, spec in found if part is not None]

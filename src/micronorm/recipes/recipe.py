@@ -12,6 +12,7 @@ from micronorm.engine.settings import Settings
 from micronorm.nn import BN
 from micronorm.nn.spec import NormSpec, WeightSpec
 from micronorm.recipes.networks import NETWORKS, build_network
+from micronorm.recipes.rcnn import parts_to_convert
 from micronorm.tasks import TASKS
 
 
@@ -34,11 +35,16 @@ DATA: Mapping[str, DataFacts] = {
     "shapes": DataFacts("generated shapes", train=2048, test=128, classes=4, shape=(3, 32, 32)),
     "voc": DataFacts("PASCAL VOC 2012", train=10_582, test=1_449, classes=21, shape=(3, 513, 513)),
     "camvid": DataFacts("CamVid", train=367, test=233, classes=11, shape=(3, 180, 180)),
+    "coco": DataFacts("COCO", train=117_266, test=5_000, classes=81, shape=(3, 800, 1333)),
+    "coco128": DataFacts("128 images of COCO", train=126, test=128, classes=81, shape=(3, 320, 512)),
+    "nuclei": DataFacts("nuclei of the 2018 Data Science Bowl", train=519, test=145, classes=2, shape=(3, 256, 256)),
+    "tiny_imagenet20": DataFacts("20 classes of Tiny ImageNet", train=2_000, test=1_000, classes=20, shape=(3, 64, 64)),
     "motion": DataFacts("moving digits", train=3_000, test=1_000, classes=10, shape=(1, 24, 24)),
     "imagenet": DataFacts("ImageNet", train=1_281_167, test=50_000, classes=1000, shape=(3, 224, 224)),
 }
-"""By the name that a recipe uses, with the counts of the official releases. The test sets of ImageNet and VOC are
-their validation sets."""
+"""By the name that a recipe uses, with the counts of the official releases. The test sets of ImageNet, VOC and
+COCO are their validation sets. Images of COCO without an object are not trained on. coco128 is tested on its own
+training images: it shows that a detector can learn them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +68,8 @@ class Recipe:
         notes: what the paper leaves open and what was chosen, a sentence each.
         unavailable: why the row cannot be run; None if it can.
         zero_start: start the last norm of every residual block at zero, so that each block begins as its shortcut.
+        start: the recipe whose trained weights the row starts from (`--weights`); None starts from initial weights.
+        frozen: what stays as it is in a run that starts from weights: prefixes of parameter names.
     """
 
     table: str
@@ -79,6 +87,8 @@ class Recipe:
     notes: tuple[str, ...] = ()
     unavailable: str | None = None
     zero_start: bool = False
+    start: str | None = None
+    frozen: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         named = (("network", self.network, NETWORKS), ("data", self.data, DATA), ("task", self.task, TASKS))
@@ -120,7 +130,15 @@ class Recipe:
         plain = self.norm in (None, BN()) and self.weight is None
         if plain and not self.zero_start:  # `convert` raises an error if it would change nothing
             return network
-        return convert(network, self.norm, self.weight, zero_init_residual=self.zero_start)
+        for part, norm in parts_to_convert(network, self.norm):
+            convert(part, norm, self.weight, zero_init_residual=self.zero_start)
+        return network
+
+    def freeze(self, network: nn.Module) -> None:
+        """Stop the training of what is `frozen`. BatchChannelNorm then keeps its estimates, too."""
+        for name, parameter in network.named_parameters():
+            if name.startswith(self.frozen):
+                parameter.requires_grad_(False)
 
     def definition(self) -> dict[str, Any]:
         """Return everything that determines the result, in JSON types. Equal definitions are the same experiment.
@@ -140,6 +158,8 @@ class Recipe:
             "groups": repr(settings.groups) if settings.groups else None,
             "ema": settings.ema,
             "zero_start": self.zero_start or None,
+            "start": self.start,
+            "frozen": list(self.frozen) or None,
         }
         return {
             "network": self.network,

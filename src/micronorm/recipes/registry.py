@@ -8,11 +8,14 @@ from micronorm.recipes import (
     cifar2,
     cwn,
     digits,
+    fast,
     imagenet,
     imagenet_ws,
     ind_abl,
+    mask,
     micro_batch,
     motion,
+    nuclei,
     quick,
     resnext,
     shapes,
@@ -31,16 +34,21 @@ _TABLES = {
         imagenet.TABLE,
         cifar1.TABLE,
         cifar2.TABLE,
+        mask.TABLE,
+        fast.TABLE,
         voc.TABLE,
         quick.TABLE,
         micro_batch.TABLE,
         digits.TABLE,
         shapes.TABLE,
         voc.CAMVID,
+        nuclei.NUCLEI,
+        nuclei.COCO128,
+        nuclei.TINY_IMAGENET,
         motion.TABLE,
     )
 }
-_WITHOUT_RECIPES = ("mask", "fast", "tsm")  # tables of the paper on detection and video
+_WITHOUT_RECIPES = ("tsm",)  # the paper's table on video
 
 
 def tables() -> dict[str, Table]:

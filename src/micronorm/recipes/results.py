@@ -50,7 +50,8 @@ class RunResult:
         device: the name of the GPU or processor.
         finished: whether the run was completed.
         definition: of the recipe at that time (`Recipe.definition`); None if the record has none.
-        weights: the file of weights that the run started from; None if it started from the recipe's initial weights.
+        weights: what the run started from, the recipe that made the weights or the name of their file; None if it
+            started from the recipe's initial weights.
     """
 
     recipe: str
@@ -125,8 +126,9 @@ def fault(result: RunResult, recipe: Recipe) -> str | None:
                 return f"{kind}{name} {found[name]} where the recipe has {value}"
     if result.data.get("verified") is False:
         return "data that were not compared with the published files"
-    if result.weights:
-        return f"started from the weights of {result.weights}"
+    if result.weights != recipe.start:
+        wanted = f" where the recipe starts from {recipe.start}" if recipe.start else ""
+        return f"started from {f'the weights of {result.weights}' if result.weights else 'initial weights'}{wanted}"
     now = recipe.definition()
     then = now if result.definition is None else result.definition
     changed = [name for name in {**now, **then} if then.get(name, ...) != now.get(name, ...)]
@@ -222,7 +224,7 @@ def _result(facts: Mapping[str, Any], outcome: Mapping[str, Any], *, where: str)
             device=_device(facts),
             finished=outcome.get("finished") is True and bool(outcome.get("figures")),
             definition=facts.get("definition"),
-            weights=(facts.get("variation") or {}).get("weights"),
+            weights=(facts.get("weights") or {}).get("recipe") or (facts.get("variation") or {}).get("weights"),
         )
     except KeyError as error:
         raise ValueError(f"the record lacks {error}") from None

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from micronorm import records
+from micronorm.convert.checkpoint import read_header
 from micronorm.diagnostics.observe import observe
 from micronorm.engine.checkpoint import newest
 from micronorm.engine.journal import CHECKPOINTS
@@ -101,8 +102,12 @@ def run_recipe(
         model = recipe.build(settings.seed)
     facts = _describe(recipe, variation, command)
     started = resume and out is not None and newest(out / CHECKPOINTS) is not None
-    if variation.weights is not None and not started:  # a checkpoint already contains what was learned from them
-        facts["weights"] = _start_from(model, Path(variation.weights), listener)
+    if variation.weights is not None:
+        if not started:  # a checkpoint already contains what was learned from them
+            facts["weights"] = _start_from(model, Path(variation.weights), listener)
+        recipe.freeze(model)
+    elif recipe.start is not None:
+        listener.on_message(f"{recipe.name} starts from {recipe.start}: without --weights the run does not count")
     task = open_task(
         recipe.task,
         recipe.data,
@@ -153,4 +158,7 @@ def _start_from(model: nn.Module, path: Path, listener: Listener) -> Mapping[str
     found = load_weights(model, read_weights(path))
     listener.on_message(f"weights of {path}: {found}")
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    return {"file": path.name, "sha256": digest} | {f.name: list(getattr(found, f.name)) for f in fields(found)}
+    origin = read_header(path).get("model", "").removeprefix("recipe:")
+    return {"file": path.name, "sha256": digest, "recipe": origin} | {
+        f.name: list(getattr(found, f.name)) for f in fields(found)
+    }

@@ -10,8 +10,14 @@ from typing import Any
 
 import torch
 
-TASKS = {"classification": "open_classification", "segmentation": "open_segmentation", "video": "open_video"}
-"""The function that opens a task, in the module of the task's name."""
+TASKS = {
+    "classification": "classification.open_classification",
+    "segmentation": "segmentation.open_segmentation",
+    "detection": "detection.open_detection",
+    "instances": "detection.open_instances",
+    "video": "video.open_video",
+}
+"""The module and function that open a task. "instances" is detection with masks."""
 
 
 def open_task(
@@ -48,6 +54,7 @@ def open_task(
     """
     if task not in TASKS:
         raise ValueError(f"no task {task!r}; there are {', '.join(TASKS)}")
-    module = importlib.import_module(f"micronorm.tasks.{task}")
+    module, _, function = TASKS[task].partition(".")
     options = {"classes": classes, "device": device, "workers": workers}
-    return getattr(module, TASKS[task])(data, folder, **options, download=download, verify=verify, size=size)
+    opened = getattr(importlib.import_module(f"micronorm.tasks.{module}"), function)
+    return opened(data, folder, **options, download=download, verify=verify, size=size)

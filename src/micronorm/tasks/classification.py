@@ -12,12 +12,14 @@ from micronorm.data.cifar import USUAL, open_cifar
 from micronorm.data.digits import SHIFT, open_digits
 from micronorm.data.folders import open_folders
 from micronorm.data.memory import MemorySamples
-from micronorm.data.search import find_data, locate, search_folders
+from micronorm.data.search import TINY, find_data, locate, search_folders
 from micronorm.tasks.pictures import encode_picture, even_indices, in_eval_mode, to_picture
 from micronorm.tasks.scores import SumLoss, SumScore, compute_logits
 
-NAMES = ("digits", "cifar10", "cifar100", "imagenet")
+NAMES = ("digits", "cifar10", "cifar100", "imagenet", TINY)
 """The data sets that `open_classification` can open."""
+
+_SIZES = {"imagenet": 224, TINY: 64}  # of the crops of data sets in files
 
 
 class Classification:
@@ -138,13 +140,14 @@ def open_classification(
     """Open the classification task of a data set.
 
     Args:
-        name: "digits" (part of scikit-learn), "cifar10", "cifar100", or "imagenet": any folders of its layout.
+        name: "digits" (part of scikit-learn), "cifar10", "cifar100", "imagenet" (any folders of its layout) or
+            "tiny_imagenet20".
         folder: where the data are; None searches ./data, then ~/data.
         device: where data sets that are kept in memory are kept. Images of files stay on the CPU.
-        workers: processes that decode ImageNet's files. The other data sets need none.
+        workers: processes that decode ImageNet's files. Data sets in memory need none.
         download: download CIFAR through torchvision into `folder` or ./data if it is not found.
         verify: require CIFAR's official files; otherwise they may be a miniature in the same format.
-        size: height and width of ImageNet's crops; None for 224.
+        size: height and width of the crops; None for 224, or 64 for Tiny ImageNet.
         classes: outputs of the model; None for the number of classes of the data set. More are allowed, as for a few
             folders of ImageNet and a model of 1000 outputs.
 
@@ -154,14 +157,14 @@ def open_classification(
     """
     if name not in NAMES:
         raise ValueError(f"no data set is known as {name!r}; there are {', '.join(NAMES)}")
-    if size is not None and name != "imagenet":
+    if size is not None and name not in _SIZES:
         raise ValueError(f"size is for imagenet, the images of {name} have a fixed size: leave it out")
-    if workers and name != "imagenet":
+    if workers and name not in _SIZES:
         raise ValueError(f"workers decode the files of imagenet, {name} is held in memory: leave --workers out")
-    if name == "imagenet":
+    if name in _SIZES:
         if download:
-            raise ValueError("imagenet cannot be downloaded without registration: leave --download out")
-        opened = open_folders(locate(name, folder), size=size or 224, workers=workers)
+            raise ValueError(f"{name} cannot be downloaded without registration: leave --download out")
+        opened = open_folders(locate(name, folder), size=size or _SIZES[name], workers=workers)
         train, test, labels = opened.train, opened.test, len(opened.classes)
     else:
         train, test = _open_small(name, folder, device=device, download=download, verify=verify)

@@ -10,20 +10,29 @@ a function of that image alone. In torchvision it is not, for four reasons:
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from micronorm.data.coco import open_coco
+from micronorm.data.nuclei import open_nuclei
+from micronorm.data.search import open_first
 from micronorm.ops.keyed import integers, words
+from micronorm.tasks.coco_score import CocoScore
+from micronorm.tasks.pictures import LARGEST_SCENE, draw_detections, encode_scene, even_indices, in_eval_mode
 from micronorm.tasks.scores import SumLoss
 
 # Streams of random words, one for each use of an image's key.
 _ANCHORS, _REGIONS, _SIZE = (int.from_bytes(name, "big") for name in (b"anchor", b"region", b"size"))
 
 _PARTS = ("transform", "backbone", "rpn", "roi_heads")
+SURE = 0.5
+"""Objects with a smaller score are not drawn in examples."""
+
 _PREDICTORS = ("box_predictor", "mask_predictor", "keypoint_predictor")
 
 
@@ -164,7 +173,7 @@ def _losses_of_image(
 
 
 def _assign_targets(rpn: Any, anchors: list[Tensor], targets: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the labels of anchors in their dtype: torchvision's are float32, and so would be a float64 model's loss."""
+    """Return labels in the dtype of the anchors. torchvision's are float32, which makes the loss float32 as well."""
     labels, boxes = type(rpn).assign_targets_to_anchors(rpn, anchors, targets)
     return [label.to(anchors[0].dtype) for label in labels], boxes
 
@@ -272,16 +281,97 @@ class Detection:
         count = max(sums["count"], 1)
         return {name: value / count for name, value in sums.items() if name != "count"}
 
-    def new_score(self) -> Any:
+    def new_score(self) -> CocoScore:
         """Return the score of no samples."""
-        from micronorm.tasks.coco_score import CocoScore
-
         return CocoScore(self.test.annotations, masks=self.masks)
 
-    def score(self, model: nn.Module, batch: tuple[Any, ...]) -> Any:
+    def score(self, model: nn.Module, batch: tuple[Any, ...]) -> CocoScore:
         """Return the COCO score of the images of a batch."""
         images, targets, _ = batch
         score = self.new_score()
         for target, found in zip(targets, detect(model, images), strict=True):
             score.add(target["image"], found)
         return score
+
+    @torch.no_grad()
+    def examples(self, model: nn.Module, *, count: int = 8) -> list[dict[str, Any]]:
+        """Return `count` test images, each beside its true objects and those found with a score above 0.5."""
+        found = []
+        shares = ((0, index[None]) for index in even_indices(len(self.test), count))  # one image fits any memory
+        with in_eval_mode(model) as parameter:
+            for (image,), (target,), _ in self.test.load(shares, seed=0):
+                (answer,) = detect(model, [image.to(parameter.device, parameter.dtype)])
+                sure = answer["scores"] > SURE
+                answer = {name: value[sure] for name, value in answer.items()}
+                truth = {name: target[name] for name in ("boxes", "labels", "masks") if name in target}
+                nothing = {name: value[:0] for name, value in truth.items()}
+                scores = answer["scores"]
+                found.append(
+                    {
+                        "image": self._draw(image, nothing),
+                        "truth": self._draw(image, truth),
+                        "answer": self._draw(image, answer),
+                        "label": self._describe(truth["labels"]),
+                        "prediction": self._describe(answer["labels"]),
+                        "probability": scores.mean().item() if len(scores) else 0.0,
+                        "note": f"{len(scores)} found with a score above {SURE}, {len(truth['labels'])} are there",
+                    }
+                )
+        return found
+
+    def _draw(self, image: Tensor, objects: Mapping[str, Tensor]) -> str:
+        return encode_scene(draw_detections(image, objects, self.names, largest=LARGEST_SCENE))
+
+    def _describe(self, labels: Tensor) -> str:
+        """Return how many objects of each class there are: "2 dog, 1 person"."""
+        counts = labels.bincount().tolist()
+        return ", ".join(f"{n} {self.names[k]}" for k, n in enumerate(counts) if n) or "nothing"
+
+
+_FILES: Mapping[str, Callable[..., Any]] = {
+    "coco": open_coco,
+    "coco128": partial(open_coco, child="coco128", test="train"),
+    "coco128-val": partial(open_coco, child="coco128"),
+    "nuclei": open_nuclei,
+}
+NAMES = tuple(_FILES)
+"""The data sets that `open_detection` can open."""
+
+
+def open_detection(
+    name: str,
+    folder: Path | str | None = None,
+    *,
+    masks: bool = False,
+    device: torch.device | str = "cpu",
+    workers: int = 0,
+    download: bool = False,
+    verify: bool = True,
+    size: int | None = None,
+    classes: int | None = None,
+) -> Detection:
+    """Open the detection task of a data set.
+
+    Args:
+        name: "coco", "coco128" (any small set in COCO's format, tested on its own training images), "coco128-val"
+            (the same, tested on its validation images) or "nuclei".
+        folder: where the data are; None searches ./data, then ~/data.
+        masks: learn and score masks, too.
+        device: not used: images of files stay on the CPU.
+        workers: processes that decode files.
+        download: refused; the data sets cannot be downloaded.
+        verify: not used: there are no published checksums.
+        size: refused; the model resizes its images.
+        classes: outputs of the model, background included; None for those of the data set.
+    """
+    if name not in NAMES:
+        raise ValueError(f"no data set is known as {name!r}; there are {', '.join(NAMES)}")
+    if download or size is not None:
+        raise ValueError(f"{name} cannot be downloaded and has no size to choose: leave --download and --size out")
+    train, test = open_first(_FILES[name], folder, masks=masks, workers=workers)
+    if classes not in (None, len(train.names)):
+        raise ValueError(f"{name} has {len(train.names)} classes with the background, the model {classes} outputs")
+    return Detection(train, test, names=train.names, masks=masks)
+
+
+open_instances = partial(open_detection, masks=True)

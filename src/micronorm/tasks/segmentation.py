@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from micronorm.data.masks import CAMVID_CLASSES, CAMVID_VOID, VOC_CLASSES, VOC_VOID, open_camvid, open_voc
-from micronorm.data.search import search_folders
+from micronorm.data.search import open_first
 from micronorm.data.shapes import CLASSES, VOID, ShapeSamples
 from micronorm.tasks.pictures import (
     PALETTE,
@@ -161,18 +161,7 @@ def open_segmentation(
             raise ValueError(f"{name} cannot be downloaded by this command: leave --download out")
         open_files, names, void = _FILES[name]
         crop = {} if size is None else {"crop": size}
-        train, test = _open_first(open_files, folder, workers=workers, **crop)
+        train, test = open_first(open_files, folder, workers=workers, **crop)
     if classes not in (None, len(names)):
         raise ValueError(f"{name} has {len(names)} classes, the model {classes} outputs")
     return Segmentation(train, test, names=names, void=void)
-
-
-def _open_first(open_files: Any, folder: Path | str | None, **options: Any) -> Any:
-    """Open the data set in the first search folder that contains it."""
-    errors = []
-    for place in search_folders(folder):
-        try:
-            return open_files(place, **options)
-        except FileNotFoundError as error:
-            errors.append(str(error))
-    raise FileNotFoundError("; ".join(errors))

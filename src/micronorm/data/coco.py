@@ -1,0 +1,246 @@
+"""COCO: images with annotated objects, in the official layout or in a flat one.
+
+Files are checked when the set is opened, so that a broken one is named before the training starts.
+"""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from micronorm.data.detection import DetectionSamples, DetectionSet, Target, flip_sample, load_mask_library
+from micronorm.data.folders import decode, require_torchvision
+from micronorm.data.loading import Order
+from micronorm.data.masks import check_picture
+from micronorm.data.memory import FLIP
+from micronorm.ops.keyed import sample_keys, uniforms
+
+LAYOUTS = {"annotations/instances_{}2017.json": "{}2017", "instances_{}.json": "{}"}
+"""The annotations and the folder of the images, for "train" and "val": the official layout and the flat one."""
+
+_KEYS = {
+    "images": ("id", "file_name", "height", "width"),
+    "annotations": ("id", "image_id", "category_id", "bbox", "area", "iscrowd"),
+    "categories": ("id", "name"),
+}
+
+
+def open_coco(
+    folder: Path | str, *, masks: bool, workers: int = 0, child: str = "coco", test: Literal["train", "val"] = "val"
+) -> DetectionSet:
+    """Open COCO: the folder of train2017, val2017 and annotations, or of train, val and instances_{train,val}.json.
+
+    Training images are mirrored at random; those without an object are left out. Test images are neither.
+
+    Args:
+        folder: this folder, or one that contains it as `child`.
+        masks: read the outlines of the objects, too.
+        workers: processes that decode; 0 decodes in this one.
+        child: the name to look for in `folder`.
+        test: the part to test on. "train" shows whether a model can learn its images by heart.
+
+    Raises:
+        FileNotFoundError: no such folder, or an image is missing.
+        ValueError: a broken file, with its name.
+    """
+    places = [Path(folder), Path(folder) / child]
+    found = [(place, file) for place in places for file in LAYOUTS if (place / file.format("train")).is_file()]
+    if not found:
+        files = " or ".join(file.format("train") for file in LAYOUTS)
+        raise FileNotFoundError(
+            f"COCO was looked for in {' and '.join(map(str, places))}: a folder with {files}, and the images beside it"
+        )
+    root, file = found[0]
+    learned, tested = ((root / file.format(part), root / LAYOUTS[file].format(part)) for part in ("train", test))
+    opened = DetectionSet(
+        read_coco(*learned, masks=masks, train=True, workers=workers),
+        read_coco(*tested, masks=masks, train=False, workers=workers),
+    )
+    if opened.train.annotations["categories"] != opened.test.annotations["categories"]:
+        raise ValueError(f"the training and test annotations below {root} must have the same categories")
+    return opened
+
+
+def read_coco(file: Path, images: Path, *, masks: bool, train: bool, workers: int = 0) -> DetectionSamples:
+    """Read one file of annotations with its folder of images.
+
+    Categories become the labels 1, 2, … in the order of their ids. Crowds and boxes without an area are no targets;
+    crowds count in the score.
+
+    Args:
+        file: COCO's JSON of instances.
+        images: the folder of the images that it names.
+        masks: read the outlines of the objects, too.
+        train: mirror images at random, and leave those without an object out.
+        workers: processes that decode; 0 decodes in this one.
+    """
+    require_torchvision()
+    annotations = _read_annotations(file, masks=masks)
+    decoder = _CocoDecoder(annotations, images, masks=masks, train=train)
+    if not any(len(objects.labels) for objects in decoder.objects):
+        raise ValueError(f"{file} annotates no object: there is nothing to learn or to score")
+    _check_images(annotations, images, file)
+    names = ("background", *(category["name"] for category in annotations["categories"]))
+    return DetectionSamples(decoder, names=names, workers=workers)
+
+
+def _read_annotations(file: Path, *, masks: bool) -> dict[str, Any]:
+    """Return the file's images, checked annotations with compressed outlines, and categories in the order of ids."""
+    content = _read_json(file)
+    images = {image["id"]: image for image in content["images"]}
+    categories = sorted(({"id": c["id"], "name": c["name"]} for c in content["categories"]), key=lambda c: c["id"])
+    known = {category["id"] for category in categories}
+    if len(images) < len(content["images"]) or len(known) < len(categories):
+        raise ValueError(f"{file} has two images or two categories of the same id")
+    annotations = []
+    for entry in content["annotations"]:
+        try:
+            if entry["image_id"] not in images:
+                raise ValueError(f"image_id {entry['image_id']} is not among the images")
+            if entry["category_id"] not in known:
+                raise ValueError(f"category_id {entry['category_id']} is not among the categories")
+            annotations.append(_check_annotation(entry, images[entry["image_id"]], masks=masks))
+        except ValueError as error:
+            raise ValueError(f"{file}, annotation {entry['id']}: {error}; repair it or remove it") from error
+    return {"images": list(images.values()), "annotations": annotations, "categories": categories}
+
+
+def _read_json(file: Path) -> dict[str, list[Mapping[str, Any]]]:
+    """Return the content of a file of annotations. Raise an error with its name if a part is missing."""
+    if not file.is_file():
+        raise FileNotFoundError(f"no annotations at {file}")
+    try:
+        content = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file} is not a JSON file ({error}); replace it") from error
+    for part, keys in _KEYS.items():
+        entries = content.get(part) if isinstance(content, dict) else None
+        if not isinstance(entries, list):
+            raise ValueError(f"{file} is not a COCO file of instances: it has no list {part!r}")
+        for k, entry in enumerate(entries):
+            missing = [key for key in keys if not isinstance(entry, dict) or key not in entry]
+            if missing:
+                raise ValueError(f"{file} is not a COCO file of instances: {part}[{k}] has no {missing[0]!r}")
+    return content
+
+
+def _check_annotation(entry: Mapping[str, Any], image: Mapping[str, Any], *, masks: bool) -> dict[str, Any]:
+    """Return the parts of an annotation that we use. Raise ValueError without the file's name if one is wrong."""
+    box = entry["bbox"]
+    if not isinstance(box, list) or len(box) != 4 or not _are_finite(box) or min(box[2:]) < 0:
+        raise ValueError(f"bbox must be four numbers x, y, width and height, the last two not negative, got {box}")
+    kept = {key: entry[key] for key in _KEYS["annotations"]}
+    return {**kept, "segmentation": _encode_outline(entry, image)} if masks else kept
+
+
+def _are_finite(numbers: list[Any]) -> bool:
+    return all(isinstance(x, (int, float)) and math.isfinite(x) for x in numbers)
+
+
+def _encode_outline(entry: Mapping[str, Any], image: Mapping[str, Any]) -> dict[str, Any]:
+    """Return polygons or runs of pixels as a compressed run-length encoding.
+
+    A crowd without an outline covers its box.
+    """
+    library = load_mask_library()
+    height, width = image["height"], image["width"]
+    outline = entry.get("segmentation")
+    if not outline and entry["iscrowd"]:
+        x, y, w, h = entry["bbox"]
+        outline = [[x, y, x + w, y, x + w, y + h, x, y + h]]
+    if not outline:
+        raise ValueError("it has no segmentation, which masks need")
+    if isinstance(outline, list):
+        for polygon in outline:
+            if not isinstance(polygon, list) or len(polygon) % 2 or len(polygon) < 6 or not _are_finite(polygon):
+                points = len(polygon) / 2 if isinstance(polygon, list) else 0
+                raise ValueError(f"a polygon must be 3 points or more, as x and y in pixels, got {points:g} points")
+        found = library.merge(library.frPyObjects(outline, height, width))
+    else:
+        if outline.get("size") != [height, width]:
+            raise ValueError(f"its runs are for size {outline.get('size')}, the image has {[height, width]}")
+        found = library.frPyObjects(outline, height, width) if isinstance(outline.get("counts"), list) else outline
+        library.decode([found])  # raises ValueError for runs that do not fill the image
+    counts = found["counts"]
+    return {"size": [height, width], "counts": counts.decode() if isinstance(counts, bytes) else counts}
+
+
+def _check_images(annotations: Mapping[str, Any], folder: Path, file: Path) -> None:
+    """Raise an error for the first image that is missing, cut short, or of another size than the file says."""
+    for image in annotations["images"]:
+        path = folder / image["file_name"]
+        size = check_picture(path)
+        if size != (image["width"], image["height"]):
+            raise ValueError(
+                f"{path} has {size[0]}×{size[1]} pixels, but {image['width']}×{image['height']} in {file}; "
+                "the annotations belong to another version of the image"
+            )
+
+
+class _Objects(NamedTuple):
+    """The objects of an image: boxes (K×4, x1 y1 x2 y2, within the image), labels, and compressed outlines."""
+
+    boxes: np.ndarray
+    labels: np.ndarray
+    outlines: list[Any]
+
+
+class _CocoDecoder:
+    """Turns shares into lists of bytes and targets."""
+
+    def __init__(self, annotations: dict[str, Any], folder: Path, *, masks: bool, train: bool) -> None:
+        self._masks, self._train = masks, train
+        labels = {category["id"]: k for k, category in enumerate(annotations["categories"], 1)}
+        by_image = defaultdict(list)
+        for entry in annotations["annotations"]:
+            by_image[entry["image_id"]].append(entry)
+        pairs = [(image, _find_objects(by_image[image["id"]], image, labels)) for image in annotations["images"]]
+        pairs = [(image, objects) for image, objects in pairs if len(objects.labels) or not train]
+        images = [image for image, _ in pairs]
+        entries = [entry for image in images for entry in by_image[image["id"]]]
+        self.annotations = {**annotations, "images": images, "annotations": entries}
+        self.objects = [objects for _, objects in pairs]
+        self._paths = [folder / image["file_name"] for image in images]
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitem__(self, order: Order) -> tuple[list[Tensor], list[Target], Tensor]:
+        keys = sample_keys(torch.tensor(order.indices, dtype=torch.int64), seed=order.seed, epoch=order.epoch)
+        mirrored = (uniforms(keys, 1, stream=FLIP).squeeze(1) < 0.5).tolist()
+        images, targets = [], []
+        for index, mirror in zip(order.indices, mirrored, strict=True):
+            image = torch.from_numpy(np.array(decode(self._paths[index]))).permute(2, 0, 1)
+            target = self._target(index, image)
+            if mirror and self._train:
+                image, target = flip_sample(image, target, axis=-1)
+            images.append(image)
+            targets.append(target)
+        return images, targets, keys
+
+    def _target(self, index: int, image: Tensor) -> Target:
+        boxes, labels, outlines = self.objects[index]
+        target = {"boxes": torch.tensor(boxes), "labels": torch.tensor(labels), "image": index}
+        if not self._masks:
+            return target
+        if not outlines:
+            return {**target, "masks": torch.zeros(0, *image.shape[1:], dtype=torch.uint8)}
+        masks = torch.from_numpy(load_mask_library().decode(outlines))  # H×W×K
+        return {**target, "masks": masks.permute(2, 0, 1).contiguous()}
+
+
+def _find_objects(entries: list[dict[str, Any]], image: Mapping[str, Any], labels: Mapping[int, int]) -> _Objects:
+    """Return the objects of an image without crowds and without boxes that have no area within the image."""
+    boxes = np.array([entry["bbox"] for entry in entries], dtype=np.float64).reshape(-1, 4)
+    boxes[:, 2:] += boxes[:, :2]
+    boxes = boxes.clip(0, [image["width"], image["height"]] * 2).astype(np.float32)
+    single = np.array([not entry["iscrowd"] for entry in entries], dtype=bool)
+    kept = np.flatnonzero(single & (boxes[:, 2:] > boxes[:, :2]).all(1))
+    outlines = [entries[k].get("segmentation") for k in kept]
+    return _Objects(boxes[kept], np.array([labels[entries[k]["category_id"]] for k in kept], np.int64), outlines)

@@ -1,0 +1,210 @@
+"""Cell nuclei of the 2018 Data Science Bowl: images/ID.jpg, and labels/ID.png with the number of a nucleus per pixel.
+
+All images are read when the set is opened, and kept in memory as bytes: 664 images are half a gigabyte.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from micronorm.data.detection import DetectionSamples, DetectionSet, Target, flip_sample, load_mask_library
+from micronorm.data.folders import decode, require_torchvision
+from micronorm.data.loading import Order
+from micronorm.data.masks import MaskedImage, check_picture, pair_files
+from micronorm.data.memory import CROP, FLIP
+from micronorm.ops.keyed import sample_keys, uniforms
+
+NAMES = ("background", "nucleus")
+
+LEAST_PIXELS = 10
+"""A nucleus that a training crop cuts to fewer pixels is no target."""
+
+_TEST_SHARE = 5  # one in five
+
+
+def open_nuclei(folder: Path | str, *, masks: bool, workers: int = 0, crop: int = 256) -> DetectionSet:
+    """Open the nuclei. A hash of its ID decides whether an image is for testing; about one in five is.
+
+    Training images are cropped at random, and mirrored left to right and top to bottom. Test images are whole.
+
+    Args:
+        folder: the folder of `images` and `labels`, or one with a child `dsb2018`.
+        masks: give the mask of each nucleus, too.
+        workers: processes that prepare batches; 0 prepares them in this one.
+        crop: height and width of the training crops. Smaller images are padded with black.
+
+    Raises:
+        FileNotFoundError: no such folder, or an image without labels.
+        ValueError: a broken file, with its name.
+    """
+    if crop < 1:
+        raise ValueError(f"crop must be positive, got {crop}")
+    require_torchvision()
+    places = [Path(folder), Path(folder) / "dsb2018"]
+    root = next((place for place in places if (place / "labels").is_dir()), None)
+    if root is None:
+        raise FileNotFoundError(
+            f"the nuclei were looked for in {' and '.join(map(str, places))}: a folder with images/ID.jpg and "
+            "labels/ID.png, which has the number of a nucleus per pixel"
+        )
+    files = pair_files(root / "images", root / "labels")
+    parts = [[pair for pair in files if is_test(pair.image.stem) == test] for test in (False, True)]
+    if not all(parts):
+        raise ValueError(f"{root} has {len(parts[0])} training and {len(parts[1])} test images: add images")
+    train, test = (
+        DetectionSamples(_NucleiDecoder(part, masks=masks, crop=size), names=NAMES, workers=workers)
+        for part, size in zip(parts, (crop, None), strict=True)
+    )
+    return DetectionSet(train, test)
+
+
+def is_test(name: str) -> bool:
+    """Return whether the image of this ID is for testing: SHA-256 of the ID, divisible by five.
+
+    Example:
+        >>> [name for name in "abcdefghijkl" if is_test(name)]
+        ['b', 'd', 'e', 'l']
+    """
+    return int(hashlib.sha256(name.encode()).hexdigest(), 16) % _TEST_SHARE == 0
+
+
+class _Picture(NamedTuple):
+    """An image (3×H×W bytes) and the number of a nucleus per pixel (H×W uint16, 0 is background)."""
+
+    name: str
+    image: Tensor
+    nuclei: np.ndarray
+
+
+class _NucleiDecoder:
+    """Turns shares into lists of bytes and targets, cropped and mirrored if `crop` is given."""
+
+    def __init__(self, files: list[MaskedImage], *, masks: bool, crop: int | None) -> None:
+        self._pictures = [_read(pair) for pair in files]
+        self._masks, self._crop = masks, crop
+
+    def __len__(self) -> int:
+        return len(self._pictures)
+
+    def __getitem__(self, order: Order) -> tuple[list[Tensor], list[Target], Tensor]:
+        keys = sample_keys(torch.tensor(order.indices, dtype=torch.int64), seed=order.seed, epoch=order.epoch)
+        crops = uniforms(keys, 2, stream=CROP).tolist()
+        flips = (uniforms(keys, 2, stream=FLIP) < 0.5).tolist()
+        images, targets = [], []
+        for index, place, mirrored in zip(order.indices, crops, flips, strict=True):
+            image, nuclei = self._pictures[index][1:]
+            if self._crop is None:
+                target = self._target(nuclei, least=1)
+            else:
+                image, nuclei = _cut(image, nuclei, place, size=self._crop)
+                target = self._target(nuclei, least=LEAST_PIXELS)
+                for mirror, axis in zip(mirrored, (-1, -2), strict=True):
+                    image, target = flip_sample(image, target, axis=axis) if mirror else (image, target)
+            images.append(image)
+            targets.append({**target, "image": index})
+        return images, targets, keys
+
+    def _target(self, nuclei: np.ndarray, *, least: int) -> Target:
+        found = _locate(nuclei, least=least)
+        labels = torch.ones(len(found.numbers), dtype=torch.int64)
+        target = {"boxes": torch.tensor(found.boxes, dtype=torch.float32), "labels": labels}
+        if not self._masks:
+            return target
+        masks = np.zeros((len(labels), *nuclei.shape), dtype=np.uint8)
+        for k, (number, box) in enumerate(zip(found.numbers, found.boxes, strict=True)):
+            _fill(masks[k], nuclei, number, box)
+        return {**target, "masks": torch.from_numpy(masks)}
+
+    @cached_property
+    def annotations(self) -> dict[str, Any]:
+        """The nuclei as a COCO dictionary."""
+        images, entries = [], []
+        for number, picture in enumerate(self._pictures, 1):
+            height, width = picture.nuclei.shape
+            images.append({"id": number, "file_name": picture.name, "height": height, "width": width})
+            entries += [{**entry, "image_id": number} for entry in _annotate(picture.nuclei, masks=self._masks)]
+        categories = [{"id": k, "name": name} for k, name in enumerate(NAMES) if k]
+        entries = [{**entry, "id": k} for k, entry in enumerate(entries, 1)]
+        return {"images": images, "annotations": entries, "categories": categories}
+
+
+def _read(pair: MaskedImage) -> _Picture:
+    """Read an image and its labels, completely. Raise an error with the name of a broken file."""
+    from PIL import Image
+
+    for path in pair:
+        check_picture(path)
+    image = torch.from_numpy(np.array(decode(pair.image))).permute(2, 0, 1).contiguous()
+    try:
+        with Image.open(pair.mask) as file:
+            mode, nuclei = file.mode, np.array(file)
+    except Exception as error:  # PIL's decoders raise many kinds of errors
+        raise ValueError(f"{pair.mask} is not a readable image ({error}); replace it or delete it") from error
+    if mode not in ("L", "I;16", "I"):
+        raise ValueError(f"labels must be a grey image of 8 or 16 bits, {pair.mask} has mode {mode}")
+    if nuclei.shape != image.shape[1:]:
+        sizes = [f"{width}×{height}" for height, width in (image.shape[1:], nuclei.shape)]
+        raise ValueError(
+            f"labels must be as large as the image: {pair.image} has {sizes[0]} pixels, {pair.mask} {sizes[1]}"
+        )
+    return _Picture(pair.image.name, image, nuclei.astype(np.uint16))
+
+
+def _cut(image: Tensor, nuclei: np.ndarray, place: list[float], *, size: int) -> tuple[Tensor, np.ndarray]:
+    """Cut size×size out of an image and its labels, from two random numbers in [0, 1). Pad what is too small."""
+    top, left = (int(draw * (max(0, side - size) + 1)) for draw, side in zip(place, nuclei.shape, strict=True))
+    rows, columns = slice(top, top + size), slice(left, left + size)
+    image, nuclei = image[:, rows, columns], nuclei[rows, columns]
+    down, right = (size - side for side in nuclei.shape)
+    return F.pad(image, (0, right, 0, down)), np.pad(nuclei, ((0, down), (0, right)))
+
+
+class _Located(NamedTuple):
+    """Nuclei of an image: numbers (K), boxes (K×4, the outer edges x1 y1 x2 y2 of their pixels), and pixels (K)."""
+
+    numbers: np.ndarray
+    boxes: np.ndarray
+    pixels: np.ndarray
+
+
+def _locate(nuclei: np.ndarray, *, least: int) -> _Located:
+    """Return the nuclei of at least `least` pixels, in the order of their numbers."""
+    rows, columns = np.nonzero(nuclei)
+    order = np.argsort(nuclei[rows, columns], kind="stable")
+    rows, columns = rows[order], columns[order]
+    numbers, starts, pixels = np.unique(nuclei[rows, columns], return_index=True, return_counts=True)
+    low = [np.minimum.reduceat(side, starts) for side in (columns, rows)]
+    high = [np.maximum.reduceat(side, starts) + 1 for side in (columns, rows)]
+    kept = pixels >= least
+    return _Located(numbers[kept], np.stack([*low, *high], 1)[kept], pixels[kept])
+
+
+def _annotate(nuclei: np.ndarray, *, masks: bool) -> Iterator[dict[str, Any]]:
+    """Yield the nuclei of an image as COCO's annotations, without their ids."""
+    for number, box, pixels in zip(*_locate(nuclei, least=1), strict=True):
+        x1, y1, x2, y2 = box.tolist()
+        entry: dict[str, Any] = {
+            "category_id": 1,
+            "iscrowd": 0,
+            "bbox": [x1, y1, x2 - x1, y2 - y1],
+            "area": int(pixels),
+        }
+        if masks:
+            mask = _fill(np.zeros(nuclei.shape, dtype=np.uint8, order="F"), nuclei, number, box)
+            counts = load_mask_library().encode(mask)["counts"].decode()
+            entry["segmentation"] = {"size": list(nuclei.shape), "counts": counts}
+        yield entry
+
+
+def _fill(mask: np.ndarray, nuclei: np.ndarray, number: int, box: np.ndarray) -> np.ndarray:
+    """Set the pixels of one nucleus in an empty mask, and return the mask."""
+    x1, y1, x2, y2 = box
+    mask[y1:y2, x1:x2] = nuclei[y1:y2, x1:x2] == number
+    return mask
