@@ -75,7 +75,7 @@ class MemoryClips:
         augment: bool = False,
         device: torch.device | str = "cpu",
     ) -> None:
-        assert frames.dtype == torch.uint8 and len(frames) == int(lengths.sum()) and len(lengths) == len(labels)
+        assert (len(frames), len(labels)) == (int(lengths.sum()), len(lengths))
         height, width = frames.shape[2:]
         crop = min(height, width) if crop is None else crop
         if not 1 <= crop <= min(height, width):

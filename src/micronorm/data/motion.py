@@ -1,4 +1,4 @@
-"""Generated clips of digits that move, turn, grow, and hide behind one another, in classes that differ by the order of time.
+"""Generated clips of digits that move, turn, grow, and hide behind one another.
 
 Each class is another one played backwards. A model that is blind to the order of the frames sees no difference between
 the two, and at best guesses half of the answers.

@@ -34,7 +34,7 @@ def _row(row: str, norm: NormSpec, weight: WeightSpec | None) -> Recipe:
 
 TABLE = Table(
     name="motion",
-    title="Ours: moving digits, one clip at a time, in classes that are others played backwards; with and without shift",
+    title="Ours: moving digits, one clip at a time; each class is another one played backwards; with and without shift",
     rows=(
         _row("bn", BN(micro_batch=FRAMES), None),
         _row("gn", GN(), None),

@@ -6,11 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from micronorm.data import motion
+from micronorm.data.frame_folders import PREFIXES, open_frame_folders
+from micronorm.data.motion import CLASSES, open_motion
+from micronorm.data.search import open_first
+from micronorm.data.videos import FOLDS, open_videos
 from micronorm.tasks.classification import Classification
 from micronorm.tasks.pictures import LARGEST_PICTURE, even_indices, shrink, stretch
 
-NAMES = ("motion",)
+_CLIPS = tuple(f"clips-{fold}" for fold in range(FOLDS))
+NAMES = ("motion", *PREFIXES, *_CLIPS)
 """The data sets that `open_video` can open."""
 
 _SHOWN = 4  # frames of a clip
@@ -60,6 +64,34 @@ def open_video(
     size: int | None = None,
     classes: int | None = None,
 ) -> Video:
-    """Open the video task of a data set."""
-    train, test = motion.open_motion(device=device)
-    return Video(train, test, names=motion.CLASSES)
+    """Open the video task of a data set.
+
+    Args:
+        name: "motion" (3,000 training and 1,000 test clips, generated), "something" (Something-Something V1), "jester",
+            or "clips-0" to "clips-4": video files in one folder per class, tested on this fold.
+        folder: where the data are; None searches ./data, then ~/data.
+        device: where clips in memory are kept. Clips of frame folders stay on the CPU.
+        workers: processes that decode the frames of "something" and "jester".
+        download: refused; none of the data sets can be downloaded.
+        verify: not used: there are no published checksums.
+        size: height and width of the inputs; None for 224 (something, jester) and 64 (clips).
+        classes: outputs of the model; None for the number of classes of the data set.
+    """
+    if name not in NAMES:
+        raise ValueError(f"no data set is known as {name!r}; there are {', '.join(NAMES)}")
+    if download:
+        raise ValueError(f"{name} cannot be downloaded by this command: leave --download out")
+    if workers and name not in PREFIXES:
+        raise ValueError(f"workers decode frame folders, {name} is held in memory: leave --workers out")
+    given = {} if size is None else {"size": size}
+    if name == "motion":
+        if folder is not None or given:
+            raise ValueError("motion is generated: leave --data and --size out")
+        (train, test), names = open_motion(device=device), CLASSES
+    elif name in _CLIPS:
+        train, test, names = open_first(open_videos, folder, fold=_CLIPS.index(name), device=device, **given)
+    else:
+        train, test, names = open_first(open_frame_folders, folder, name=name, workers=workers, **given)
+    if classes not in (None, len(names)):
+        raise ValueError(f"{name} has {len(names)} classes here, the model {classes} outputs")
+    return Video(train, test, names=names)
