@@ -24,9 +24,9 @@ TRAIN, TEST = 3000, 1000
 SIZE = 24
 """Height and width of a frame."""
 
-_SCALE = Standardization(mean=(70.0,), std=(60.0,))
+_SCALE = Standardization(mean=(44.0,), std=(60.0,))
 _TILE = 0.35  # brightness of the tile on which a digit stands
-_NOISE = 0.3  # the brightest pixel of the background
+_NOISE = 0.1  # the brightest pixel of the background
 _HIDE = CLASSES.index("hide") // 2
 _AT_ONCE = 500  # clips, to save memory
 _DIGITS, _PATH, _PIXELS = (int.from_bytes(name, "big") for name in (b"digi", b"path", b"nois"))
