@@ -292,7 +292,11 @@ def test_the_halves_of_ws_are_told_apart(row, center, scale):
 
 @pytest.mark.parametrize(
     "recipe",
-    [r for r in RUNNABLE if isinstance(r.norm, mn.GN | mn.BCN) and r.table not in ("digits", "shapes", "motion", "clips", *DETECTION)],
+    [
+        r
+        for r in RUNNABLE
+        if isinstance(r.norm, mn.GN | mn.BCN) and r.table not in ("digits", "shapes", "motion", "clips", *DETECTION)
+    ],
     ids=name_of,
 )
 def test_groups_are_the_papers(recipe):

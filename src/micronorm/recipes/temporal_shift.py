@@ -82,12 +82,14 @@ class ClipNetwork(nn.Module):
         return logits.unflatten(0, (-1, self.frames)).mean(1)
 
 
-@torch.fx.wrap  # the check is no part of the data flow that a conversion traces
 def join_frames(clips: Tensor, frames: int) -> Tensor:
     """Return N×T×C×H×W clips as (N·T)×C×H×W frames. Raise ValueError if T is not `frames`."""
     if clips.ndim != 5 or clips.shape[1] != frames:
         raise ValueError(f"the network takes clips of shape N×{frames}×C×H×W, got {tuple(clips.shape)}")
     return clips.flatten(0, 1)
+
+
+torch.fx.wrap("join_frames")  # the check is no part of the data flow that a conversion traces
 
 
 def temporal_shift(network: nn.Module, *, frames: int = 8, share: int = 8, example_inputs: Any = None) -> ClipNetwork:
