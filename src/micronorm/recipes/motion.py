@@ -11,7 +11,7 @@ from micronorm.nn.spec import NormSpec, WeightSpec
 from micronorm.recipes.protocols import OPTIMIZER, make
 from micronorm.recipes.recipe import Recipe, Table
 
-EPOCHS = 10
+EPOCHS = 8
 STEP_BATCH = 32
 _OURS = 'ours throughout: the paper has no such table. BCN is statistics="step"'
 
