@@ -179,6 +179,7 @@ def fresh_import() -> dict:
         "triton",
         "torchvision",
         "timm",
+        "faster_coco_eval",
         "torch._dynamo",
         "sklearn",
         "typer",

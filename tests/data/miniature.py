@@ -175,6 +175,16 @@ def write_nuclei(root, *, names="abcdef", size=(20, 24)):
         Image.fromarray(nuclei).save(root / f"labels/{name}.png")
 
 
+def write_label_maps(root, *, names=("earth", "water", "air"), void=255, size=(18, 24)):
+    """Write three training and two test images with label maps, and classes.txt if there are names."""
+    for part, count in (("train", 3), ("val", 2)):
+        for k in range(count):
+            files = root / f"{part}/images/{k}.jpg", root / f"{part}/masks/{k}.png"
+            write_masked(*files, size, seed=k, void=void)
+    if names:
+        (root / "classes.txt").write_text("\n".join(names) + "\n")
+
+
 def write_frame_folders(root, *, prefix="something-something-v1", train=4, test=2, frames=6):
     """Write a Something-Something V1 of two classes; the videos have `frames` frames or a few more."""
     classes = ("Pushing something from left to right", "Pushing something from right to left")

@@ -103,6 +103,7 @@ PAPER: dict[str, dict[str, tuple[float, ...]]] = {
     "digits": {},
     "shapes": {},
     "camvid": {},
+    "label_maps": {},
     "nuclei": {},
     "coco128": {},
     "tiny_imagenet": {},
@@ -129,6 +130,7 @@ OURS = {
     "shapes": {"bn", "gn", "gn-ws", "bcn-ws"},
     "voc": {"micro-bcn-ws-step"},
     "camvid": {"bn", "bn-ws", "gn", "gn-ws", "bcn-ws"},
+    "label_maps": {"bn", "bn-ws", "gn", "gn-ws", "bcn-ws"},
     "mask": {"rn50-bcn-ws-step", "rn101-bcn-ws-step", "rn50-bcn-ws-step-plain-fpn", "rn50-frozen-bn"},
     "fast": {"rn50-bcn-ws-step", "rn101-bcn-ws-step"},
     "nuclei": {"bn", "gn", "gn-ws", "bcn-ws", "pretrained-frozen-bn", "pretrained-bcn-ws"},
@@ -139,7 +141,18 @@ OURS = {
     "clips": {f"{row}-fold{fold}" for row in ("shift", "no-shift") for fold in range(5)},
 }
 DETECTION = ("mask", "fast", "nuclei", "coco128")  # their networks are tested in test_rcnn.py
-OWN_SETTINGS = ("digits", "shapes", "voc", "camvid", "tiny_imagenet", "tsm", "motion", "clips", *DETECTION)
+OWN_SETTINGS = (
+    "digits",
+    "shapes",
+    "voc",
+    "camvid",
+    "label_maps",
+    "tiny_imagenet",
+    "tsm",
+    "motion",
+    "clips",
+    *DETECTION,
+)
 ALL = [recipe for table in recipes.tables().values() for recipe in table.rows]
 RUNNABLE = [recipe for recipe in ALL if recipe.unavailable is None]
 SMALL = [recipe for recipe in RUNNABLE if recipe.network in ("digits", "cifar-resnet20", "cifar-resnet18")]
@@ -258,7 +271,7 @@ def built(name: str) -> nn.Module:
     """Without values: a ResNet-101 is drawn in a second, and there are many."""
     recipe = recipes.find(name)
     with torch.device("meta"):
-        return recipe.equip(build_network(recipe.network, classes=recipe.classes))
+        return recipe.equip(build_network(recipe.network, classes=recipe.classes or 2))
 
 
 WEIGHTS = {spec: type(spec()(nn.Conv2d(3, 3, 3))) for spec in (mn.WS, mn.WN, mn.CWN)} | {type(None): nn.Conv2d}
@@ -279,7 +292,7 @@ def test_every_layer_is_of_the_method_and_the_classifier_is_plain(recipe):
     assert classifiers
     for classifier in classifiers:
         assert type(classifier) in (nn.Linear, nn.Conv2d)
-        assert len(classifier.weight) == recipe.classes
+        assert len(classifier.weight) == (recipe.classes or 2)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from micronorm.engine.task import Task
 from micronorm.recipes.protocols import shared_samples
 from micronorm.recipes.run import Variation, run_recipe
 from micronorm.recipes.temporal_shift import ClipNetwork
-from micronorm.tasks import open_task
+from micronorm.tasks import open_predictor, open_task
 from micronorm.tasks.video import open_video
 from tests.data.miniature import write_frame_folders, write_videos
 
@@ -55,6 +55,8 @@ def test_what_does_not_fit_is_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             open_task("video", **options)
+    with pytest.raises(ValueError, match="a network of motion reads clips, not images"):
+        open_predictor("video", "motion", names=CLASSES, size=24)
     with pytest.raises(FileNotFoundError, match="jester-v1 was looked for in"):
         open_task("video", "jester", tmp_path)
 

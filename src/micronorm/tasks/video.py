@@ -1,7 +1,8 @@
 """Video classification: a sample is a clip, whose frames stay together; loss and score are those of images."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -41,11 +42,7 @@ class Video(Classification):
     evaluation_batch = 32
 
     def __init__(self, train: Any, test: Any, *, names: tuple[str, ...]) -> None:
-        super().__init__(train, test, classes=len(names))
-        self.names = names
-
-    def _name(self, label: int) -> str:
-        return self.names[label]
+        super().__init__(train, test, classes=len(names), names=names)
 
     def _picture(self, image: Tensor) -> Tensor:
         """Return four frames of a T×C×H×W clip side by side."""
@@ -95,3 +92,8 @@ def open_video(
     if classes not in (None, len(names)):
         raise ValueError(f"{name} has {len(names)} classes here, the model {classes} outputs")
     return Video(train, test, names=names)
+
+
+def open_predictor(data: str, *, names: Sequence[str], size: int) -> NoReturn:
+    """Raise ValueError: `micronorm predict` reads images."""
+    raise ValueError(f"a network of {data} reads clips, not images: call mn.load(RUN) on clips of N×8×C×H×W instead")
