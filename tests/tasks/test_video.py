@@ -61,12 +61,11 @@ def test_what_does_not_fit_is_refused(tmp_path):
         open_task("video", "jester", tmp_path)
 
 
-def test_a_miniature_something_something_trains_through_the_command_line(tmp_path, monkeypatch):
+def test_a_miniature_something_something_trains_through_the_command_line(tmp_path):
     """The recipe is a row of table tsm, but for its network: a ResNet-50 would take a minute."""
     write_frame_folders(tmp_path / "data")
     (tmp_path / "mine.py").write_text(
         "from dataclasses import replace\n"
-        "from functools import partial\n"
         "from micronorm import recipes\n"
         "from micronorm.recipes.networks import NETWORKS, SmallImageResNet\n"
         "from micronorm.recipes.temporal_shift import temporal_shift\n"
@@ -77,11 +76,12 @@ def test_a_miniature_something_something_trains_through_the_command_line(tmp_pat
     )
     out = tmp_path / "run"
     options = ["--data", str(tmp_path / "data"), "--out", str(out), "--size", "16", "--step-batch", "4"]
-    options += ["--epochs", "2", "--device", "cpu", "--micro-batch", "auto"]
+    options += ["--epochs", "2", "--device", "cpu"]
     result = CliRunner().invoke(app, ["train", f"{tmp_path / 'mine.py'}:recipe", *options])
     assert result.exit_code == 0, result.output
     record = records.read(out)
-    assert record.facts["data"] == {"name": "something", "train": 4, "test": 2, "sample": "clip"}
+    facts = {"name": "something", "train": 4, "test": 2, "sample": "clip"}
+    assert record.facts["data"].items() >= facts.items()
     assert len(record.steps) == 2
     assert record.predictions[0]["label"].startswith("Pushing something")
 
@@ -115,7 +115,7 @@ def test_imagenet_weights_start_the_network_of_table_tsm():
 
 @pytest.mark.slow
 def test_the_shift_tells_a_clip_from_the_same_clip_played_backwards():
-    """Three epochs. A model that is blind to the order of the frames has an error of 50 % at least."""
-    execution = Execution(device=torch.device("cpu"), evaluate_epochs=3)
-    outcome = run_recipe(recipes.find("motion/bcn-ws"), out=None, variation=Variation(epochs=3), execution=execution)
+    """Four epochs. A model that is blind to the order of the frames has an error of 50 % at least."""
+    execution = Execution(device=torch.device("cpu"), evaluate_epochs=4)
+    outcome = run_recipe(recipes.find("motion/bcn-ws"), out=None, variation=Variation(epochs=4), execution=execution)
     assert outcome.figures["top1"] < 40
