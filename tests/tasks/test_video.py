@@ -11,9 +11,11 @@ from micronorm.cli import app
 from micronorm.data.motion import CLASSES
 from micronorm.engine.settings import Execution
 from micronorm.engine.task import Task
+from micronorm.engine.weights import load_weights
+from micronorm.recipes.networks import NETWORKS, SmallImageResNet, build_network
 from micronorm.recipes.protocols import shared_samples
 from micronorm.recipes.run import Variation, run_recipe
-from micronorm.recipes.temporal_shift import ClipNetwork
+from micronorm.recipes.temporal_shift import ClipNetwork, temporal_shift
 from micronorm.tasks import open_predictor, open_task
 from micronorm.tasks.video import open_video
 from tests.data.miniature import write_frame_folders, write_videos
@@ -61,17 +63,17 @@ def test_what_does_not_fit_is_refused(tmp_path):
         open_task("video", "jester", tmp_path)
 
 
-def test_a_miniature_something_something_trains_through_the_command_line(tmp_path):
+def test_a_miniature_something_something_trains_through_the_command_line(tmp_path, monkeypatch):
     """The recipe is a row of table tsm, but for its network: a ResNet-50 would take a minute."""
+
+    def build(classes):
+        return temporal_shift(SmallImageResNet(widths=(8, 16), blocks=(1, 1), classes=classes))
+
+    monkeypatch.setitem(NETWORKS, "tiny-tsm", build)
     write_frame_folders(tmp_path / "data")
     (tmp_path / "mine.py").write_text(
         "from dataclasses import replace\n"
         "from micronorm import recipes\n"
-        "from micronorm.recipes.networks import NETWORKS, SmallImageResNet\n"
-        "from micronorm.recipes.temporal_shift import temporal_shift\n"
-        "def build(classes):\n"
-        "    return temporal_shift(SmallImageResNet(widths=(8, 16), blocks=(1, 1), classes=classes))\n"
-        "NETWORKS['tiny-tsm'] = build\n"
         "recipe = replace(recipes.find('tsm/bn-ws'), network='tiny-tsm', classes=2, start=None)\n"
     )
     out = tmp_path / "run"
@@ -102,9 +104,6 @@ def test_a_norm_of_single_frames_is_refused_for_clips():
 
 
 def test_imagenet_weights_start_the_network_of_table_tsm():
-    from micronorm.engine.weights import load_weights
-    from micronorm.recipes.networks import build_network
-
     source = build_network("resnet50", classes=1000)
     model = build_network("tsm-resnet50", classes=174)
     found = load_weights(model, source.state_dict())
