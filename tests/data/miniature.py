@@ -183,3 +183,50 @@ def write_label_maps(root, *, names=("earth", "water", "air"), void=255, size=(1
             write_masked(*files, size, seed=k, void=void)
     if names:
         (root / "classes.txt").write_text("\n".join(names) + "\n")
+
+
+def write_frame_folders(root, *, prefix="something-something-v1", train=4, test=2, frames=6):
+    """Write a Something-Something V1 of two classes; the videos have `frames` frames or a few more."""
+    classes = ("Pushing something from left to right", "Pushing something from right to left")
+    root.mkdir(parents=True, exist_ok=True)
+    (root / f"{prefix}-labels.csv").write_text("\n".join(classes) + "\n")
+    random = np.random.default_rng(0)
+    identity = 100
+    for part, count in (("train", train), ("validation", test)):
+        lines = []
+        for k in range(count):
+            place = root / f"20bn-{prefix}" / str(identity)
+            place.mkdir(parents=True)
+            for number in range(1, frames + k + 1):
+                pixels = random.integers(0, 256, (20, 28, 3), dtype=np.uint8)
+                pixels[0, 0] = identity % 256
+                Image.fromarray(pixels).save(place / f"{number:05d}.jpg")
+            lines.append(f"{identity};{classes[k % 2]}")
+            identity += 1
+        (root / f"{prefix}-{part}.csv").write_text("\n".join(lines) + "\n")
+    return root
+
+
+def write_video(path, *, frames=10, size=(32, 48), step=4):
+    """Write an mp4 of a bright bar that moves to the right by `step` pixels a frame; negative: to the left."""
+    import av
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with av.open(str(path), "w") as video:
+        stream = video.add_stream("mpeg4", rate=10)
+        stream.height, stream.width = size
+        stream.pix_fmt = "yuv420p"
+        for t in range(frames):
+            pixels = np.full((*size, 3), 30, np.uint8)
+            left = t * step if step > 0 else size[1] - 6 + t * step
+            pixels[:, left : left + 6] = 220
+            video.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        video.mux(stream.encode(None))
+
+
+def write_videos(root, *, count=8):
+    """Write `count` videos in each of two classes."""
+    for name, step in (("left", -4), ("right", 4)):
+        for k in range(count):
+            write_video(root / name / f"{name}{k}.mp4", frames=8 + k % 3, step=step)
+    return root

@@ -224,7 +224,8 @@ class _Folder:
             return None
         if isinstance(layer, nn.Linear) and self.ranks.get(call) != 2:
             return None  # in N×T×C the norm's channels are axis 1, those of a linear layer axis 2
-        return None if _has_hooks(layer) or self._is_read(layer) else layer
+        # A hook before the layer changes its input alone, such as the temporal shift of video networks.
+        return None if _has_hooks(layer, before=False) or self._is_read(layer) else layer
 
     def _is_read(self, layer: nn.Module) -> bool:
         """Return whether the model uses the layer's parameters other than by calling the layer."""
@@ -244,8 +245,8 @@ def _activation(norm: BatchChannelNorm) -> nn.Module | None:
     return kinds[norm.activation]() if norm.activation else None
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    return any(getattr(module, table) for table in _FORWARD_HOOKS)
+def _has_hooks(module: nn.Module, *, before: bool = True) -> bool:
+    return any(getattr(module, table) for table in _FORWARD_HOOKS if before or table != "_forward_pre_hooks")
 
 
 def _as_group_norm(norm: Any) -> nn.GroupNorm:

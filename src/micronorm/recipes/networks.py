@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from micronorm.convert import norm_act, register_block
 from micronorm.recipes.deeplab import DeepLabV3
 from micronorm.recipes.rcnn import build_rcnn
+from micronorm.recipes.temporal_shift import ClipNetwork, temporal_shift
 
 
 def _conv(inputs: int, outputs: int, kernel: int, *, stride: int = 1) -> nn.Conv2d:
@@ -171,6 +172,16 @@ def _torchvision(blocks: Sequence[int], *, classes: int, groups: int = 1, width_
     )
 
 
+def _clips(*, shift: bool, classes: int, inputs: int, widths: Sequence[int]) -> nn.Module:
+    """Build a network of one block per stage for N×8×inputs×H×W clips."""
+    network = SmallImageResNet(widths=widths, blocks=(1,) * len(widths), classes=classes, inputs=inputs)
+    return temporal_shift(network) if shift else ClipNetwork(network)
+
+
+def _tsm_resnet50(*, classes: int) -> nn.Module:
+    return temporal_shift(_torchvision(_RN50, classes=classes))
+
+
 _RESNEXT = {"groups": 32, "width_per_group": 4}
 _RN50, _RN101 = (3, 4, 6, 3), (3, 4, 23, 3)
 # Nuclei are small, many, and computed at their own size. Half of the usual regions are enough for a crop of 256 pixels.
@@ -207,6 +218,11 @@ NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "maskrcnn-resnet50-nuclei": partial(build_rcnn, _RN50, **_NUCLEI),
     "maskrcnn-resnet50-nuclei-frozen": partial(build_rcnn, _RN50, **_NUCLEI, frozen=True),
     "maskrcnn-resnet50-320": partial(build_rcnn, _RN50, **_SMALL_COCO),
+    "tsm-resnet50": _tsm_resnet50,
+    "motion": partial(_clips, shift=True, inputs=1, widths=(8, 16, 32, 64)),
+    "motion-no-shift": partial(_clips, shift=False, inputs=1, widths=(8, 16, 32, 64)),
+    "clips": partial(_clips, shift=True, inputs=3, widths=(16, 32, 64, 128)),
+    "clips-no-shift": partial(_clips, shift=False, inputs=3, widths=(16, 32, 64, 128)),
 }
 """By the name that a recipe uses; each function takes classes=. Add a network of your own before its recipe."""
 

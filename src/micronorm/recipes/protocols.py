@@ -35,6 +35,11 @@ TITLES = {
     "maskrcnn-resnet50-nuclei": "Mask R-CNN, ResNet-50",
     "maskrcnn-resnet50-nuclei-frozen": "Mask R-CNN, ResNet-50",
     "maskrcnn-resnet50-320": "Mask R-CNN, ResNet-50",
+    "tsm-resnet50": "TSM, ResNet-50",
+    "motion": "small TSM",
+    "motion-no-shift": "small ResNet by frame",
+    "clips": "small TSM",
+    "clips-no-shift": "small ResNet by frame",
 }
 
 OPTIMIZER = SGD(lr=0.1, momentum=0.9, weight_decay=1e-4)
@@ -99,36 +104,37 @@ def method(norm: NormSpec | None, weight: WeightSpec | None) -> str:
     return f"{name}+{type(weight).__name__}"
 
 
-def shared_samples(norm: NormSpec | None, batch: int) -> tuple[int, int | None]:
-    """Return `unit` and `largest` of the settings for a norm over `batch` images.
+def shared_samples(norm: NormSpec | None, batch: int, *, frames: int = 1) -> tuple[int, int | None]:
+    """Return `unit` and `largest` of the settings for a norm over `batch` samples: images, or clips of `frames` images.
 
-    Norms of one image may be cut anywhere. Norms over the whole batch of a forward need `batch` images in each; norms
-    that treat a batch as successive micro-batches need whole ones.
+    Norms of one image may be cut anywhere. Norms over the whole batch of a forward need `batch` samples in each; norms
+    that treat a batch as successive micro-batches need whole ones. Their `micro_batch` counts images.
 
     Example:
         >>> shared_samples(BN(), 128), shared_samples(BN(micro_batch=64), 64), shared_samples(BCN(), 1)
         ((128, 128), (64, None), (1, None))
+        >>> shared_samples(BN(micro_batch=8), 1, frames=8)
+        (1, None)
     """
     if norm is None or (isinstance(norm, BN | SN | BRN) and norm.micro_batch is None):
         return batch, batch
     if isinstance(norm, BCN) and norm.statistics == "batch":
         return batch, batch
-    own = 1
+    own = frames
     if isinstance(norm, BN | SN | BRN):
         own = norm.micro_batch or 1
     elif isinstance(norm, BCN) and norm.statistics == "sequential":
         own = norm.micro_batch
-    if own != batch:
-        raise ValueError(f"{norm} treats a batch as micro-batches of {own}, not of {batch}")
-    return own, None
+    if own != batch * frames:
+        raise ValueError(f"{norm} treats a batch as micro-batches of {own}, not of {batch * frames}")
+    return batch, None
 
 
-def _title(network: str, data: str, norm: NormSpec | None, weight: WeightSpec | None, batch: int) -> str:
+def _title(network: str, data: str, norm: NormSpec | None, weight: WeightSpec | None, samples: str) -> str:
     estimates = ""
     if isinstance(norm, BCN):
         estimates = {"batch": "", "sequential": ", Algorithm 1", "step": ", estimates by step"}[norm.statistics]
-    images = "one image" if batch == 1 else f"{batch} images"
-    return f"{TITLES[network]}, {DATA[data].title}: {method(norm, weight)} of {images}{estimates}"
+    return f"{TITLES[network]}, {DATA[data].title}: {method(norm, weight)} of {samples}{estimates}"
 
 
 def make(
@@ -141,18 +147,21 @@ def make(
     batch: int,
     settings: Settings,
     title: str | None = None,
+    frames: int = 1,
     **fields: Any,
 ) -> Recipe:
-    """Make the recipe "table/row" of a norm over `batch` images, with further `fields` of `Recipe`.
+    """Make the recipe "table/row" of a norm over `batch` images or clips, with further `fields` of `Recipe`.
 
     The title, the classes, and the settings' `unit` and `largest` follow from the other arguments.
     """
     table, _, row = name.partition("/")
-    unit, largest = (1, None) if fields.get("unavailable") else shared_samples(norm, batch)
+    unit, largest = (1, None) if fields.get("unavailable") else shared_samples(norm, batch, frames=frames)
+    sample = "image" if frames == 1 else "clip"
+    samples = f"one {sample}" if batch == 1 else f"{batch} {sample}s"
     return Recipe(
         table=table,
         row=row,
-        title=title or _title(network, data, norm, weight, batch),
+        title=title or _title(network, data, norm, weight, samples),
         network=network,
         classes=DATA[data].classes,
         norm=norm,

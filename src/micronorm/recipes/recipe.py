@@ -40,11 +40,20 @@ DATA: Mapping[str, DataFacts] = {
     "coco128": DataFacts("128 images of COCO", train=126, test=128, classes=81, shape=(3, 320, 512)),
     "nuclei": DataFacts("nuclei of the 2018 Data Science Bowl", train=519, test=145, classes=2, shape=(3, 256, 256)),
     "tiny_imagenet20": DataFacts("20 classes of Tiny ImageNet", train=2_000, test=1_000, classes=20, shape=(3, 64, 64)),
+    "something": DataFacts("Something-Something V1", train=86_017, test=11_522, classes=174, shape=(3, 224, 224)),
+    "jester": DataFacts("Jester", train=118_562, test=14_787, classes=27, shape=(3, 224, 224)),
+    "clips-0": DataFacts("hand swipes, fold 0", train=181, test=49, classes=2, shape=(3, 64, 64)),
+    "clips-1": DataFacts("hand swipes, fold 1", train=179, test=51, classes=2, shape=(3, 64, 64)),
+    "clips-2": DataFacts("hand swipes, fold 2", train=180, test=50, classes=2, shape=(3, 64, 64)),
+    "clips-3": DataFacts("hand swipes, fold 3", train=192, test=38, classes=2, shape=(3, 64, 64)),
+    "clips-4": DataFacts("hand swipes, fold 4", train=188, test=42, classes=2, shape=(3, 64, 64)),
+    "motion": DataFacts("moving digits", train=3_000, test=1_000, classes=10, shape=(1, 24, 24)),
     "imagenet": DataFacts("ImageNet", train=1_281_167, test=50_000, classes=1000, shape=(3, 224, 224)),
 }
-"""By the name that a recipe uses, with the counts of the official releases. The test sets of ImageNet, VOC and
-COCO are their validation sets. Images of COCO without an object are not trained on. coco128 is tested on its own
-training images: it shows that a detector can learn them. The counts of "label_maps" depend on the folder."""
+"""By the name that a recipe uses, with the counts of the official releases. The test sets of ImageNet, VOC, COCO,
+Something-Something and Jester are their validation sets. Images of COCO without an object are not trained on. coco128
+is tested on its own training images: it shows that a detector can learn them. The counts of "label_maps" depend on the
+folder."""
 
 
 @dataclass(frozen=True, kw_only=True)

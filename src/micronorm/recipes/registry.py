@@ -6,6 +6,7 @@ from micronorm.recipes import (
     abl,
     cifar1,
     cifar2,
+    clips,
     cwn,
     digits,
     fast,
@@ -14,10 +15,12 @@ from micronorm.recipes import (
     ind_abl,
     mask,
     micro_batch,
+    motion,
     nuclei,
     quick,
     resnext,
     shapes,
+    tsm,
     voc,
 )
 from micronorm.recipes.recipe import Recipe, Table
@@ -36,6 +39,7 @@ _TABLES = {
         mask.TABLE,
         fast.TABLE,
         voc.TABLE,
+        tsm.TABLE,
         quick.TABLE,
         micro_batch.TABLE,
         digits.TABLE,
@@ -45,9 +49,10 @@ _TABLES = {
         nuclei.NUCLEI,
         nuclei.COCO128,
         nuclei.TINY_IMAGENET,
+        motion.TABLE,
+        clips.TABLE,
     )
 }
-_WITHOUT_RECIPES = ("tsm",)  # the paper's table on video
 
 
 def tables() -> dict[str, Table]:
@@ -70,8 +75,6 @@ def find_table(name: str) -> Table:
     if name in _TABLES:
         return _TABLES[name]
     known = f"there are {', '.join(_TABLES)}"
-    if name in _WITHOUT_RECIPES:
-        raise ValueError(f"{name!r} would be a table of the paper, but has no recipes yet; {known}")
     if name.startswith("fig:"):
         raise ValueError(f"{name!r} is a figure, not a table: micronorm reproduce {name}; {known}")
     if name.removeprefix("tab:") in _TABLES:

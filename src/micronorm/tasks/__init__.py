@@ -18,6 +18,7 @@ TASKS = {
     "segmentation": "segmentation.open_segmentation",
     "detection": "detection.open_detection",
     "instances": "detection.open_instances",
+    "video": "video.open_video",
 }
 """The module and function that open a task. "instances" is detection with masks."""
 

@@ -107,12 +107,16 @@ class Classification:
                 logits = self._logits(model, images.to(parameter.device, parameter.dtype))
                 probability, prediction = logits.softmax(1).max(1)
                 answer = {"label": self._name(int(labels)), "prediction": self._name(int(prediction))}
-                picture = encode_picture(to_picture(images[0]))
+                picture = encode_picture(self._picture(images[0]))
                 found.append(picture | answer | {"probability": probability.item()})
         return found
 
     def _name(self, label: int) -> str:
         return str(label) if self.names is None or label >= len(self.names) else self.names[label]
+
+    def _picture(self, image: Tensor) -> Tensor:
+        """Return what is shown of a sample, C×H×W uint8."""
+        return to_picture(image)
 
     def _logits(self, model: nn.Module, images: Tensor) -> Tensor:
         return compute_logits(model, images, (self.classes,))
