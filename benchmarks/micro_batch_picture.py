@@ -5,6 +5,7 @@
     python benchmarks/micro_batch_picture.py              # draws results/micro_batch_cifar10.png
 
 GN, GN+WS and BCN+WS give the same step for every micro-batch, so each seed trains them once: they are flat lines.
+A dotted line connects sizes between which others are not recorded yet.
 """
 
 from collections.abc import Mapping
@@ -30,9 +31,10 @@ def recorded_errors() -> dict[str, dict[int, list[float]]]:
     def of(row: str) -> list[float]:
         return [result.figures["top1"] for result in gather(find(f"micro_batch/{row}"), results).counted]
 
-    errors = {method: dict.fromkeys(SIZES, of(row)) for method, row in FLAT.items()}
-    errors |= {method: {size: of(f"{row}-{size}") for size in SIZES} for method, row in BY_SIZE.items()}
-    return {method: by_size for method, by_size in errors.items() if all(by_size.values())}
+    errors = {method: dict.fromkeys(SIZES, found) for method, row in FLAT.items() if (found := of(row))}
+    for method, row in BY_SIZE.items():
+        errors[method] = {size: found for size in SIZES if (found := of(f"{row}-{size}"))}
+    return {method: by_size for method, by_size in errors.items() if {SIZES[0], SIZES[-1]} <= by_size.keys()}
 
 
 def draw(errors: Mapping[str, Mapping[int, list[float]]], path: Path) -> None:
@@ -43,15 +45,17 @@ def draw(errors: Mapping[str, Mapping[int, list[float]]], path: Path) -> None:
     label_height = 0.0
     means_of = {method: [sum(e) / len(e) for e in by_size.values()] for method, by_size in errors.items()}
     for method in sorted(errors, key=lambda name: means_of[name][-1]):  # labels stand above one another, from below
-        means, colour = means_of[method], COLOURS[method]
+        means, colour, sizes = means_of[method], COLOURS[method], list(errors[method])
+        style = "-" if len(sizes) == len(SIZES) else ":"
         lows, highs = ([pick(e) for e in errors[method].values()] for pick in (min, max))
-        axes.plot(SIZES, means, color=colour, linewidth=2.2, marker="o" if method in BY_SIZE else None)
-        axes.fill_between(SIZES, lows, highs, color=colour, alpha=0.13, linewidth=0)
-        label_height = max(means[-1], 1.09 * label_height)
+        axes.plot(sizes, means, style, color=colour, linewidth=2.2, marker="o" if method in BY_SIZE else None)
+        axes.fill_between(sizes, lows, highs, color=colour, alpha=0.13, linewidth=0)
+        label_height = max(means[-1], 1.14 * label_height)
         end = f"{method} {means[0]:.1f} → {means[-1]:.1f} %" if method in BY_SIZE else f"{method} {means[-1]:.1f} %"
-        style = {"color": colour, "fontsize": 11, "fontweight": "bold", "va": "center"}
-        axes.annotate(end, (SIZES[-1], means[-1]), (1.12 * SIZES[-1], label_height), **style)
+        text = {"color": colour, "fontsize": 11, "fontweight": "bold", "va": "center"}
+        axes.annotate(end, (SIZES[-1], means[-1]), (1.12 * SIZES[-1], label_height), **text)
     axes.set_xticks(SIZES, [str(size) for size in SIZES])
+    axes.set_ylim(bottom=9.5)
     ticks = [tick for tick in (10, 15, 20, 30, 50, 90) if tick < 1.2 * max(max(means) for means in means_of.values())]
     axes.set_yticks(ticks, [f"{tick} %" for tick in ticks])
     axes.minorticks_off()
@@ -60,8 +64,9 @@ def draw(errors: Mapping[str, Mapping[int, list[float]]], path: Path) -> None:
     axes.grid(axis="y", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    seeds = min(len(e) for by_size in errors.values() for e in by_size.values())
-    shown = "one seed" if seeds == 1 else f"mean of {seeds} seeds, band from best to worst"
+    counts = {len(e) for by_size in errors.values() for e in by_size.values()}
+    seeds = str(counts.pop()) if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
+    shown = "one seed" if seeds == "1" else f"mean of {seeds} seeds, band from best to worst"
     epochs = find("micro_batch/bcn-ws").settings.epochs
     axes.set_title(f"CIFAR-10, ResNet-20, {epochs} epochs; {shown}", fontsize=10, loc="left")
     figure.tight_layout()

@@ -94,7 +94,7 @@ def _line(recipe: Recipe, found: Findings, seconds_per_image: float | None) -> l
         ", ".join(map(str, found.seeds)),
         "–" if paper is None else f"{mean[figure] - paper:+.2f}",
         "–" if None in minutes else f"{statistics.fmean(minutes):.0f}",
-        "–" if days is None else f"{days:.0f} days",
+        "–" if days is None else f"{days:.0f} days" if days >= 1 else f"{24 * days:.1f} hours",
     ]
 
 

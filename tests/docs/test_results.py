@@ -7,7 +7,7 @@ import statistics
 from pathlib import Path
 
 from micronorm import recipes
-from micronorm.recipes.results import Findings, RunResult
+from micronorm.recipes.results import Findings, RunResult, gather, packaged
 
 ROOT = Path(__file__).parents[2]
 RESULTS = (ROOT / "docs" / "results.md").read_text()
@@ -103,3 +103,38 @@ def test_the_table_of_the_digits_is_the_record():
     assert f"| BN | {' | '.join(cell('BN', size) for size in sizes)} |" in RESULTS
     for method in ("GN", "GN+WS", "BCN+WS"):
         assert f"| {method} | {cell(method, '')} |{' same |' * 6}" in RESULTS
+
+
+def test_the_table_of_the_nuclei_is_the_record():
+    last: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows_of("results/detection/first_runs.csv"):
+        last[row["recipe"].removeprefix("nuclei/"), row["seed"]] = row  # rows are in the order of steps
+
+    def cells(recipe: str) -> str:
+        of_recipe = [row for (name, _), row in sorted(last.items()) if name == recipe]
+        figures = ("AP", "AP50", "mask_AP", "mask_AP50")
+        return " | ".join(", ".join(f"{float(row[name]):.1f}" for row in of_recipe) for name in figures)
+
+    titles = {"bn": "BN, one image", "gn": "GN", "gn-ws": "GN+WS", "bcn-ws": "BCN+WS"}
+    titles |= {"pretrained-frozen-bn": "frozen BN, pretrained", "pretrained-bcn-ws": "BCN+WS, pretrained"}
+    for recipe, title in titles.items():
+        assert f"| {title} | {cells(recipe)} |" in RESULTS.replace("**", "")
+
+
+def test_the_table_of_the_detector_is_the_record():
+    rows = {(row["method"], row["route"]): row for row in rows_of("benchmarks/results/detector_step.csv")}
+    for method in ("frozen BN", "BN", "GN", "GN+WS", "BCN+WS"):
+        eager, captured = rows[method, "eager"], rows[method, "captured"]
+        times = (f"{float(r['ms']):.1f} | {float(r['ms_to_frozen_bn']):.2f}×" for r in (eager, captured))
+        memory = ", ".join(f"{float(r['peak_mb_to_frozen_bn']):.2f}×" for r in (eager, captured))
+        assert f"| {method} | {' | '.join(times)} | {memory} |" in RESULTS
+
+
+def test_the_accuracy_of_the_readme_is_the_record():
+    def mean(row: str) -> str:
+        found = gather(recipes.find(f"micro_batch/{row}"), packaged())
+        assert len(found.seeds) == 3
+        return f"{found.mean()['top1']:.1f} %"
+
+    large, small, ours = (mean(row) for row in ("bn-128", "bn-1", "bcn-ws"))
+    assert f"| {large} with 128 images at a time, {small} with one | {ours} with one image at a time |" in README
