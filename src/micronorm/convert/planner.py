@@ -13,7 +13,7 @@ from micronorm.convert.flow import Flow, Node, trace_flow
 from micronorm.convert.flow.kinds import one_element_per_channel, passes_scale
 from micronorm.convert.flow.trace import by_order
 from micronorm.convert.fusion import Fusions, activation_name, find_fusions
-from micronorm.convert.plan import Decision, Plan
+from micronorm.convert.plan import BATCH_STATISTICS, Decision, Plan
 from micronorm.convert.pooling import can_pool
 from micronorm.convert.residual import last_norms
 from micronorm.convert.rules import SourceNorm, describe_norm, looks_like_a_norm, refuse_reparameterized
@@ -30,7 +30,6 @@ Filter = Callable[[nn.Module, str], bool]
 _CONVERTED = "already converted"
 """How the reason begins for a layer that is already what the options ask for."""
 _SETTINGS = ("num_groups", "statistics", "rate")
-_BATCH_STATISTICS = "; in train mode a BatchNorm uses the batch's statistics, so keep it in eval mode"
 
 
 class Planner:
@@ -174,7 +173,7 @@ class Planner:
             return leave("a layer norm normalizes each sample by itself; layer_norm=True converts it")
         frozen = self._frozen_source(old, flow)
         if frozen is not None:
-            remark = _BATCH_STATISTICS if old.family == "batch" else ""
+            remark = BATCH_STATISTICS if old.family == "batch" else ""
             return leave(f"keeps its function: it is behind {frozen.label}, which is frozen{remark}")
         return self._convert_norm(old, self.norm, flow)
 
