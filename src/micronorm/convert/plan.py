@@ -139,9 +139,9 @@ class Plan:
         names = [d.name for d in self.decisions if d.reason.endswith(BATCH_STATISTICS)]
         if names:
             warnings.warn(
-                f"{list_names(names)}: BatchNorm stays, because the convolution before it is frozen. In training mode it "
-                "normalizes with the statistics of each micro-batch, and a step depends on its split. Call .eval() on "
-                "these layers after every model.train().",
+                f"{list_names(names)}: BatchNorm stays, because the convolution before it is frozen. In training mode "
+                "it uses the statistics of each micro-batch, and a step depends on its split. Call .eval() on these "
+                "layers after every model.train().",
                 UserWarning,
                 stacklevel=3,
             )
