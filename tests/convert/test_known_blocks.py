@@ -2,6 +2,8 @@
 
 import importlib
 from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from micronorm.convert.known_blocks import BLOCKS, Block
 from tests.convert.fused import assert_same_bits, calls, converted
 
 NAMES = [name for name in BLOCKS if isinstance(name, str)]
+CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 
 
 def down(inputs: int, outputs: int) -> nn.Module:
@@ -134,8 +137,17 @@ def load(name: str) -> type:
     return getattr(importlib.import_module(module), cls)
 
 
+def skip_changed_source(name: str) -> None:
+    """Skip a block that another version of its library changed: conversion leaves it unfused (a test below)."""
+    library = name.partition(".")[0]
+    pinned = f"{library}=={version(library).partition('+')[0]}" in CONSTRAINTS.read_text().split()
+    if not pinned and source_digest(load(name), BLOCKS[name].method) != BLOCKS[name].source:
+        pytest.skip(f"{library} {version(library)} has another {name}")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_source_of_a_known_block_is_the_one_its_fused_forward_was_written_for(name):
+    skip_changed_source(name)
     block = BLOCKS[name]
     assert source_digest(load(name), block.method) == block.source
 
@@ -143,6 +155,7 @@ def test_the_source_of_a_known_block_is_the_one_its_fused_forward_was_written_fo
 @pytest.mark.filterwarnings("ignore:.*normalizes over groups of:UserWarning")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_known_block_computes_the_bits_of_its_class_and_fuses_what_the_plan_says(name):
+    skip_changed_source(name)
     for build, inputs in EXAMPLES[name]:
         model, said = converted(build, weight=None)
         assert any(isinstance(m, load(name)) and find_block(m) is BLOCKS[name] for m in model.modules())

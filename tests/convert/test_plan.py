@@ -292,3 +292,18 @@ def test_wrapped_models_are_refused():
 def test_contradictory_wishes_are_refused(arguments, error, message):
     with pytest.raises(error, match=message):
         mn.plan(small(), **arguments)
+
+
+@pytest.mark.parametrize(
+    "norm, reason",
+    [
+        (mn.BCN(groups=4), "it stays, with num_groups=8 and not 4"),
+        (mn.BCN(groups=8, statistics="batch"), "it stays, with statistics='step' and not 'batch'"),
+        (mn.BCN(groups=8, rate=0.1), "it stays, with rate='lr' and not 0.1"),
+        (mn.GN(groups=4), "it stays; for another norm convert the original model"),
+    ],
+)
+def test_the_plan_of_a_converted_model_says_what_differs_from_the_options(norm, reason):
+    model = mn.convert(nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32)), mn.BCN(groups=8))
+    with pytest.raises(ValueError, match=f"the model is already converted.*already converted: {reason}"):
+        mn.plan(model, norm)

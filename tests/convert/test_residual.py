@@ -126,6 +126,7 @@ def test_a_network_without_a_branch_that_may_start_at_zero_raises(kind):
         mn.convert(kind(), zero_init_residual=True)
 
 
+@pytest.mark.filterwarnings("ignore:.*BatchNorm stays:UserWarning")
 def test_frozen_and_filtered_norms_keep_their_weights():
     model = torchvision.models.resnet18()
     model.layer1.requires_grad_(False)

@@ -19,11 +19,12 @@ def make(**changes):
     [
         ({"steps": 5}, "give either epochs or steps, got epochs=2 and steps=5"),
         ({"epochs": None}, "give either epochs or steps"),
-        ({"epochs": None, "steps": 0}, "steps must be at least 1, got 0"),
+        ({"epochs": None, "steps": 0}, "steps must be at least 1 and below .*, got 0"),
         ({"ema": 1.0}, "ema must lie between 0 and 1"),
-        ({"epochs": 0}, "epochs must be at least 1, got 0"),
-        ({"step_batch": 0}, "step_batch must be at least 1, got 0"),
-        ({"unit": 0}, "unit must be at least 1, got 0"),
+        ({"epochs": 0}, "epochs must be at least 1 and below .*, got 0"),
+        ({"step_batch": 0}, "step_batch must be at least 1 and below .*, got 0"),
+        ({"step_batch": 10**400}, r"step_batch must be at least 1 and below 2\*\*63, got 1000"),
+        ({"unit": 0}, "unit must be at least 1 and below .*, got 0"),
         ({"unit": 4, "largest": 2}, "largest must be at least unit=4, got 2"),
         ({"dtype": torch.int32}, r"dtype must be one of float32, .*, got torch\.int32"),
     ],
@@ -35,7 +36,7 @@ def test_settings_refuse_what_cannot_be_computed(changes, message):
 
 @pytest.mark.parametrize("name", ["micro_batch", "steps", "save_steps", "evaluate_epochs", "observe"])
 def test_execution_refuses_counts_below_one(name):
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1 and below .*, got 0"):
         Execution(**{name: 0})
 
 

@@ -53,7 +53,7 @@ def test_a_fresh_process_gives_the_same_network(trained, tmp_path):
 def test_a_recipe_of_ones_own_needs_its_network(trained, tmp_path):
     run, model = trained
     own = change(run, tmp_path, recipe="mine/first")
-    with pytest.raises(ValueError, match=r"mine.*give model=recipe.build\(seed=0\)"):
+    with pytest.raises(ValueError, match=r"'mine/first' is not one of micronorm's.*build\(seed=0\).*--model FILE.py"):
         mn.load(own)
     loaded = mn.load(own, model=recipes.find("digits").build(seed=0))
     x = torch.randn(2, 1, 8, 8)

@@ -1,5 +1,6 @@
 """A plan: what becomes of every convolution and normalization of a model, and why."""
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,10 @@ from micronorm.convert.residual import zero_weight
 from micronorm.convert.surgery import replace, set_forward
 from micronorm.nn.fingerprint import mark_plain
 from micronorm.nn.weight import CONVOLUTIONS
+from micronorm.nn.window import list_names
 
+BATCH_STATISTICS = "; in train mode a BatchNorm uses the batch's statistics, so keep it in eval mode"
+"""How the reason ends for a BatchNorm that stays behind a frozen convolution."""
 _INSIDE = "norms with the activation inside the layer"
 _POOLS = "max-pooling layers by kernel on a GPU"
 _ZERO = "residual branches that start at zero"
@@ -101,6 +105,8 @@ class Plan:
     def apply(self) -> nn.Module:
         """Convert the model in place and return it. If this fails, the model stays as it was.
 
+        Warn of BatchNorms that stay behind frozen convolutions: in training mode they break the law of cuts.
+
         Raises:
             RuntimeError: if the plan was applied already, or the model has changed since the plan was made.
         """
@@ -126,7 +132,19 @@ class Plan:
             set_forward(module, block.forward, block.method)
         for pool in pools:
             use_kernel(pool)
+        self._warn_of_batch_statistics()
         return model
+
+    def _warn_of_batch_statistics(self) -> None:
+        names = [d.name for d in self.decisions if d.reason.endswith(BATCH_STATISTICS)]
+        if names:
+            warnings.warn(
+                f"{list_names(names)}: BatchNorm stays, because the convolution before it is frozen. In training mode "
+                "it uses the statistics of each micro-batch, and a step depends on its split. Call .eval() on these "
+                "layers after every model.train().",
+                UserWarning,
+                stacklevel=3,
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain values, for JSON."""

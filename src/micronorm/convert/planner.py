@@ -13,7 +13,7 @@ from micronorm.convert.flow import Flow, Node, trace_flow
 from micronorm.convert.flow.kinds import one_element_per_channel, passes_scale
 from micronorm.convert.flow.trace import by_order
 from micronorm.convert.fusion import Fusions, activation_name, find_fusions
-from micronorm.convert.plan import Decision, Plan
+from micronorm.convert.plan import BATCH_STATISTICS, Decision, Plan
 from micronorm.convert.pooling import can_pool
 from micronorm.convert.residual import last_norms
 from micronorm.convert.rules import SourceNorm, describe_norm, looks_like_a_norm, refuse_reparameterized
@@ -29,7 +29,7 @@ Filter = Callable[[nn.Module, str], bool]
 
 _CONVERTED = "already converted"
 """How the reason begins for a layer that is already what the options ask for."""
-_BATCH_STATISTICS = "; in train mode a BatchNorm uses the batch's statistics, so keep it in eval mode"
+_SETTINGS = ("num_groups", "statistics", "rate")
 
 
 class Planner:
@@ -146,13 +146,24 @@ class Planner:
         kinds = [nn.GroupNorm if type(m) is GroupNorm else type(m) for m in (wanted, module)]
         return kinds[0] is kinds[1] and groups[0] == groups[1]
 
+    def _compared(self, module: nn.Module) -> str:
+        """Return whether a norm of the requested class has the requested settings, too; eps may be the old norm's."""
+        if isinstance(module, BatchChannelNorm) and isinstance(self.norm, BCN):
+            pairs = {name: [getattr(m, name) for m in (module, self.norm(module.num_channels))] for name in _SETTINGS}
+            others = [f"{name}={own!r} and not {wanted!r}" for name, (own, wanted) in pairs.items() if own != wanted]
+            if others:
+                return f"it stays, with {', '.join(others)}; for other settings convert the original model"
+        return "it is the requested norm"
+
     def _decide_norm(self, module: nn.Module, flow: Flow) -> Decision:
         leave = partial(Decision, self.names[module], "norm", type(module).__name__, None, module=module)
         if not self.allowed[module]:
             return leave("left out by the filter")
         if self._is_asked_for(module):
             inside = activation_inside(module.drop, module.act) if isinstance(module, BatchChannelNormAct) else None
-            return leave(f"{_CONVERTED}: it is the requested norm", inside=inside and activation_name(inside))
+            return leave(f"{_CONVERTED}: {self._compared(module)}", inside=inside and activation_name(inside))
+        if isinstance(module, BatchChannelNorm):
+            return leave(f"{_CONVERTED}: it stays; for another norm convert the original model")
         if self.norm is None:
             return leave("norm=None")
         old = self.norms.get(module)
@@ -162,7 +173,7 @@ class Planner:
             return leave("a layer norm normalizes each sample by itself; layer_norm=True converts it")
         frozen = self._frozen_source(old, flow)
         if frozen is not None:
-            remark = _BATCH_STATISTICS if old.family == "batch" else ""
+            remark = BATCH_STATISTICS if old.family == "batch" else ""
             return leave(f"keeps its function: it is behind {frozen.label}, which is frozen{remark}")
         return self._convert_norm(old, self.norm, flow)
 

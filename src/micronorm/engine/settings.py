@@ -57,8 +57,8 @@ class Settings:
             raise ValueError(f"give either epochs or steps, got epochs={self.epochs} and steps={self.steps}")
         for name in ("epochs", "steps", "step_batch", "unit"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            if value is not None and not 1 <= value < 2**63:
+                raise ValueError(f"{name} must be at least 1 and below 2**63, got {value}")
         if self.largest is not None and self.largest < self.unit:
             raise ValueError(f"largest must be at least unit={self.unit}, got {self.largest}")
         if self.ema is not None and not 0 < self.ema < 1:
@@ -113,8 +113,8 @@ class Execution:
     def __post_init__(self) -> None:
         for name in ("micro_batch", "steps", "save_steps", "evaluate_epochs", "observe"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            if value is not None and not 1 <= value < 2**63:
+                raise ValueError(f"{name} must be at least 1 and below 2**63, got {value}")
         if self.minutes is not None and not self.minutes > 0:
             raise ValueError(f"minutes must be above 0, got {self.minutes}")
         if self.device is not None and not isinstance(self.device, torch.device):

@@ -4,6 +4,7 @@ import errno
 import importlib
 import os
 import tempfile
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -210,18 +211,20 @@ def _export(model: nn.Module, path: Path, inputs: Any, *, opset: int, dynamic: D
         return dict.fromkeys(axes, torch.export.Dim.DYNAMIC) if axes else None
 
     try:
-        torch.onnx.export(
-            model,
-            args,
-            path,
-            kwargs=kwargs,
-            dynamo=True,
-            verbose=False,
-            opset_version=opset,
-            external_data=_size(model) > _LARGEST_MESSAGE,
-            dynamic_shapes=tree_map(sizes, kwargs or args) if dynamic else None,
-            **names,
-        )
+        with warnings.catch_warnings():  # the exporter itself calls what torch deprecates
+            warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
+            torch.onnx.export(
+                model,
+                args,
+                path,
+                kwargs=kwargs,
+                dynamo=True,
+                verbose=False,
+                opset_version=opset,
+                external_data=_size(model) > _LARGEST_MESSAGE,
+                dynamic_shapes=tree_map(sizes, kwargs or args) if dynamic else None,
+                **names,
+            )
     except Exception as fault:
         if isinstance(_root(fault), OSError):  # a full disk is no fault of the model
             raise _root(fault) from fault

@@ -58,7 +58,10 @@ def _build(folder: Path, facts: dict[str, Any]) -> nn.Module:
     try:
         recipe = find(name)
     except ValueError as error:
-        raise ValueError(f"{folder}: {error}. For a recipe of your own, give model=recipe.build(seed=0)") from error
+        raise ValueError(
+            f"{folder}: the recipe {name!r} is not one of micronorm's. Give its network: "
+            "mn.load(run, model=recipe.build(seed=0)), or --model FILE.py:NAME on the command line"
+        ) from error
     was, now = facts.get("definition"), recipe.definition()
     was = was if isinstance(was, dict) else {}
     changes = [f"{key} was {was[key]} and is {now[key]}" for key in _NETWORK if was.get(key, now[key]) != now[key]]
