@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from micronorm.convert import norm_act, register_block
 from micronorm.recipes.deeplab import DeepLabV3
 from micronorm.recipes.rcnn import build_rcnn
+from micronorm.recipes.unet3d import ResidualUNet3d
 
 
 def _conv(inputs: int, outputs: int, kernel: int, *, stride: int = 1) -> nn.Conv2d:
@@ -207,6 +208,7 @@ NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "maskrcnn-resnet50-nuclei": partial(build_rcnn, _RN50, **_NUCLEI),
     "maskrcnn-resnet50-nuclei-frozen": partial(build_rcnn, _RN50, **_NUCLEI, frozen=True),
     "maskrcnn-resnet50-320": partial(build_rcnn, _RN50, **_SMALL_COCO),
+    "unet3d": partial(ResidualUNet3d, widths=(32, 64, 128, 256), blocks=(1, 2, 2, 2)),
 }
 """By the name that a recipe uses; each function takes classes=. Add a network of your own before its recipe."""
 

@@ -35,6 +35,7 @@ TITLES = {
     "maskrcnn-resnet50-nuclei": "Mask R-CNN, ResNet-50",
     "maskrcnn-resnet50-nuclei-frozen": "Mask R-CNN, ResNet-50",
     "maskrcnn-resnet50-320": "Mask R-CNN, ResNet-50",
+    "unet3d": "residual 3-D U-Net",
 }
 
 OPTIMIZER = SGD(lr=0.1, momentum=0.9, weight_decay=1e-4)

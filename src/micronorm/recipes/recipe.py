@@ -24,8 +24,8 @@ class DataFacts:
     train: int
     test: int
     classes: int
-    shape: tuple[int, int, int]
-    """Channels, height and width of the network's input."""
+    shape: tuple[int, ...]
+    """Channels, height and width of the network's input; of a volume channels, depth, height and width."""
 
 
 DATA: Mapping[str, DataFacts] = {
@@ -39,6 +39,12 @@ DATA: Mapping[str, DataFacts] = {
     "coco128": DataFacts("128 images of COCO", train=126, test=128, classes=81, shape=(3, 320, 512)),
     "nuclei": DataFacts("nuclei of the 2018 Data Science Bowl", train=519, test=145, classes=2, shape=(3, 256, 256)),
     "tiny_imagenet20": DataFacts("20 classes of Tiny ImageNet", train=2_000, test=1_000, classes=20, shape=(3, 64, 64)),
+    **{
+        f"hippocampus-fold{fold}": DataFacts(
+            "hippocampus", train=260 - test, test=test, classes=3, shape=(1, 32, 48, 32)
+        )
+        for fold, test in enumerate((55, 47, 50, 60, 48))
+    },
     "imagenet": DataFacts("ImageNet", train=1_281_167, test=50_000, classes=1000, shape=(3, 224, 224)),
 }
 """By the name that a recipe uses, with the counts of the official releases. The test sets of ImageNet, VOC and

@@ -9,6 +9,7 @@ from micronorm.recipes import (
     cwn,
     digits,
     fast,
+    hippocampus,
     imagenet,
     imagenet_ws,
     ind_abl,
@@ -44,6 +45,7 @@ _TABLES = {
         nuclei.NUCLEI,
         nuclei.COCO128,
         nuclei.TINY_IMAGENET,
+        hippocampus.TABLE,
     )
 }
 _WITHOUT_RECIPES = ("tsm",)  # the paper's table on video

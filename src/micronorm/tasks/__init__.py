@@ -15,6 +15,7 @@ TASKS = {
     "segmentation": "segmentation.open_segmentation",
     "detection": "detection.open_detection",
     "instances": "detection.open_instances",
+    "volumes": "volumes.open_volumes",
 }
 """The module and function that open a task. "instances" is detection with masks."""
 

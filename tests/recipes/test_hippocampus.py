@@ -1,0 +1,56 @@
+"""Table hippocampus: a miniature of it trains, resumes to the same bytes, is evaluated and folded."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import micronorm as mn
+from micronorm import recipes
+from micronorm.engine.settings import Execution
+from micronorm.recipes.run import run_recipe
+from micronorm.recipes.unet3d import ResidualUNet3d
+from tests.data.miniature import write_decathlon
+from tests.tolerances import assert_close_to_max, tolerance
+
+CPU = torch.device("cpu")
+PATCH = (8, 16, 8)
+
+
+@pytest.mark.parametrize("row", ["bcn-ws", pytest.param("bn", marks=pytest.mark.slow)])
+def test_a_run_that_stops_ends_with_the_bytes_of_one_that_does_not(tmp_path, monkeypatch, row):
+    pytest.importorskip("nibabel")
+    monkeypatch.setattr("micronorm.tasks.volumes.PATCH", PATCH)
+    write_decathlon(tmp_path / "data" / "hippocampus")
+    recipe = recipes.find(f"hippocampus/{row}-fold0")
+    recipe = replace(recipe, settings=replace(recipe.settings, steps=3, step_batch=2))
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return recipe.equip(ResidualUNet3d(widths=(4, 8, 8), blocks=(1, 1, 1), classes=3))
+
+    def run(out, **options):
+        steps, resume = options.get("steps"), options.get("resume", False)
+        execution = Execution(device=CPU, steps=steps, micro_batch=1)
+        data = tmp_path / "data"
+        return run_recipe(recipe, out=out, model=build(), data=data, execution=execution, resume=resume)
+
+    whole = run(tmp_path / "whole")
+    assert not run(tmp_path / "cut", steps=2).finished
+    resumed = run(tmp_path / "cut", resume=True)
+    assert resumed.digest == whole.digest
+    assert whole.figures.keys() == {"dice", "dice_anterior", "dice_posterior"}
+    model = mn.load(tmp_path / "cut", model=build())
+    x = torch.randn(1, 1, *PATCH)
+    assert_close_to_max(mn.fold(model)(x), model(x), tol=tolerance("folded", torch.float32))
+
+
+def test_methods_have_equal_budgets_and_start_from_equal_weights():
+    table = recipes.find_table("hippocampus")
+    assert len(table.rows) == 15
+    assert len({(row.settings.steps, row.settings.step_batch, repr(row.settings.optimizer)) for row in table.rows}) == 1
+    assert {row.micro_batch for row in table.rows} == {1}
+    bcn, instance = (recipes.find(f"hippocampus/{row}-fold1").build(seed=0) for row in ("bcn-ws", "in"))
+    assert torch.equal(bcn.stem[0].weight, instance.stem[0].weight)
+    assert not any(isinstance(module, nn.BatchNorm3d) for module in bcn.modules())
