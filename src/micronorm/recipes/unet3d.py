@@ -29,7 +29,7 @@ class ResidualBlock3d(nn.Module):
         self.norm1 = nn.BatchNorm3d(outputs)
         self.conv2 = _conv(outputs, outputs, 3)
         self.norm2 = nn.BatchNorm3d(outputs)
-        self.act = nn.LeakyReLU(SLOPE)
+        self.act = nn.LeakyReLU(SLOPE, inplace=True)
         self.shortcut = (
             nn.Identity()
             if inputs == outputs and stride == 1
@@ -76,7 +76,9 @@ class ResidualUNet3d(nn.Module):
 
     def __init__(self, *, widths: Sequence[int], blocks: Sequence[int], classes: int, inputs: int = 1) -> None:
         super().__init__()
-        self.stem = nn.Sequential(_conv(inputs, widths[0], 3), nn.BatchNorm3d(widths[0]), nn.LeakyReLU(SLOPE))
+        self.stem = nn.Sequential(
+            _conv(inputs, widths[0], 3), nn.BatchNorm3d(widths[0]), nn.LeakyReLU(SLOPE, inplace=True)
+        )
         down: list[nn.Module] = []
         before = widths[0]
         for level, (width, count) in enumerate(zip(widths, blocks, strict=True)):
@@ -90,7 +92,8 @@ class ResidualUNet3d(nn.Module):
         levels = list(zip(widths[1:], widths[:-1], strict=True))[::-1]  # coarsest first
         self.enlarge = nn.ModuleList(nn.ConvTranspose3d(coarse, fine, 2, stride=2) for coarse, fine in levels)
         self.up = nn.ModuleList(
-            nn.Sequential(_conv(2 * fine, fine, 3), nn.BatchNorm3d(fine), nn.LeakyReLU(SLOPE)) for _, fine in levels
+            nn.Sequential(_conv(2 * fine, fine, 3), nn.BatchNorm3d(fine), nn.LeakyReLU(SLOPE, inplace=True))
+            for _, fine in levels
         )
         self.classifiers = nn.ModuleList(nn.Conv3d(fine, classes, 1) for _, fine in levels)
         for module in self.modules():

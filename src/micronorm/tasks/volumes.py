@@ -45,7 +45,7 @@ def dice_and_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     entropy = F.cross_entropy(wide, labels, reduction="none").flatten(1).mean(1)
     chance = wide.softmax(1)[:, 1:].flatten(2)
-    truth = F.one_hot(labels.flatten(1), wide.shape[1])[:, :, 1:].transpose(1, 2).to(chance.dtype)
+    truth = labels.flatten(1)[:, None] == torch.arange(1, wide.shape[1], device=labels.device)[:, None]
     common, both = (chance * truth).sum(2), chance.sum(2) + truth.sum(2)
     return ((2 * common + SMOOTH) / (both + SMOOTH)).mean(1), entropy
 
