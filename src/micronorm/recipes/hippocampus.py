@@ -23,8 +23,8 @@ METHODS: dict[str, tuple[NormSpec, WeightSpec | None]] = {
 TRAINED_FOLDS = (0, 1, 2)
 _NOTES = (
     "ours throughout: the paper has no such table. Patches of 32×48×32 voxels, mirrored along all axes, with random "
-    "contrast, brightness and noise. Weight decay, Nesterov's momentum and the schedule are nnU-Net's; its lr 0.01 with "
-    'momentum 0.99 is for 250,000 steps. BCN is statistics="step"',
+    "contrast, brightness and noise. Weight decay, Nesterov's momentum and the schedule are nnU-Net's; its rate 0.01 "
+    'with momentum 0.99 is for 250,000 steps. BCN is statistics="step"',
 )
 
 
