@@ -180,6 +180,7 @@ def fresh_import() -> dict:
         "triton",
         "torchvision",
         "timm",
+        "faster_coco_eval",
         "torch._dynamo",
         "sklearn",
         "typer",

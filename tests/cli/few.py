@@ -15,9 +15,9 @@ def keep_few_digits(monkeypatch: pytest.MonkeyPatch) -> None:
     (pixels, labels), (test_pixels, test_labels) = digits._read()
     few = Classification(
         MemorySamples(
-            pixels[:TRAIN_IMAGES], labels[:TRAIN_IMAGES], standardization=digits._SCALE, augmentation=digits.SHIFT
+            pixels[:TRAIN_IMAGES], labels[:TRAIN_IMAGES], standardization=digits.SCALE, augmentation=digits.SHIFT
         ),
-        MemorySamples(test_pixels[:TEST_IMAGES], test_labels[:TEST_IMAGES], standardization=digits._SCALE),
+        MemorySamples(test_pixels[:TEST_IMAGES], test_labels[:TEST_IMAGES], standardization=digits.SCALE),
         classes=10,
     )
     monkeypatch.setattr(run, "open_task", lambda task, data, folder, **options: few)

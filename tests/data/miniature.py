@@ -198,3 +198,13 @@ def write_decathlon(root, *, count=6, shape=(9, 12, 10), classes=("background", 
         entries.append({"image": f"./imagesTr/v{k}.nii.gz", "label": f"./labelsTr/v{k}.nii.gz"})
     content = {"labels": {str(k): name for k, name in enumerate(classes)}, "training": entries}
     (root / "dataset.json").write_text(json.dumps(content))
+
+
+def write_label_maps(root, *, names=("earth", "water", "air"), void=255, size=(18, 24)):
+    """Write three training and two test images with label maps, and classes.txt if there are names."""
+    for part, count in (("train", 3), ("val", 2)):
+        for k in range(count):
+            files = root / f"{part}/images/{k}.jpg", root / f"{part}/masks/{k}.png"
+            write_masked(*files, size, seed=k, void=void)
+    if names:
+        (root / "classes.txt").write_text("\n".join(names) + "\n")

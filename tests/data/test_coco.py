@@ -140,7 +140,18 @@ def test_a_missing_data_set_names_the_searched_folders(tmp_path):
         open_coco(tmp_path, masks=False)
 
 
-@pytest.mark.parametrize("text", ["{", '"text"', "[]", "{}", '{"images": [], "annotations": [{}], "categories": []}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        '"text"',
+        "[]",
+        "{}",
+        '{"images": [], "annotations": [{}], "categories": []}',
+        '{"images": [], "annotations": [], "categories": [7]}',
+        '{"images": [], "annotations": [], "categories": [{"id": [], "name": "dog"}]}',
+    ],
+)
 def test_a_file_that_is_no_coco_is_named(tmp_path, text):
     file = write_coco(tmp_path)
     file.write_text(text)
@@ -156,15 +167,21 @@ NAN = float("nan")
     [
         (coco_object(9, 99, 1), "image_id 99 is not among the images"),
         (coco_object(9, 10, 2), "category_id 2 is not among the categories"),
-        (coco_object(9, 10, 1, box=(4, 4, -1, 8)), "bbox must be four numbers"),
-        (coco_object(9, 10, 1, box=(4, 4, NAN, 8)), "bbox must be four numbers"),
+        (coco_object(9, 10, 1, box=(4, 4, -1, 8)), "bbox must be x, y, width and height"),
+        (coco_object(9, 10, 1, box=(4, 4, NAN, 8)), "bbox must be x, y, width and height"),
         (coco_object(9, 10, 1, outline=[[1.0, 2.0, 3.0, 4.0]]), "3 points or more, .* got 2 points"),
         (coco_object(9, 10, 1, outline=[[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]]), "got 3.5 points"),
-        (coco_object(9, 10, 1, outline=[[1.0, 2.0, NAN, 4.0, 5.0, 6.0]]), "a polygon must be 3 points or more"),
+        (coco_object(9, 10, 1, outline=[[1.0, 2.0, NAN, 4.0, 5.0, 6.0]]), "points of a polygon must be numbers"),
+        (coco_object(9, 10, 1, outline=[[1.0, 2.0, 1e9, 4.0, 5.0, 6.0]]), "in or near the image"),
         (coco_object(9, 10, 1, outline=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), "got 0 points"),
         (coco_object(9, 10, 1, outline=[]), "it has no segmentation, which masks need"),
-        (coco_object(9, 10, 1, crowd=1, outline={"size": [9, 9], "counts": [81]}), r"runs are for size \[9, 9\]"),
-        (coco_object(9, 10, 1, crowd=1, outline={"size": [HEIGHT, WIDTH], "counts": [5, 6]}), "expected 768"),
+        (coco_object(9, 10, 1, crowd=1, outline={"size": [9, 9], "counts": [81]}), r"runs .* size \[24, 32\]"),
+        (coco_object(9, 10, 1, crowd=1, outline={"size": [HEIGHT, WIDTH], "counts": [5, 6]}), "must add up to the 768"),
+        (
+            coco_object(9, 10, 1, crowd=1, outline={"size": [HEIGHT, WIDTH], "counts": "a"}),
+            "runs .* do not fill",
+        ),
+        (coco_object(9, 10, 1, outline="square"), "segmentation must be polygons, or runs"),
     ],
 )
 def test_a_broken_annotation_is_named_with_its_file(tmp_path, broken, message):

@@ -5,8 +5,16 @@ import pytest
 import torch
 from PIL import Image
 
-from micronorm.data.masks import MaskedImage, MaskSamples, check_picture, open_camvid, open_voc, scale_and_crop
-from tests.data.miniature import write_camvid, write_masked, write_voc
+from micronorm.data.masks import (
+    MaskedImage,
+    MaskSamples,
+    check_picture,
+    open_camvid,
+    open_label_maps,
+    open_voc,
+    scale_and_crop,
+)
+from tests.data.miniature import write_camvid, write_label_maps, write_masked, write_voc
 
 SIZES = ((20, 30), (24, 18), (16, 16), (30, 20))
 VOID = 255
@@ -81,7 +89,32 @@ def test_camvid_pairs_images_with_annotations_by_name(tmp_path):
         open_camvid(tmp_path)
 
 
-@pytest.mark.parametrize("opener", [open_voc, open_camvid])
+@pytest.mark.parametrize(
+    "names, void, found", [(("a", "b", "c"), 255, 255), (("a", "b", "c"), 3, 3), ((), 255, 255), (("a",) * 4, 4, 4)]
+)
+def test_classes_and_void_of_ones_own_label_maps_are_found(tmp_path, names, void, found):
+    write_label_maps(tmp_path, names=names, void=void)
+    opened = open_label_maps(tmp_path)
+    assert (len(opened.train), len(opened.test), opened.void) == (3, 2, found)
+    assert opened.names == (names or ("class 0", "class 1", "class 2"))
+    images, masks = _load(opened.train, [0, 1])
+    assert images.shape == (2, 3, 24, 24)  # the larger side of an image
+    assert set(masks.unique().tolist()) <= {*range(len(opened.names)), found}
+
+
+def test_label_maps_with_more_labels_than_classes_and_void_are_refused_by_file(tmp_path):
+    write_label_maps(tmp_path, names=("a", "b"))
+    with pytest.raises(ValueError, match=r"names 2 classes, labels 0 to 1, .* are 2 \(.*0\.png\) and 255 \(.*0\.png\)"):
+        open_label_maps(tmp_path)
+    (tmp_path / "classes.txt").write_text("a\n")
+    with pytest.raises(ValueError, match=r"names 1 classes"):
+        open_label_maps(tmp_path)
+    (tmp_path / "val/masks/1.png").unlink()
+    with pytest.raises(ValueError, match=r"1\.png is not a readable mask"):
+        open_label_maps(tmp_path)
+
+
+@pytest.mark.parametrize("opener", [open_voc, open_camvid, open_label_maps])
 def test_a_missing_data_set_names_the_searched_folders(tmp_path, opener):
     with pytest.raises(FileNotFoundError, match=str(tmp_path)):
         opener(tmp_path)

@@ -88,6 +88,14 @@ def test_images_without_a_nucleus_are_kept(tmp_path):
         assert len(samples.annotations["annotations"]) == 4
 
 
+def test_labels_without_any_nucleus_are_refused(tmp_path):
+    write_nuclei(tmp_path)
+    for name in "bde":
+        _relabel(tmp_path / f"labels/{name}.png", np.zeros((20, 24)))
+    with pytest.raises(ValueError, match=r"the 3 labels from .*b\.png on have no nucleus"):
+        open_nuclei(tmp_path, masks=False)
+
+
 def test_annotations_hold_each_nucleus_with_its_pixels(tmp_path):
     write_nuclei(tmp_path)
     annotations = open_nuclei(tmp_path, masks=True).test.annotations

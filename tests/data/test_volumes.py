@@ -38,7 +38,7 @@ def test_a_hash_of_the_file_name_decides_the_fold(root, below):
     for fold in range(5):
         opened = _open(root / below, fold=fold)
         assert (len(opened.train), len(opened.test)) == (6 - folds.count(fold), folds.count(fold))
-    assert opened.names == ("background", "Anterior", "Posterior")
+        assert opened.names == ("background", "Anterior", "Posterior")
 
 
 def test_each_volume_is_normalized_by_itself(root):

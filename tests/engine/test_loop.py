@@ -98,6 +98,15 @@ def test_a_run_may_stop_early_and_evaluate_seldom():
     assert (outcome.steps, outcome.finished) == (4, False)
 
 
+def test_a_checkpoint_follows_each_evaluation_and_not_each_epoch(tmp_path):
+    execution = Execution(device=CPU, evaluate_epochs=3)
+    train(SmallResNet(), Toy(24), settings(epochs=5), execution, out=tmp_path)  # 3 steps per epoch
+    assert [path.name[:13] for path in sorted((tmp_path / "checkpoints").iterdir())] == [
+        "step-00000009",
+        "step-00000015",
+    ]
+
+
 def test_a_run_may_have_a_length_in_steps_and_end_within_an_epoch():
     rows = Rows()
     chosen = settings(epochs=None, steps=5, schedule=Poly(1.0))

@@ -1,6 +1,7 @@
 """A model takes from a file what fits by name and shape, and says what does not."""
 
 import pickle
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -28,6 +29,21 @@ def test_what_fits_is_loaded_and_the_rest_is_told():
         "6 tensors loaded; 2 dropped for their shape: 3.bias, 3.weight; 1 dropped, the model lacks them: extra; "
         "1 missing, they keep their initial values: 1.bias"
     )
+
+
+def test_weights_of_a_backbone_are_loaded_into_the_part_that_has_their_names():
+    backbone = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
+    model: Any = nn.ModuleDict({"backbone": nn.ModuleDict({"body": network()}), "head": nn.Conv2d(2, 2, 1)})
+    found = load_weights(model, {**backbone.state_dict(), "fc.weight": torch.ones(1)})
+    assert found.unused == ("backbone.body.fc.weight",)
+    assert set(found.loaded) == {f"backbone.body.{name}" for name in backbone.state_dict()}
+    assert torch.equal(model["backbone"]["body"][0].weight, backbone[0].weight)
+
+
+def test_weights_that_fit_two_parts_equally_are_loaded_into_neither():
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    with pytest.raises(ValueError, match="none of the 2 tensors fits"):
+        load_weights(model, nn.Linear(2, 2).state_dict())
 
 
 @pytest.mark.parametrize("wrapped", ["plain", "safetensors", "model", "ddp"])

@@ -9,6 +9,7 @@ from torch import nn
 import micronorm as mn
 from micronorm import recipes
 from micronorm.engine.settings import Execution
+from micronorm.recipes.networks import build_network
 from micronorm.recipes.run import run_recipe
 from micronorm.recipes.unet3d import ResidualUNet3d
 from tests.data.miniature import write_decathlon
@@ -54,4 +55,16 @@ def test_methods_have_equal_budgets_and_start_from_equal_weights():
     assert {row.micro_batch for row in table.rows} == {1}
     bcn, instance = (recipes.find(f"hippocampus/{row}-fold1").build(seed=0) for row in ("bcn-ws", "in"))
     assert torch.equal(bcn.stem[0].weight, instance.stem[0].weight)
-    assert not any(isinstance(module, nn.BatchNorm3d) for module in bcn.modules())
+
+
+@pytest.mark.parametrize("recipe", recipes.find_table("hippocampus").rows[::3], ids=lambda recipe: recipe.row)
+def test_every_norm_is_of_the_method_and_classifiers_and_transposed_convolutions_are_plain(recipe):
+    with torch.device("meta"):
+        network = recipe.equip(build_network(recipe.network, classes=recipe.classes))
+    norms = [module for module in network.modules() if hasattr(module, "weight") and module.weight.ndim == 1]
+    assert {type(norm) for norm in norms} == {type(recipe.norm(64, dims=3))}
+    plain = {id(module) for module in network.classifiers}
+    convolutions = [m for m in network.modules() if isinstance(m, nn.Conv3d) and id(m) not in plain]
+    assert len(convolutions) == len(norms)
+    assert {type(conv) for conv in convolutions} == {nn.Conv3d if recipe.weight is None else mn.nn.WSConv3d}
+    assert {type(module) for module in (*network.classifiers, *network.enlarge)} == {nn.Conv3d, nn.ConvTranspose3d}

@@ -27,7 +27,7 @@ def test_every_recipe_is_found_by_its_name():
         ("cifra1/c10-bn", "no table 'cifra1'; near it: cifar1, cifar2"),
         ("zzz", "nor one like it; there are abl/…, "),
         ("cwn/zzzzzzzzzzzz", "nor one like it; there are cwn/gn, "),
-        ("mask/x", "'mask' would be a table of the paper, but has no recipes yet; there are abl, "),
+        ("tsm/x", "'tsm' would be a table of the paper, but has no recipes yet; there are abl, "),
     ],
 )
 def test_a_wrong_name_is_told_the_names_near_it(name, message):
@@ -41,7 +41,7 @@ def test_a_wrong_name_is_told_the_names_near_it(name, message):
     [
         ("tab:cifar1", "names go without tab:, write 'cifar1'"),
         ("fig:imagenet", "'fig:imagenet' is a figure, not a table: micronorm reproduce fig:imagenet; there are abl, "),
-        ("mask", "'mask' would be a table of the paper, but has no recipes yet"),
+        ("tsm", "'tsm' would be a table of the paper, but has no recipes yet"),
         ("cifar3", "near it: cifar"),
         ("qqq", "no table 'qqq'; there are abl, "),
     ],

@@ -74,14 +74,36 @@ PAPER: dict[str, dict[str, tuple[float, ...]]] = {
         "micro-dn": (7.55,),
         "micro-bcn-ws": (5.43,),
     },
+    "mask": {  # boxes: AP, AP.5, AP.75, large, medium, small; then the same for masks
+        "rn50-gn": (39.8, 60.5, 43.4, 52.4, 42.9, 23.0, 36.1, 57.4, 38.7, 53.6, 38.6, 16.9),
+        "rn50-gn-ws": (40.8, 61.6, 44.8, 52.7, 44.0, 23.5, 36.5, 58.5, 38.9, 53.5, 39.3, 16.6),
+        "rn50-bcn-ws": (41.4, 62.2, 45.2, 54.7, 45.0, 24.2, 37.3, 59.4, 39.8, 55.0, 40.1, 17.9),
+        "rn101-gn": (41.5, 62.0, 45.5, 54.8, 45.0, 24.1, 37.0, 59.0, 39.6, 54.5, 40.0, 17.5),
+        "rn101-gn-ws": (42.7, 63.6, 46.8, 56.0, 46.0, 25.7, 37.9, 60.4, 40.7, 56.3, 40.6, 18.2),
+        "rn101-bcn-ws": (43.6, 64.4, 47.9, 57.4, 47.5, 25.6, 39.1, 61.4, 42.2, 57.3, 42.1, 19.1),
+    },
+    "fast": {
+        "rn50-gn": (38.0, 59.1, 41.2, 49.5, 40.9, 22.4),
+        "rn50-gn-ws": (38.9, 60.4, 42.1, 50.4, 42.4, 23.5),
+        "rn50-bcn-ws": (39.7, 60.9, 43.1, 51.7, 43.2, 24.0),
+        "rn101-gn": (39.7, 60.9, 43.3, 51.9, 43.3, 23.1),
+        "rn101-gn-ws": (41.3, 62.8, 45.1, 53.9, 45.2, 24.7),
+        "rn101-bcn-ws": (41.8, 63.4, 45.8, 54.1, 45.6, 25.6),
+    },
     "voc": {"gn": (74.90,), "gn-ws": (77.20,), "bn": (76.49,), "bn-ws": (77.15,), "bcn-ws": (78.22,)},  # mIoU
     "quick": {},
     "micro_batch": {},
     "digits": {},
     "shapes": {},
     "camvid": {},
+    "label_maps": {},
+    "nuclei": {},
+    "coco128": {},
+    "tiny_imagenet": {},
+    "hippocampus": {},
 }
-FIGURES = {"voc": ("miou",)}
+_BOXES = ("AP", "AP50", "AP75", "APl", "APm", "APs")
+FIGURES = {"voc": ("miou",), "fast": _BOXES, "mask": (*_BOXES, *(f"mask_{name}" for name in _BOXES))}
 OURS = {
     "imagenet_ws": {"rn101-sn"},  # a cell that the paper leaves empty
     "imagenet": {"rn50-bcn-ws-step", "rn101-bcn-ws-step"},
@@ -100,8 +122,17 @@ OURS = {
     "shapes": {"bn", "gn", "gn-ws", "bcn-ws"},
     "voc": {"micro-bcn-ws-step"},
     "camvid": {"bn", "bn-ws", "gn", "gn-ws", "bcn-ws"},
+    "label_maps": {"bn", "bn-ws", "gn", "gn-ws", "bcn-ws"},
+    "mask": {"rn50-bcn-ws-step", "rn101-bcn-ws-step", "rn50-bcn-ws-step-plain-fpn", "rn50-frozen-bn"},
+    "fast": {"rn50-bcn-ws-step", "rn101-bcn-ws-step"},
+    "nuclei": {"bn", "gn", "gn-ws", "bcn-ws", "pretrained-frozen-bn", "pretrained-bcn-ws"},
+    "coco128": {"bcn-ws"},
+    "tiny_imagenet": {"bn", "bcn-ws"},
+    "hippocampus": {f"{row}-fold{k}" for row in ("in", "bn", "gn", "gn-ws", "bcn-ws") for k in range(3)},
 }
-SEGMENTATION = ("shapes", "voc", "camvid")  # trained by settings of their own
+# Tables whose networks are tested in test_rcnn.py and test_hippocampus.py.
+ELSEWHERE = ("mask", "fast", "nuclei", "coco128", "hippocampus")
+OWN_SETTINGS = ("digits", "shapes", "voc", "camvid", "label_maps", "tiny_imagenet", *ELSEWHERE)
 ALL = [recipe for table in recipes.tables().values() for recipe in table.rows]
 RUNNABLE = [recipe for recipe in ALL if recipe.unavailable is None]
 SMALL = [recipe for recipe in RUNNABLE if recipe.network in ("digits", "cifar-resnet20", "cifar-resnet18")]
@@ -156,7 +187,7 @@ TRAINING = {
 }
 
 
-@pytest.mark.parametrize("recipe", [r for r in ALL if r.table not in ("digits", *SEGMENTATION)], ids=name_of)
+@pytest.mark.parametrize("recipe", [r for r in ALL if r.table not in OWN_SETTINGS], ids=name_of)
 def test_a_row_is_trained_as_the_paper_says(recipe):
     epochs, step_batch, milestones = TRAINING[recipe.network]
     settings = recipe.settings
@@ -208,13 +239,13 @@ def built(name: str) -> nn.Module:
     """Without values: a ResNet-101 is drawn in a second, and there are many."""
     recipe = recipes.find(name)
     with torch.device("meta"):
-        return recipe.equip(build_network(recipe.network, classes=recipe.classes))
+        return recipe.equip(build_network(recipe.network, classes=recipe.classes or 2))
 
 
 WEIGHTS = {spec: type(spec()(nn.Conv2d(3, 3, 3))) for spec in (mn.WS, mn.WN, mn.CWN)} | {type(None): nn.Conv2d}
 
 
-@pytest.mark.parametrize("recipe", RUNNABLE, ids=name_of)
+@pytest.mark.parametrize("recipe", [r for r in RUNNABLE if r.table not in ELSEWHERE], ids=name_of)
 def test_every_layer_is_of_the_method_and_the_classifier_is_plain(recipe):
     network = built(recipe.name)
     wanted = type((recipe.norm or mn.BN())(64))
@@ -229,7 +260,7 @@ def test_every_layer_is_of_the_method_and_the_classifier_is_plain(recipe):
     assert classifiers
     for classifier in classifiers:
         assert type(classifier) in (nn.Linear, nn.Conv2d)
-        assert len(classifier.weight) == recipe.classes
+        assert len(classifier.weight) == (recipe.classes or 2)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +273,7 @@ def test_the_halves_of_ws_are_told_apart(row, center, scale):
 
 @pytest.mark.parametrize(
     "recipe",
-    [r for r in RUNNABLE if isinstance(r.norm, mn.GN | mn.BCN) and r.table not in ("digits", "shapes")],
+    [r for r in RUNNABLE if isinstance(r.norm, mn.GN | mn.BCN) and r.table not in ("digits", "shapes", *ELSEWHERE)],
     ids=name_of,
 )
 def test_groups_are_the_papers(recipe):

@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torchvision.models.resnet import Bottleneck, ResNet
 
 import micronorm as mn
 from micronorm import recipes
+from micronorm.engine.weights import load_weights
 from micronorm.recipes.deeplab import DeepLabV3
 
 
@@ -31,6 +33,19 @@ def test_the_paper_s_settings():
     assert (settings.steps, settings.step_batch, settings.optimizer.lr) == (30_000, 16, 0.007)
     middle = settings.schedule.factor(15_000, steps_per_epoch=661, total_steps=30_000)
     assert middle == pytest.approx(0.5**0.9)
+
+
+def test_each_row_starts_from_a_classifier_of_its_own_method():
+    for row in recipes.find_table("voc").rows:
+        start = recipes.find(row.start)
+        assert (type(start.norm), start.weight, start.network) == (type(row.norm), row.weight, "resnet101")
+
+
+def test_the_weights_of_a_classifier_fill_the_whole_backbone():
+    classifier = ResNet(Bottleneck, [1, 1, 1, 1], num_classes=7)
+    found = load_weights(DeepLabV3((1, 1, 1, 1), classes=3), classifier.state_dict())
+    assert found.unused == ("backbone.fc.bias", "backbone.fc.weight")
+    assert not any(name.startswith("backbone.") for name in (*found.missing, *found.other_shape))
 
 
 def test_a_step_of_a_segmenter_does_not_depend_on_its_split():

@@ -406,6 +406,21 @@ def test_figures_that_read_alike_are_not_called_lowest_and_highest(tmp_path):
     assert verdict_on(runs) == "Lowest test error of 3 runs: a and b with 6.60 %; highest: c with 13.20 %."
 
 
+@pytest.mark.parametrize(
+    "figure, sentence",
+    [
+        ("miou", "Highest test mIoU of 2 runs: a with 40.00 %; lowest: b with 30.00 %."),
+        ("AP", "Highest test AP of 2 runs: a with 40.00; lowest: b with 30.00."),
+        ("pixel_error", "Lowest test pixel error of 2 runs: b with 30.00 %; highest: a with 40.00 %."),
+    ],
+)
+def test_the_best_run_comes_first_whether_a_low_or_a_high_figure_is_good(tmp_path, figure, sentence):
+    runs = {name: begin(tmp_path / name) for name in ("a", "b")}
+    for run, value in zip(runs.values(), (40.0, 30.0), strict=True):
+        run.append_epoch({"epoch": 0, "step": 4, "test": {figure: value, "loss": 1.0}})
+    assert sentence in verdict_on({name: run.path for name, run in runs.items()})
+
+
 def test_names_break_between_words_on_narrow_screens(tmp_path):
     runs = {"digits/bcn-ws": full_run(tmp_path / "a"), "<b>/c": full_run(tmp_path / "b")}
     text, _ = page(tmp_path, runs)

@@ -2,6 +2,7 @@
 
 import base64
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import nn
 
+import micronorm as mn
 from micronorm import records
-from micronorm.data.shapes import VOID, ShapeSamples
+from micronorm.data.shapes import CLASSES, VOID, ShapeSamples
 from micronorm.engine.settings import Execution
 from micronorm.engine.task import Task
 from micronorm.recipes import find
@@ -19,6 +21,7 @@ from micronorm.recipes.run import Variation, run_recipe
 from micronorm.tasks import open_task
 from micronorm.tasks.pictures import colour_labels
 from micronorm.tasks.segmentation import open_segmentation
+from tests.data.miniature import write_label_maps, write_voc
 
 
 def task() -> Task:  # the annotation is the test: pyright checks the protocol
@@ -57,6 +60,34 @@ def test_the_score_counts_pixels_by_class():
     images, labels = batch_of(problem, 3, 4, 5)
     score = problem.score(model, (images, labels))
     assert score.counts.sum(1).tolist() == [(labels == k).sum() for k in range(4)]
+
+
+def test_the_score_on_voc_agrees_with_a_count_of_the_files(tmp_path):
+    write_voc(tmp_path)
+    problem, model = open_segmentation("voc", tmp_path), nn.Conv2d(3, 21, 1).eval()
+    (image,), (labels,) = batch_of(problem, 0)
+    score = problem.score(model, ([image], [labels]))
+    mask = np.array(Image.open(tmp_path / "SegmentationClass/c.png"))  # a palette file: the values are the labels
+    counts = np.bincount(mask.ravel(), minlength=256)
+    assert counts[255] == mask.shape[1]  # the border is void
+    assert score.counts.sum(1).tolist() == counts[:21].tolist()
+    answer = model(image[None])[0].argmax(0).numpy()
+    counted = mask != 255
+    pairs = [((mask == k) & counted, (answer == k) & counted) for k in range(21)]
+    overlaps = [(truth & found).sum() / (truth | found).sum() for truth, found in pairs if (truth | found).any()]
+    assert score.figures()["miou"] == pytest.approx(100 * float(np.mean(overlaps)))
+
+
+def test_a_folder_of_label_maps_trains_with_as_many_outputs_as_it_has_classes(tmp_path):
+    write_label_maps(tmp_path / "data")
+    recipe = replace(find("label_maps"), network="shapes")  # a small network
+    execution = Execution(device=torch.device("cpu"), steps=1)
+    run_recipe(recipe, out=tmp_path / "run", data=tmp_path / "data", execution=execution)
+    assert records.read(tmp_path / "run").facts["data"]["names"] == ["earth", "water", "air"]
+    with pytest.raises(ValueError, match="label_maps/bcn-ws has as many outputs as its data set has classes"):
+        recipe.build(seed=0)
+    loaded = mn.load(tmp_path / "run", model=recipe.build(seed=0, classes=3))
+    assert loaded(torch.zeros(1, 3, 16, 16)).shape == (1, 3, 16, 16)
 
 
 def test_pictures_are_samples_by_index_and_seed_alone():
@@ -100,10 +131,12 @@ def test_what_does_not_fit_is_refused():
         problem.loss(nn.Conv2d(3, 3, 1), batch_of(problem, 0, 1))
     with pytest.raises(ValueError, match="shapes are generated: leave --data"):
         open_task("segmentation", "shapes", size=64)
-    with pytest.raises(ValueError, match="no data set is known as 'digits'; there are shapes, voc, camvid"):
+    with pytest.raises(ValueError, match="no data set is known as 'digits'; there are shapes, voc, camvid, label_maps"):
         open_task("segmentation", "digits")
-    with pytest.raises(ValueError, match="no task 'detection'; there are classification, segmentation"):
-        open_task("detection", "coco")
+    with pytest.raises(ValueError, match="no task 'nonesuch'; there are classification, segmentation"):
+        open_task("nonesuch", "coco")
+    with pytest.raises(ValueError, match="label maps are yours: give their folder with --data"):
+        open_task("segmentation", "label_maps")
 
 
 def test_a_recipe_of_another_task_trains_without_a_change_in_the_engine(tmp_path):
@@ -115,7 +148,13 @@ def test_a_recipe_of_another_task_trains_without_a_change_in_the_engine(tmp_path
     assert outcome.figures.keys() == {"miou", "accuracy"}
     record = records.read(tmp_path)
     assert record.steps[-1]["pixel_error"] > 0
-    assert record.facts["data"] == {"name": "shapes", "train": 2048, "test": 128, "sample": "image"}
+    assert record.facts["data"] == {
+        "name": "shapes",
+        "train": 2048,
+        "test": 128,
+        "sample": "image",
+        "names": list(CLASSES),
+    }
     assert len(record.predictions) == 8
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import micronorm
-from micronorm.cli import bench, check, demo, diagnose, doctor, fold, plan, report, reproduce, train
+from micronorm.cli import bench, check, demo, diagnose, doctor, fold, plan, predict, report, reproduce, train
 from micronorm.cli.faults import Commands
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app.command()(reproduce.reproduce)
 app.command()(check.check)
 app.command()(diagnose.diagnose)
 app.command()(plan.plan)
+app.command()(predict.predict)
 app.command()(fold.fold)
 app.command()(bench.bench)
 app.command()(report.report)

@@ -10,13 +10,13 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
 from micronorm.engine.listener import Listener
+from micronorm.report.runs import title_of
 
 QUIET_SECONDS = 30.0
 """The shortest time between two plain lines within an epoch."""
 
 _RECENT_STEPS = 50  # images per second are averaged over these
 _BAR_WIDTH, _WIDTH_FOR_BAR = 16, 110  # a narrower terminal has no room for the bar
-_LABELS = {"top1": "error %"}  # labels of a task's figures
 
 
 def say(console: Console, text: str) -> None:
@@ -25,7 +25,7 @@ def say(console: Console, text: str) -> None:
 
 
 class TrainingProgress(Listener):
-    """Show epoch, step, loss, test error, time left, images per second, memory and learning rate of a run.
+    """Show epoch, step, loss, the first test figure, time left, images per second, memory and learning rate of a run.
 
     The methods take the rows of the run's record. A figure that a row lacks is left out.
 
@@ -78,7 +78,7 @@ class TrainingProgress(Listener):
         self._row = {**self._row, **{key: row[key] for key in ("epoch", "step") if key in row}}
         test = row.get("test") or {}
         name = next((key for key in test if key != "loss"), "loss" if test else None)
-        self._test = f"test {_LABELS.get(name, name.replace('_', ' '))} {test[name]:.4g}" if name is not None else ""
+        self._test = f"test {title_of(name)} {test[name]:.4g}" if name is not None else ""
         self._show()
 
     def on_message(self, text: str) -> None:

@@ -54,7 +54,7 @@ def train(
         bool, typer.Option("--unverified", help="Accept CIFAR files with other checksums, such as a miniature.")
     ] = False,
     workers: Annotated[int, typer.Option(min=0, help="Processes that decode image files.")] = 0,
-    size: Annotated[int | None, typer.Option(min=1, help="Height and width of ImageNet's crops; 224.")] = None,
+    size: Annotated[int | None, typer.Option(min=1, help="Height and width of the training crops.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default the GPU if there is one.")] = None,
     channels_last: Annotated[
         bool, typer.Option("--channels-last", help="Store images in NHWC, volumes in NDHWC.")
@@ -65,7 +65,9 @@ def train(
         bool, typer.Option("--recompute", help="Recompute activations in the backward: less memory, the same bits.")
     ] = False,
     parallel: Annotated[str, typer.Option(help="How ranks share the model: ddp or fsdp.")] = "ddp",
-    save_every: Annotated[int | None, typer.Option(min=1, help="Steps between checkpoints within an epoch.")] = None,
+    save_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps between checkpoints; always after an evaluation.")
+    ] = None,
     evaluate_every: Annotated[int, typer.Option(min=1, help="Epochs between evaluations; always after the last.")] = 1,
     observe: Annotated[
         int | None, typer.Option(min=1, help="Measure the layers every so many steps: diagnostics.jsonl, events.")
@@ -96,7 +98,7 @@ def train(
         )
         execution = Execution(
             micro_batch=_micro_batch(micro_batch),
-            device=None if device is None else _device(device),
+            device=None if device is None else find_device(device),
             channels_last=channels_last,
             compile=compiled,
             cuda_graph=cuda_graph,
@@ -160,7 +162,7 @@ def _micro_batch(text: str) -> int | None:
     return int(text)
 
 
-def _device(text: str) -> torch.device:
+def find_device(text: str) -> torch.device:
     """Return the device of that name. Raise ValueError if this machine cannot use it."""
     try:
         device = torch.device(text)
@@ -193,10 +195,13 @@ def execution_options(execution: Execution, workers: int = 0) -> list[str]:
 
 
 _FIGURES = {"top1": "top-1 error {:.4g} %", "top5": "top-5 error {:.4g} %"}
+_FIGURES |= {"miou": "mIoU {:.4g} %", "accuracy": "accuracy {:.4g} %"}
 
 
 def _print_outcome(console: Console, outcome: Outcome, folder: Path, again: list[str]) -> None:
-    shown = [_FIGURES.get(name, name + " {:.4g}").format(value) for name, value in outcome.figures.items()]
+    shown = [
+        _FIGURES.get(name, name.replace("_", " ") + " {:.4g}").format(value) for name, value in outcome.figures.items()
+    ]
     figures = f"{', '.join(shown)} on the test samples" if shown else ""
     say = console.print if console.is_terminal else typer.echo
     say(f"{outcome.steps} steps; {figures or 'not evaluated'}")

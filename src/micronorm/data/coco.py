@@ -4,7 +4,6 @@ Files are checked when the set is opened, so that a broken one is named before t
 """
 
 import json
-import math
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,10 +23,10 @@ from micronorm.ops.keyed import sample_keys, uniforms
 LAYOUTS = {"annotations/instances_{}2017.json": "{}2017", "instances_{}.json": "{}"}
 """The annotations and the folder of the images, for "train" and "val": the official layout and the flat one."""
 
-_KEYS = {
-    "images": ("id", "file_name", "height", "width"),
-    "annotations": ("id", "image_id", "category_id", "bbox", "area", "iscrowd"),
-    "categories": ("id", "name"),
+_KEYS: dict[str, dict[str, Any]] = {
+    "images": {"id": int, "file_name": str, "height": int, "width": int},
+    "annotations": {"id": int, "image_id": int, "category_id": int, "bbox": list, "area": (int, float), "iscrowd": int},
+    "categories": {"id": int, "name": str},
 }
 
 
@@ -81,18 +80,18 @@ def read_coco(file: Path, images: Path, *, masks: bool, train: bool, workers: in
         workers: processes that decode; 0 decodes in this one.
     """
     require_torchvision()
-    annotations = _read_annotations(file, masks=masks)
+    annotations = _read_annotations(file, images, masks=masks)
     decoder = _CocoDecoder(annotations, images, masks=masks, train=train)
     if not any(len(objects.labels) for objects in decoder.objects):
         raise ValueError(f"{file} annotates no object: there is nothing to learn or to score")
-    _check_images(annotations, images, file)
     names = ("background", *(category["name"] for category in annotations["categories"]))
     return DetectionSamples(decoder, names=names, workers=workers)
 
 
-def _read_annotations(file: Path, *, masks: bool) -> dict[str, Any]:
+def _read_annotations(file: Path, folder: Path, *, masks: bool) -> dict[str, Any]:
     """Return the file's images, checked annotations with compressed outlines, and categories in the order of ids."""
     content = _read_json(file)
+    _check_images(content["images"], folder, file)  # first: a wrong size could make the mask of an outline huge
     images = {image["id"]: image for image in content["images"]}
     categories = sorted(({"id": c["id"], "name": c["name"]} for c in content["categories"]), key=lambda c: c["id"])
     known = {category["id"] for category in categories}
@@ -119,28 +118,32 @@ def _read_json(file: Path) -> dict[str, list[Mapping[str, Any]]]:
         content = json.loads(file.read_bytes())
     except ValueError as error:
         raise ValueError(f"{file} is not a JSON file ({error}); replace it") from error
-    for part, keys in _KEYS.items():
+    for part, types in _KEYS.items():
         entries = content.get(part) if isinstance(content, dict) else None
         if not isinstance(entries, list):
             raise ValueError(f"{file} is not a COCO file of instances: it has no list {part!r}")
         for k, entry in enumerate(entries):
-            missing = [key for key in keys if not isinstance(entry, dict) or key not in entry]
-            if missing:
-                raise ValueError(f"{file} is not a COCO file of instances: {part}[{k}] has no {missing[0]!r}")
+            for key, wanted in types.items():
+                if not isinstance(entry, dict) or not isinstance(entry.get(key), wanted):
+                    raise ValueError(f"{file} is not a COCO file of instances: {part}[{k}] has no valid {key!r}")
     return content
 
 
 def _check_annotation(entry: Mapping[str, Any], image: Mapping[str, Any], *, masks: bool) -> dict[str, Any]:
     """Return the parts of an annotation that we use. Raise ValueError without the file's name if one is wrong."""
     box = entry["bbox"]
-    if not isinstance(box, list) or len(box) != 4 or not _are_finite(box) or min(box[2:]) < 0:
-        raise ValueError(f"bbox must be four numbers x, y, width and height, the last two not negative, got {box}")
+    if len(box) != 4 or not _are_near(box, image) or min(box[2:]) < 0:
+        raise ValueError(
+            f"bbox must be x, y, width and height in or near the image, the last two not negative, got {box}"
+        )
     kept = {key: entry[key] for key in _KEYS["annotations"]}
     return {**kept, "segmentation": _encode_outline(entry, image)} if masks else kept
 
 
-def _are_finite(numbers: list[Any]) -> bool:
-    return all(isinstance(x, (int, float)) and math.isfinite(x) for x in numbers)
+def _are_near(numbers: list[Any], image: Mapping[str, Any]) -> bool:
+    """Return whether these are finite numbers of pixels. The library needs memory in proportion to a polygon's size."""
+    limit = 10 * (image["height"] + image["width"])
+    return all(isinstance(x, (int, float)) and abs(x) <= limit for x in numbers)  # false for NaN
 
 
 def _encode_outline(entry: Mapping[str, Any], image: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,32 +151,47 @@ def _encode_outline(entry: Mapping[str, Any], image: Mapping[str, Any]) -> dict[
 
     A crowd without an outline covers its box.
     """
-    library = load_mask_library()
-    height, width = image["height"], image["width"]
     outline = entry.get("segmentation")
     if not outline and entry["iscrowd"]:
         x, y, w, h = entry["bbox"]
         outline = [[x, y, x + w, y, x + w, y + h, x, y + h]]
     if not outline:
         raise ValueError("it has no segmentation, which masks need")
-    if isinstance(outline, list):
-        for polygon in outline:
-            if not isinstance(polygon, list) or len(polygon) % 2 or len(polygon) < 6 or not _are_finite(polygon):
-                points = len(polygon) / 2 if isinstance(polygon, list) else 0
-                raise ValueError(f"a polygon must be 3 points or more, as x and y in pixels, got {points:g} points")
-        found = library.merge(library.frPyObjects(outline, height, width))
-    else:
-        if outline.get("size") != [height, width]:
-            raise ValueError(f"its runs are for size {outline.get('size')}, the image has {[height, width]}")
-        found = library.frPyObjects(outline, height, width) if isinstance(outline.get("counts"), list) else outline
-        library.decode([found])  # raises ValueError for runs that do not fill the image
-    counts = found["counts"]
-    return {"size": [height, width], "counts": counts.decode() if isinstance(counts, bytes) else counts}
+    counts = (_encode_polygons if isinstance(outline, list) else _encode_runs)(outline, image)
+    return {"size": [image["height"], image["width"]], "counts": counts}
 
 
-def _check_images(annotations: Mapping[str, Any], folder: Path, file: Path) -> None:
+def _encode_polygons(polygons: list[Any], image: Mapping[str, Any]) -> str:
+    for polygon in polygons:
+        if not isinstance(polygon, list) or len(polygon) % 2 or len(polygon) < 6:
+            points = len(polygon) / 2 if isinstance(polygon, list) else 0
+            raise ValueError(f"a polygon must be 3 points or more, each of x and y, got {points:g} points")
+        if not _are_near(polygon, image):
+            raise ValueError("the points of a polygon must be numbers of pixels in or near the image")
+    library = load_mask_library()
+    return library.merge(library.frPyObjects(polygons, image["height"], image["width"]))["counts"].decode()
+
+
+def _encode_runs(runs: Any, image: Mapping[str, Any]) -> str:
+    size = [image["height"], image["width"]]
+    counts = runs.get("counts") if isinstance(runs, dict) else None
+    if not isinstance(counts, (list, str)) or runs.get("size") != size:
+        raise ValueError(f"segmentation must be polygons, or runs of pixels with counts and size {size}")
+    library = load_mask_library()
+    if isinstance(counts, list):
+        if not all(isinstance(run, int) and run >= 0 for run in counts) or sum(counts) != size[0] * size[1]:
+            raise ValueError(f"the runs of pixels must add up to the {size[0] * size[1]} of the image")
+        return library.frPyObjects(runs, *size)["counts"].decode()
+    try:
+        library.decode([runs])
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"the compressed runs of pixels do not fill the image ({error})") from error
+    return counts
+
+
+def _check_images(images: list[Mapping[str, Any]], folder: Path, file: Path) -> None:
     """Raise an error for the first image that is missing, cut short, or of another size than the file says."""
-    for image in annotations["images"]:
+    for image in images:
         path = folder / image["file_name"]
         size = check_picture(path)
         if size != (image["width"], image["height"]):

@@ -9,7 +9,7 @@ from micronorm.data.pixels import Standardization
 TEST_IMAGES = 500
 SHIFT = PadCropFlip(pad=1)
 """Shifts by at most one pixel. Digits are not mirrored, because a mirrored digit is another sign."""
-_SCALE = Standardization(mean=(8.0,), std=(8.0,))  # pixels are integers from 0 to 16
+SCALE = Standardization(mean=(8.0,), std=(8.0,))  # pixels are integers from 0 to 16
 
 
 def read_digits() -> Split[Labelled]:
@@ -36,8 +36,8 @@ def open_digits(*, augmentation: PadCropFlip = SHIFT, device: torch.device | str
     """
     train, test = _read()
     return Split(
-        MemorySamples(*train, standardization=_SCALE, augmentation=augmentation, device=device),
-        MemorySamples(*test, standardization=_SCALE, device=device),
+        MemorySamples(*train, standardization=SCALE, augmentation=augmentation, device=device),
+        MemorySamples(*test, standardization=SCALE, device=device),
     )
 
 

@@ -184,8 +184,7 @@ class _Decoder:
             image = transforms.resized_crop(image, *box, size=size)
             image = transforms.horizontal_flip(image) if mirror else image
         else:
-            image = transforms.resize(image, [round(self._size * 256 / 224)])
-            image = transforms.center_crop(image, size)
+            image = crop_centre(image, self._size)
         return transforms.pil_to_tensor(image)
 
 
@@ -211,6 +210,13 @@ def crop_box(draws: Sequence[float], *, height: int, width: int) -> Box:
     elif width / height > RATIO[1]:
         w = round(height * RATIO[1])
     return Box((height - h) // 2, (width - w) // 2, h, w)
+
+
+def crop_centre(image: Any, size: int) -> Any:
+    """Return the centre of a PIL image whose shorter side is first resized to size·256/224."""
+    from torchvision.transforms.v2 import functional as transforms
+
+    return transforms.center_crop(transforms.resize(image, [round(size * 256 / 224)]), [size, size])
 
 
 def decode(path: Path) -> Any:

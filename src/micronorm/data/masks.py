@@ -5,6 +5,7 @@ A mask is a PNG of palette or grey values, as large as its image. The value is t
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,10 +45,12 @@ class MaskedImage(NamedTuple):
 
 
 class MaskSet(NamedTuple):
-    """The training and test samples."""
+    """The training and test samples, the names of the classes by label, and the label of pixels that do not count."""
 
     train: "MaskSamples"
     test: "MaskSamples"
+    names: tuple[str, ...]
+    void: int
 
 
 def open_voc(folder: Path | str, *, crop: int = 513, workers: int = 0) -> MaskSet:
@@ -71,8 +74,7 @@ def open_voc(folder: Path | str, *, crop: int = 513, workers: int = 0) -> MaskSe
     augmented = (root / "ImageSets/Segmentation/trainaug.txt").is_file() and (root / "SegmentationClassAug").is_dir()
     train = _voc_list(root, *(("trainaug", "SegmentationClassAug") if augmented else ("train", "SegmentationClass")))
     test = _voc_list(root, "val", "SegmentationClass")
-    options: dict[str, Any] = {"classes": len(VOC_CLASSES), "void": VOC_VOID, "workers": workers}
-    return MaskSet(MaskSamples(train, crop=crop, **options), MaskSamples(test, **options))
+    return _mask_set(train, test, VOC_CLASSES, VOC_VOID, crop=crop, workers=workers)
 
 
 def open_camvid(folder: Path | str, *, crop: int = 180, workers: int = 0) -> MaskSet:
@@ -90,9 +92,64 @@ def open_camvid(folder: Path | str, *, crop: int = 180, workers: int = 0) -> Mas
             f"CamVid was looked for in {', '.join(map(str, places))}: a folder with train, trainannot, test and "
             "testannot, as in the SegNet tutorial"
         )
-    options: dict[str, Any] = {"classes": len(CAMVID_CLASSES), "void": CAMVID_VOID, "workers": workers}
     train, test = (pair_files(root / part, root / f"{part}annot") for part in ("train", "test"))
-    return MaskSet(MaskSamples(train, crop=crop, **options), MaskSamples(test, **options))
+    return _mask_set(train, test, CAMVID_CLASSES, CAMVID_VOID, crop=crop, workers=workers)
+
+
+def open_label_maps(folder: Path | str, *, crop: int | None = None, workers: int = 0) -> MaskSet:
+    """Open images and masks of your own: train/images, train/masks, val/images and val/masks. All masks are read.
+
+    A mask has the name of its image and the suffix .png. The file classes.txt names the classes, one per line, in the
+    order of their labels from 0 on. One further label may occur, which is void. Without classes.txt void is 255, and
+    the classes are "class 0" up to the largest label.
+
+    Args:
+        folder: the folder of `train` and `val`.
+        crop: height and width of the training crops; None for the larger side of the first image, at most 513.
+        workers: processes that decode; 0 decodes in this one.
+
+    Raises:
+        FileNotFoundError: a folder or a mask is missing.
+        ValueError: a file is broken, or there are more labels than classes and void.
+    """
+    root = Path(folder)
+    train, test = (pair_files(root / part / "images", root / part / "masks") for part in ("train", "val"))
+    names, void = _find_classes(root / "classes.txt", [pair.mask for pair in (*train, *test)])
+    crop = crop or min(513, max(check_picture(train[0].image)))
+    return _mask_set(train, test, names, void, crop=crop, workers=workers)
+
+
+def _find_classes(listed: Path, masks: Sequence[Path]) -> tuple[tuple[str, ...], int]:
+    """Return the names of the classes and the void label, from classes.txt if it exists, and from all masks."""
+    where: dict[int, Path] = {}
+    with ThreadPoolExecutor() as pool:  # decoding releases Python's lock
+        for path, labels in zip(masks, pool.map(lambda path: np.unique(_decode_mask(path)), masks), strict=True):
+            where |= {label: path for label in labels.tolist() if label not in where}
+    if not listed.is_file():
+        return tuple(f"class {k}" for k in range(max((k for k in where if k != VOC_VOID), default=-1) + 1)), VOC_VOID
+    names = tuple(line.strip() for line in listed.read_text(encoding="utf-8").splitlines() if line.strip())
+    beyond = sorted(label for label in where if label >= len(names))
+    if len(beyond) > 1:
+        raise ValueError(
+            f"{listed} names {len(names)} classes, labels 0 to {len(names) - 1}, and one further label may be void; "
+            f"there are {beyond[0]} ({where[beyond[0]]}) and {beyond[1]} ({where[beyond[1]]}): name all classes"
+        )
+    return names, beyond[0] if beyond else VOC_VOID
+
+
+def _mask_set(
+    train: Sequence[MaskedImage],
+    test: Sequence[MaskedImage],
+    names: tuple[str, ...],
+    void: int,
+    *,
+    crop: int,
+    workers: int,
+) -> MaskSet:
+    if len(names) < 2:
+        raise ValueError(f"segmentation needs at least 2 classes, got {len(names)}: {', '.join(names) or 'none'}")
+    options: dict[str, Any] = {"classes": len(names), "void": void, "workers": workers}
+    return MaskSet(MaskSamples(train, crop=crop, **options), MaskSamples(test, **options), names, void)
 
 
 def pair_files(images: Path, masks: Path) -> list[MaskedImage]:
@@ -161,10 +218,12 @@ class MaskSamples(FileSamples):
         super().__init__(_MaskDecoder(files, classes=classes, void=void, crop=crop), workers=workers)
         self._standardize = Standardizer(IMAGENET, torch.device("cpu"))
 
-    def finish(self, batch: tuple[list[Tensor], list[Tensor]]) -> tuple[Any, Any]:
+    def finish(self, batch: tuple[Any, Any]) -> tuple[Any, Any]:
         """Return standardized images and their labels, as two tensors if they were cropped."""
-        images, labels = [self._standardize(image) for image in batch[0]], [mask.long() for mask in batch[1]]
-        return (torch.stack(images), torch.stack(labels)) if self._decoder.crop else (images, labels)
+        images, labels = batch
+        if isinstance(images, Tensor):
+            return self._standardize(images), labels.long()
+        return [self._standardize(image) for image in images], [mask.long() for mask in labels]
 
 
 def check_picture(path: Path) -> tuple[int, int]:
@@ -190,27 +249,27 @@ def check_picture(path: Path) -> tuple[int, int]:
 
 
 class _MaskDecoder:
-    """Turns shares into lists of 3×H×W and H×W bytes."""
+    """Turns shares into bytes: crops as two tensors, which a worker sends faster, whole images as two lists."""
 
     def __init__(self, files: Sequence[MaskedImage], *, classes: int, void: int, crop: int | None) -> None:
-        self._files, self._classes, self._void, self.crop = list(files), classes, void, crop
+        self._files, self._classes, self._void, self._crop = list(files), classes, void, crop
 
     def __len__(self) -> int:
         return len(self._files)
 
-    def __getitem__(self, order: Order) -> tuple[list[Tensor], list[Tensor]]:
+    def __getitem__(self, order: Order) -> tuple[Any, Any]:
         keys = sample_keys(torch.tensor(order.indices, dtype=torch.int64), seed=order.seed, epoch=order.epoch)
         crops = uniforms(keys, 3, stream=CROP).tolist()
         mirrored = (uniforms(keys, 1, stream=FLIP).squeeze(1) < 0.5).tolist()
         images, masks = [], []
         for index, draws, mirror in zip(order.indices, crops, mirrored, strict=True):
             image, mask = self._read(self._files[index])
-            if self.crop is not None:
-                image, mask = scale_and_crop(image, mask, draws, size=self.crop, void=self._void)
+            if self._crop is not None:
+                image, mask = scale_and_crop(image, mask, draws, size=self._crop, void=self._void)
                 image, mask = (image.flip(-1), mask.flip(-1)) if mirror else (image, mask)
             images.append(image)
             masks.append(mask)
-        return images, masks
+        return (images, masks) if self._crop is None else (torch.stack(images), torch.stack(masks))
 
     def _read(self, files: MaskedImage) -> tuple[Tensor, Tensor]:
         image = torch.from_numpy(np.array(decode(files.image))).permute(2, 0, 1)

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from micronorm.data.detection import DetectionSamples, DetectionSet, Target, flip_sample, load_mask_library
@@ -76,10 +75,10 @@ def is_test(name: str) -> bool:
 
 
 class _Picture(NamedTuple):
-    """An image (3×H×W bytes) and the number of a nucleus per pixel (H×W uint16, 0 is background)."""
+    """An image (H×W×3 bytes) and the number of a nucleus per pixel (H×W uint16, 0 is background)."""
 
     name: str
-    image: Tensor
+    image: np.ndarray
     nuclei: np.ndarray
 
 
@@ -88,6 +87,8 @@ class _NucleiDecoder:
 
     def __init__(self, files: list[MaskedImage], *, masks: bool, crop: int | None) -> None:
         self._pictures = [_read(pair) for pair in files]
+        if not any(picture.nuclei.any() for picture in self._pictures):
+            raise ValueError(f"the {len(files)} labels from {files[0].mask} on have no nucleus to learn or to score")
         self._masks, self._crop = masks, crop
 
     def __len__(self) -> int:
@@ -99,14 +100,14 @@ class _NucleiDecoder:
         flips = (uniforms(keys, 2, stream=FLIP) < 0.5).tolist()
         images, targets = [], []
         for index, place, mirrored in zip(order.indices, crops, flips, strict=True):
-            image, nuclei = self._pictures[index][1:]
-            if self._crop is None:
-                target = self._target(nuclei, least=1)
-            else:
-                image, nuclei = _cut(image, nuclei, place, size=self._crop)
-                target = self._target(nuclei, least=LEAST_PIXELS)
-                for mirror, axis in zip(mirrored, (-1, -2), strict=True):
-                    image, target = flip_sample(image, target, axis=axis) if mirror else (image, target)
+            _, pixels, nuclei = self._pictures[index]
+            if self._crop is not None:
+                pixels, nuclei = (_cut(part, place, size=self._crop) for part in (pixels, nuclei))
+            image = torch.from_numpy(pixels).permute(2, 0, 1)
+            target = self._target(nuclei, least=1 if self._crop is None else LEAST_PIXELS)
+            for mirror, axis in zip(mirrored, (-1, -2), strict=True):
+                if mirror and self._crop is not None:
+                    image, target = flip_sample(image, target, axis=axis)
             images.append(image)
             targets.append({**target, "image": index})
         return images, targets, keys
@@ -141,7 +142,7 @@ def _read(pair: MaskedImage) -> _Picture:
 
     for path in pair:
         check_picture(path)
-    image = torch.from_numpy(np.array(decode(pair.image))).permute(2, 0, 1).contiguous()
+    image = np.array(decode(pair.image))
     try:
         with Image.open(pair.mask) as file:
             mode, nuclei = file.mode, np.array(file)
@@ -149,21 +150,20 @@ def _read(pair: MaskedImage) -> _Picture:
         raise ValueError(f"{pair.mask} is not a readable image ({error}); replace it or delete it") from error
     if mode not in ("L", "I;16", "I"):
         raise ValueError(f"labels must be a grey image of 8 or 16 bits, {pair.mask} has mode {mode}")
-    if nuclei.shape != image.shape[1:]:
-        sizes = [f"{width}×{height}" for height, width in (image.shape[1:], nuclei.shape)]
+    if nuclei.shape != image.shape[:2]:
+        sizes = [f"{width}×{height}" for height, width in (image.shape[:2], nuclei.shape)]
         raise ValueError(
             f"labels must be as large as the image: {pair.image} has {sizes[0]} pixels, {pair.mask} {sizes[1]}"
         )
     return _Picture(pair.image.name, image, nuclei.astype(np.uint16))
 
 
-def _cut(image: Tensor, nuclei: np.ndarray, place: list[float], *, size: int) -> tuple[Tensor, np.ndarray]:
-    """Cut size×size out of an image and its labels, from two random numbers in [0, 1). Pad what is too small."""
-    top, left = (int(draw * (max(0, side - size) + 1)) for draw, side in zip(place, nuclei.shape, strict=True))
-    rows, columns = slice(top, top + size), slice(left, left + size)
-    image, nuclei = image[:, rows, columns], nuclei[rows, columns]
-    down, right = (size - side for side in nuclei.shape)
-    return F.pad(image, (0, right, 0, down)), np.pad(nuclei, ((0, down), (0, right)))
+def _cut(pixels: np.ndarray, place: list[float], *, size: int) -> np.ndarray:
+    """Cut size×size out of H×W or H×W×3 pixels, from two random numbers in [0, 1). Pad what is too small with zeros."""
+    top, left = (int(draw * (max(0, side - size) + 1)) for draw, side in zip(place, pixels.shape[:2], strict=True))
+    pixels = pixels[top : top + size, left : left + size]
+    down, right = (size - side for side in pixels.shape[:2])
+    return np.pad(pixels, ((0, down), (0, right), *[(0, 0)] * (pixels.ndim - 2)))
 
 
 class _Located(NamedTuple):

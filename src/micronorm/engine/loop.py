@@ -275,11 +275,13 @@ class _TrainingRun:
             if self.recomputation is not None and self.is_first and self.done == first_step:
                 self.listener.on_message(f"{self.recomputation.report()}, but recomputed in the backward")
             epoch_ended = self.done % self.steps_per_epoch == 0
+            evaluated = False
             if epoch_ended or self.done == self.last:
-                self._end_epoch(position.epoch)
+                evaluated = self._end_epoch(position.epoch)
             if epoch_ended:
                 self.meter.end_epoch()
-            if epoch_ended or self.done == self.last or result.requests.stop or result.requests.save:
+            # Not after every epoch: one of a small data set may take less time than its checkpoint.
+            if evaluated or result.requests.stop or result.requests.save:
                 self._save()
             if result.requests.stop:
                 self.signal = self.parallel.broadcast(None if out_of_time else signals.received or signal.SIGTERM)
@@ -325,8 +327,8 @@ class _TrainingRun:
         every = self.execution.save_steps
         return self.journal.is_late if every is None else (self.done + 1) % every == 0
 
-    def _end_epoch(self, epoch: int) -> None:
-        """Evaluate if it is due, and write the row of the epoch."""
+    def _end_epoch(self, epoch: int) -> bool:
+        """Write the row of the epoch. If an evaluation is due, evaluate and return True."""
         self._log(self.meter.flush())
         row: dict[str, Any] = {"epoch": epoch, "step": self.done, "train": self.meter.epoch_figures()}
         is_due = (epoch + 1) % self.execution.evaluate_epochs == 0 or self.done == self.last
@@ -337,6 +339,7 @@ class _TrainingRun:
         self.journal.write_epoch(row)
         self.listener.on_epoch(row)
         self.meter.restart()
+        return is_due
 
     def _evaluate(self) -> dict[str, float]:
         figures = evaluate(self.step, seed=self.settings.seed)

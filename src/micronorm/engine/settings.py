@@ -91,8 +91,8 @@ class Execution:
         parallel: how several ranks share the model: replicated ("ddp") or sharded ("fsdp").
         steps: stop after so many optimizer steps; None for the whole run.
         minutes: save and stop after so many minutes of training; None for no limit.
-        save_steps: steps between checkpoints within an epoch; None for checkpoints at the end of epochs and every ten
-            minutes.
+        save_steps: steps between checkpoints; None for ten minutes between them. There is always one after an
+            evaluation.
         evaluate_epochs: evaluate after every so many epochs, and after the last step.
         observe: measure the layers every so many steps; None for never. Not with `compile` and `cuda_graph`.
     """

@@ -64,4 +64,5 @@ def _build(folder: Path, facts: dict[str, Any]) -> nn.Module:
     changes = [f"{key} was {was[key]} and is {now[key]}" for key in _NETWORK if was.get(key, now[key]) != now[key]]
     if changes:
         raise ValueError(f"{folder}: the recipe {name} has changed since the run: {', '.join(changes)}; give model=")
-    return recipe.build(seed=0)
+    names = facts["data"].get("names")
+    return recipe.build(seed=0, classes=len(names) if isinstance(names, list) else None)

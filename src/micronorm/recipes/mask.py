@@ -5,7 +5,7 @@ from micronorm.nn.spec import NormSpec, WeightSpec
 from micronorm.recipes.protocols import coco, frozen_bn
 from micronorm.recipes.recipe import Recipe, Table
 
-BOXES = ("AP", "AP50", "AP75", "APl", "APm", "APs")
+BOXES: tuple[str, ...] = ("AP", "AP50", "AP75", "APl", "APm", "APs")
 """The columns of the paper's tables: averages over IoU, at 0.5, at 0.75, and of large, medium and small objects."""
 FIGURES = (*BOXES, *(f"mask_{name}" for name in BOXES))
 

@@ -81,7 +81,8 @@ _COCO = (
     "from the framework that the paper names (maskrcnn-benchmark): drops at 2/3 and 8/9 of the schedule, 500 steps of "
     "linear warm-up from 1/3, biases at twice the rate and without decay, stem and first stage frozen, norms in the "
     "pyramid (the caption leaves them out)",
-    "ours: torchvision's losses, of each image alone; its ResNet has the stride in the 3×3 convolutions",
+    "ours: torchvision's losses, of each image alone; its ResNet has the stride in the 3×3 convolutions; the last "
+    "convolution of the mask predictor starts near zero",
 )
 _COCO_BCN = (
     'ours, the paper being silent about the form of BCN here: Algorithm 1 (statistics="sequential") image by image in '

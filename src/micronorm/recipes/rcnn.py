@@ -80,6 +80,8 @@ def build_rcnn(
     if masks:
         parts["mask_head"] = models.mask_rcnn.MaskRCNNHeads(channels, [channels] * 4, 1, norm_layer=norm)
         parts["mask_predictor"] = models.mask_rcnn.MaskRCNNPredictor(channels, channels, classes)
+        # As in Detectron2. The fewer classes, the larger are the weights of torchvision: with two the loss begins at 5.
+        nn.init.normal_(parts["mask_predictor"].mask_fcn_logits.weight, std=0.001)
     network = (models.MaskRCNN if masks else models.FasterRCNN)(backbone, **parts, **options)
     if keep_size:
         network.transform.resize = _keep_size

@@ -34,6 +34,7 @@ DATA: Mapping[str, DataFacts] = {
     "cifar100": DataFacts("CIFAR-100", train=50_000, test=10_000, classes=100, shape=(3, 32, 32)),
     "shapes": DataFacts("generated shapes", train=2048, test=128, classes=4, shape=(3, 32, 32)),
     "voc": DataFacts("PASCAL VOC 2012", train=10_582, test=1_449, classes=21, shape=(3, 513, 513)),
+    "label_maps": DataFacts("images and label maps of your own", train=0, test=0, classes=0, shape=(3, 513, 513)),
     "camvid": DataFacts("CamVid", train=367, test=233, classes=11, shape=(3, 180, 180)),
     "coco": DataFacts("COCO", train=117_266, test=5_000, classes=81, shape=(3, 800, 1333)),
     "coco128": DataFacts("128 images of COCO", train=126, test=128, classes=81, shape=(3, 320, 512)),
@@ -49,7 +50,7 @@ DATA: Mapping[str, DataFacts] = {
 }
 """By the name that a recipe uses, with the counts of the official releases. The test sets of ImageNet, VOC and
 COCO are their validation sets. Images of COCO without an object are not trained on. coco128 is tested on its own
-training images: it shows that a detector can learn them."""
+training images: it shows that a detector can learn them. The counts of "label_maps" depend on the folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ class Recipe:
         title: the row in words.
         paper: the paper's figures, errors in %; None if the paper has none.
         network: its key in `networks.NETWORKS`.
-        classes: outputs of the classifier.
+        classes: outputs of the classifier; 0 for as many as the data set has.
         norm: replaces every norm; None keeps the network's own BatchNorm.
         weight: replaces every convolution before a norm; None keeps it plain.
         data: its key in `DATA`.
@@ -106,10 +107,11 @@ class Recipe:
         """Table and row: "cifar1/c10-bn"."""
         return f"{self.table}/{self.row}"
 
-    def build(self, seed: int) -> nn.Module:
+    def build(self, seed: int, *, classes: int | None = None) -> nn.Module:
         """Return the converted network on the CPU. Recipes that differ in the method alone start from the same weights.
 
-        torch's random state does not change. Raise ValueError if the row is `unavailable`.
+        torch's random state does not change. Raise ValueError if the row is `unavailable`, or if the recipe has no
+        number of classes and `classes` is missing.
 
         Example:
             >>> from micronorm import recipes
@@ -119,9 +121,12 @@ class Recipe:
         """
         if self.unavailable is not None:
             raise ValueError(f"{self.name} cannot be built: {self.unavailable}")
+        outputs = self.classes or classes
+        if not outputs:
+            raise ValueError(f"{self.name} has as many outputs as its data set has classes: give classes=")
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.random.default_generator.manual_seed(seed)  # torch.manual_seed would seed every GPU too
-            network = build_network(self.network, classes=self.classes)
+            network = build_network(self.network, classes=outputs)
         return self.equip(network)
 
     def equip(self, network: nn.Module) -> nn.Module:

@@ -42,6 +42,7 @@ _TABLES = {
         digits.TABLE,
         shapes.TABLE,
         voc.CAMVID,
+        voc.LABEL_MAPS,
         nuclei.NUCLEI,
         nuclei.COCO128,
         nuclei.TINY_IMAGENET,

@@ -98,8 +98,20 @@ def run_recipe(
     if resume and out is not None and (out / records.FACTS).exists():
         variation = variation.over(_earlier_variation(out, recipe))
     settings = variation.apply(recipe.settings)
+    task = open_task(
+        recipe.task,
+        recipe.data,
+        data,
+        classes=recipe.classes or None,
+        device=own_device(execution.device),
+        download=download,
+        workers=workers,
+        size=variation.size,
+        verify=not variation.unverified,
+    )
+    names = getattr(task, "names", None)
     if model is None:
-        model = recipe.build(settings.seed)
+        model = recipe.build(settings.seed, classes=None if names is None else len(names))
     facts = _describe(recipe, variation, command)
     started = resume and out is not None and newest(out / CHECKPOINTS) is not None
     if variation.weights is not None:
@@ -108,18 +120,9 @@ def run_recipe(
         recipe.freeze(model)
     elif recipe.start is not None:
         listener.on_message(f"{recipe.name} starts from {recipe.start}: without --weights the run does not count")
-    task = open_task(
-        recipe.task,
-        recipe.data,
-        data,
-        classes=recipe.classes,
-        device=own_device(execution.device),
-        download=download,
-        workers=workers,
-        size=variation.size,
-        verify=not variation.unverified,
-    )
     facts["data"] = {"name": recipe.data, "train": len(task.train), "test": len(task.test), "sample": task.sample}
+    if names is not None:
+        facts["data"]["names"] = list(names)
     if variation.unverified:
         facts["data"]["verified"] = False
     outcome = train(

@@ -8,8 +8,10 @@ from micronorm.report.html import Section, Table, count, format_duration, table_
 from micronorm.report.paper import departures
 from micronorm.report.runs import (
     LOWER_IS_BETTER,
+    PERCENT,
     NamedRun,
     epochs_done,
+    is_rounded,
     last_figures,
     last_step,
     main_figure,
@@ -18,8 +20,6 @@ from micronorm.report.runs import (
     title_of,
     training_seconds,
 )
-
-_PERCENT = ("top1", "top5")  # shown to a hundredth
 
 
 def verdict(runs: Sequence[NamedRun]) -> str:
@@ -42,7 +42,7 @@ def verdict(runs: Sequence[NamedRun]) -> str:
 
 
 def _format(value: float, key: str) -> str:
-    return f"{value:.2f} %" if key in _PERCENT else f"{value:.4g}"
+    return f"{value:.2f}" + " %" * (key in PERCENT) if is_rounded(key) else f"{value:.4g}"
 
 
 def _figure_name(key: str) -> str:
@@ -76,9 +76,10 @@ def _describe_several(runs: Sequence[NamedRun], finite: dict[str, float], key: s
         return f"{lowest[0]}: {low} {named}."
     if len(by_value) == 1:
         return f"All {len(finite)} runs: {low} {named}.{tail}"
-    first, last = ("Lowest", "highest") if key in LOWER_IS_BETTER else ("Least", "largest")
-    ends = f"{_join(lowest)} with {low}; {last}: {_join(highest)} with {high}"
-    return f"{first} {named} of {len(finite)} runs: {ends}.{tail}"
+    ends = [("Lowest", _join(lowest), low), ("Highest", _join(highest), high)]
+    (first, best, value), (last, worst, other) = ends if key in LOWER_IS_BETTER else reversed(ends)
+    text = f"{first} {named} of {len(finite)} runs: {best} with {value}"
+    return f"{text}; {last.lower()}: {worst} with {other}.{tail}"
 
 
 def _join(names: Sequence[str]) -> str:
@@ -128,4 +129,4 @@ def results(runs: Sequence[NamedRun], limit: int) -> Section:
 
 
 def _rounded(value: float | None, key: str) -> float | None:
-    return round(value, 2) if value is not None and key in _PERCENT else value
+    return round(value, 2) if value is not None and is_rounded(key) else value

@@ -1,6 +1,7 @@
 """The runs of a page with their names and colours, and the figures in their records."""
 
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,15 @@ Source = str | os.PathLike[str] | Record
 """A run directory, or the record read from one."""
 Runs = Mapping[str, Source] | Iterable[Source]
 
-_FIGURES = {"top1": "error %", "top5": "top-5 error %"}
-LOWER_IS_BETTER = frozenset({"error", "top1", "top5", "loss"})
+_TITLES = {"top1": "error", "top5": "top-5 error", "miou": "mIoU"}
+LOWER_IS_BETTER = frozenset({"error", "top1", "top5", "pixel_error", "loss"})
+PERCENT = frozenset({"top1", "top5", "pixel_error", "miou", "accuracy"})
+_PRECISION = re.compile(r"(mask_)?A[PR]\w*")  # of COCO: between 0 and 100, but no shares
+
+
+def is_rounded(figure: str) -> bool:
+    """Return whether a figure lies between 0 and 100, so that two decimals say enough."""
+    return figure in PERCENT or _PRECISION.fullmatch(figure) is not None
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,7 @@ def legend_of(shown: Sequence[NamedRun], runs: Sequence[NamedRun]) -> list[Legen
 
 def title_of(figure: str) -> str:
     """Return a recorded figure's name for readers."""
-    return _FIGURES.get(figure, figure.replace("_", " "))
+    return _TITLES.get(figure, figure.replace("_", " ")) + " %" * (figure in PERCENT)
 
 
 def numbers(value: Any) -> dict[str, float]:

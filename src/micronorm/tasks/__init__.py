@@ -5,10 +5,13 @@
 """
 
 import importlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from micronorm.tasks.prediction import Predictor
 
 TASKS = {
     "classification": "classification.open_classification",
@@ -18,6 +21,23 @@ TASKS = {
     "volumes": "volumes.open_volumes",
 }
 """The module and function that open a task. "instances" is detection with masks."""
+
+
+def open_predictor(task: str, data: str, *, names: Sequence[str], size: int) -> Predictor:
+    """Return a task without its data set, for `predict` alone.
+
+    Args:
+        task: a key of `TASKS`.
+        data: the data set that the model was trained on; it determines how an image is prepared.
+        names: of the classes, by label.
+        size: height and width of the inputs, for data sets that are resized.
+
+    Example:
+        >>> type(open_predictor("segmentation", "camvid", names=("sky", "road"), size=180)).__name__
+        'Segmentation'
+    """
+    module = importlib.import_module(f"micronorm.tasks.{_place(task)[0]}")
+    return module.open_predictor(data, names=tuple(names), size=size)
 
 
 def open_task(
@@ -52,9 +72,15 @@ def open_task(
         >>> len(open_task("classification", "digits").train)
         1297
     """
-    if task not in TASKS:
-        raise ValueError(f"no task {task!r}; there are {', '.join(TASKS)}")
-    module, _, function = TASKS[task].partition(".")
+    module, function = _place(task)
     options = {"classes": classes, "device": device, "workers": workers}
     opened = getattr(importlib.import_module(f"micronorm.tasks.{module}"), function)
     return opened(data, folder, **options, download=download, verify=verify, size=size)
+
+
+def _place(task: str) -> tuple[str, str]:
+    """Return the module and the function that open a task."""
+    if task not in TASKS:
+        raise ValueError(f"no task {task!r}; there are {', '.join(TASKS)}")
+    module, _, function = TASKS[task].partition(".")
+    return module, function

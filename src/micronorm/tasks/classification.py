@@ -1,19 +1,22 @@
 """Image classification: cross entropy of logits, and the number of wrong answers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from micronorm.data.cifar import USUAL, open_cifar
-from micronorm.data.digits import SHIFT, open_digits
-from micronorm.data.folders import open_folders
+from micronorm.data.cifar import STANDARDIZATION, USUAL, open_cifar
+from micronorm.data.digits import SCALE, SHIFT, open_digits
+from micronorm.data.folders import crop_centre, decode, open_folders
 from micronorm.data.memory import MemorySamples
+from micronorm.data.pixels import IMAGENET, Standardizer
 from micronorm.data.search import TINY, find_data, locate, search_folders
 from micronorm.tasks.pictures import encode_picture, even_indices, in_eval_mode, to_picture
+from micronorm.tasks.prediction import Prediction, list_shares
 from micronorm.tasks.scores import SumLoss, SumScore, compute_logits
 
 NAMES = ("digits", "cifar10", "cifar100", "imagenet", TINY)
@@ -29,6 +32,7 @@ class Classification:
         train: the training samples. A batch is (images, labels), N×C×H×W floating and N int64.
         test: the test samples.
         classes: the number of classes, and of logits that the model returns.
+        names: of the classes, by label; None if they have none but their number.
 
     Example:
         >>> train, test = open_digits()
@@ -46,10 +50,10 @@ class Classification:
     sample = "image"
     evaluation_batch = 256
 
-    def __init__(self, train: Any, test: Any, *, classes: int) -> None:
+    def __init__(self, train: Any, test: Any, *, classes: int, names: Sequence[str] | None = None) -> None:
         if classes < 2:
             raise ValueError(f"classification needs at least 2 classes, got {classes}")
-        self.train, self.test, self.classes = train, test, classes
+        self.train, self.test, self.classes, self.names = train, test, classes, names
 
     def loss(self, model: nn.Module, batch: tuple[Any, ...]) -> SumLoss:
         """Return the cross entropy summed over the batch, in float32 at least."""
@@ -102,13 +106,54 @@ class Classification:
             for images, labels in self.test.load(shares, seed=0):
                 logits = self._logits(model, images.to(parameter.device, parameter.dtype))
                 probability, prediction = logits.softmax(1).max(1)
-                answer = {"label": str(labels.item()), "prediction": str(prediction.item())}
+                answer = {"label": self._name(int(labels)), "prediction": self._name(int(prediction))}
                 picture = encode_picture(to_picture(images[0]))
                 found.append(picture | answer | {"probability": probability.item()})
         return found
 
+    def _name(self, label: int) -> str:
+        return str(label) if self.names is None or label >= len(self.names) else self.names[label]
+
     def _logits(self, model: nn.Module, images: Tensor) -> Tensor:
         return compute_logits(model, images, (self.classes,))
+
+
+class FileClassification(Classification):
+    """Classify image files, prepared as the images of a data set.
+
+    Args:
+        data: the name of the data set.
+        names: of the classes.
+        size: height and width of the inputs.
+    """
+
+    def __init__(self, data: str, *, names: Sequence[str], size: int) -> None:
+        super().__init__((), (), classes=len(names), names=names)
+        self._data, self._size = data, size
+
+    @torch.no_grad()
+    def predict(self, model: nn.Module, path: Path) -> Prediction:
+        """Return the five most probable classes."""
+        parameter = next(model.parameters())
+        logits = self._logits(model, self._read(path).to(parameter.device, parameter.dtype))
+        found = logits.softmax(1)[0].topk(min(5, self.classes))
+        probable = {self._name(k): p for k, p in zip(found.indices.tolist(), found.values.tolist(), strict=True)}
+        return Prediction(list_shares(probable, most=3), {"prediction": next(iter(probable)), "probability": probable})
+
+    def _read(self, path: Path) -> Tensor:
+        """Return the image as a batch of one."""
+        image, size = decode(path), (self._size, self._size)
+        if self._data == "digits":  # 16 shades of grey
+            grey = torch.from_numpy(np.array(image.convert("L").resize(size))) * (16 / 255)
+            return Standardizer(SCALE, torch.device("cpu"))(grey[None, None])
+        cifar = self._data.startswith("cifar")
+        image = image.resize(size) if cifar else crop_centre(image, self._size)
+        standardization = STANDARDIZATION[int(self._data.removeprefix("cifar"))] if cifar else IMAGENET
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+        return Standardizer(standardization, torch.device("cpu"))(pixels[None])
+
+
+open_predictor = FileClassification
 
 
 def _ahead(logits: Tensor, labels: Tensor) -> Tensor:
@@ -158,14 +203,15 @@ def open_classification(
         if download:
             raise ValueError(f"{name} cannot be downloaded without registration: leave --download out")
         opened = open_folders(locate(name, folder), size=size or _SIZES[name], workers=workers)
-        train, test, labels = opened.train, opened.test, len(opened.classes)
+        train, test, names = opened
+        labels = len(names)
     else:
         train, test = _open_small(name, folder, device=device, download=download, verify=verify)
-        labels = 100 if name == "cifar100" else 10
+        labels, names = 100 if name == "cifar100" else 10, None
     classes = labels if classes is None else classes
     if classes < labels:
         raise ValueError(f"{name} has {labels} classes here, and a model of {classes} outputs cannot name them all")
-    return Classification(train, test, classes=classes)
+    return Classification(train, test, classes=classes, names=names)
 
 
 def _open_small(

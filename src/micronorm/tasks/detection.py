@@ -15,15 +15,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from micronorm.data.coco import open_coco
+from micronorm.data.detection import load_mask_library
+from micronorm.data.folders import decode
 from micronorm.data.nuclei import open_nuclei
 from micronorm.data.search import open_first
 from micronorm.ops.keyed import integers, words
 from micronorm.tasks.coco_score import CocoScore
 from micronorm.tasks.pictures import LARGEST_SCENE, draw_detections, encode_scene, even_indices, in_eval_mode
+from micronorm.tasks.prediction import Prediction
 from micronorm.tasks.scores import SumLoss
 
 # Streams of random words, one for each use of an image's key.
@@ -319,6 +323,34 @@ class Detection:
                 )
         return found
 
+    @torch.no_grad()
+    def predict(self, model: nn.Module, path: Path) -> Prediction:
+        """Return the objects with a score above 0.5, in COCO's format of results, and a picture of them."""
+        from PIL import Image
+
+        parameter = next(model.parameters())
+        image = torch.from_numpy(np.array(decode(path))).permute(2, 0, 1).to(parameter.device, parameter.dtype) / 255
+        (found,) = detect(model, [image])
+        found = {name: value[found["scores"] > SURE].cpu() for name, value in found.items()}
+        picture = draw_detections(image, found, self.names).permute(1, 2, 0).contiguous().numpy()
+        return Prediction(
+            self._describe(found["labels"]), {"objects": self._results(found)}, {"-objects": Image.fromarray(picture)}
+        )
+
+    def _results(self, found: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+        """Return objects as COCO's results: x, y, width and height of the box, and a run-length encoded mask."""
+        corners = found["boxes"].double()
+        boxes = torch.cat([corners[:, :2], corners[:, 2:] - corners[:, :2]], 1).tolist()
+        results: list[dict[str, Any]] = [
+            {"category_id": label, "category": self.names[label], "bbox": box, "score": score}
+            for label, box, score in zip(found["labels"].tolist(), boxes, found["scores"].tolist(), strict=True)
+        ]
+        if "masks" in found:
+            for result, mask in zip(results, found["masks"][:, 0] > 0.5, strict=True):
+                code = load_mask_library().encode(np.asfortranarray(mask.numpy().astype(np.uint8)))
+                result["segmentation"] = {"size": list(mask.shape), "counts": code["counts"].decode()}
+        return results
+
     def _draw(self, image: Tensor, objects: Mapping[str, Tensor]) -> str:
         return encode_scene(draw_detections(image, objects, self.names, largest=LARGEST_SCENE))
 
@@ -336,6 +368,11 @@ _FILES: Mapping[str, Callable[..., Any]] = {
 }
 NAMES = tuple(_FILES)
 """The data sets that `open_detection` can open."""
+
+
+def open_predictor(data: str, *, names: tuple[str, ...], size: int) -> Detection:
+    """Return the task without its data, for images of any size."""
+    return Detection((), (), names=names, masks=True)
 
 
 def open_detection(

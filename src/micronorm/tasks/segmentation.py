@@ -4,11 +4,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from micronorm.data.masks import CAMVID_CLASSES, CAMVID_VOID, VOC_CLASSES, VOC_VOID, open_camvid, open_voc
+from micronorm.data.folders import decode
+from micronorm.data.masks import open_camvid, open_label_maps, open_voc
+from micronorm.data.pixels import IMAGENET, Standardizer
 from micronorm.data.search import open_first
 from micronorm.data.shapes import CLASSES, VOID, ShapeSamples
 from micronorm.tasks.pictures import (
@@ -20,6 +23,7 @@ from micronorm.tasks.pictures import (
     shrink,
     stretch,
 )
+from micronorm.tasks.prediction import Prediction, list_shares
 from micronorm.tasks.scores import ConfusionMatrix, SumLoss, compute_logits
 
 
@@ -100,12 +104,33 @@ class Segmentation:
                 )
         return found
 
+    @torch.no_grad()
+    def predict(self, model: nn.Module, path: Path) -> Prediction:
+        """Return the share of each class, the label map over the image, and the label map with VOC's palette."""
+        from PIL import Image
+
+        image, parameter = decode(path), next(model.parameters())
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+        inputs = Standardizer(IMAGENET, torch.device("cpu"))(pixels[None])
+        labels = self._logits(model, inputs.to(parameter.device, parameter.dtype)).argmax(1)[0].cpu()
+        counts = labels.unique(return_counts=True)
+        shares = {self.names[k]: n / labels.numel() for k, n in zip(*(c.tolist() for c in counts), strict=True)}
+        colours = colour_labels(labels, void=self.void).permute(1, 2, 0).contiguous().numpy()
+        label_map = Image.fromarray(labels.to(torch.uint8).numpy())
+        label_map.putpalette(PALETTE.flatten().tolist())
+        overlay = Image.blend(image, Image.fromarray(colours), 0.5)
+        return Prediction(list_shares(shares), {"shares": shares}, {"-overlay": overlay, "-labels": label_map})
+
     def _predict(self, model: nn.Module, batch: tuple[Any, ...]) -> list[tuple[Tensor, Tensor]]:
-        """Return (logits, labels) of the whole batch, or of each image if they come as lists."""
+        """Return (logits, labels) of the whole batch; if images come as lists, one pair for each size among them."""
         images, labels = batch
         if isinstance(images, Tensor):
             return [(self._logits(model, images), labels)]
-        return [(self._logits(model, i[None]), m[None]) for i, m in zip(images, labels, strict=True)]
+        by_size: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
+        for pair in zip(images, labels, strict=True):
+            by_size.setdefault(pair[0].shape, []).append(pair)
+        stacked = (map(torch.stack, zip(*pairs, strict=True)) for pairs in by_size.values())
+        return [(self._logits(model, alike), truth) for alike, truth in stacked]
 
     def _logits(self, model: nn.Module, images: Tensor) -> Tensor:
         return compute_logits(model, images, (len(self.names), *images.shape[2:]))
@@ -121,7 +146,12 @@ class Segmentation:
         return encode_scene(colour_labels(small, void=self.void), lossless=True)
 
 
-_FILES = {"voc": (open_voc, VOC_CLASSES, VOC_VOID), "camvid": (open_camvid, CAMVID_CLASSES, CAMVID_VOID)}
+def open_predictor(data: str, *, names: tuple[str, ...], size: int) -> Segmentation:
+    """Return the task without its data, for whole images of any size, standardized as those of ImageNet."""
+    return Segmentation((), (), names=names)
+
+
+_FILES = {"voc": open_voc, "camvid": open_camvid, "label_maps": open_label_maps}
 NAMES = ("shapes", *_FILES)
 
 
@@ -139,13 +169,14 @@ def open_segmentation(
     """Open the segmentation task of a data set.
 
     Args:
-        name: "shapes" (2,048 training and 128 test images, generated), "voc" (PASCAL VOC 2012) or "camvid".
-        folder: where the data are; None searches ./data, then ~/data.
+        name: "shapes" (2,048 training and 128 test images, generated), "voc" (PASCAL VOC 2012), "camvid", or
+            "label_maps": images and masks of your own, see `data.masks.open_label_maps`.
+        folder: where the data are; None searches ./data, then ~/data. "label_maps" needs it.
         device: where generated images are kept. Images of files stay on the CPU.
         workers: processes that decode files.
-        download: refused; neither data set can be downloaded.
+        download: refused; none of the data sets can be downloaded.
         verify: not used: there are no published checksums.
-        size: height and width of the training crops; None for 513 (voc) and 180 (camvid).
+        size: height and width of the training crops; None for 513 (voc), 180 (camvid), or at most 513 (label_maps).
         classes: outputs of the model; None for the number of classes of the data set.
     """
     if name not in NAMES:
@@ -159,9 +190,10 @@ def open_segmentation(
     else:
         if download:
             raise ValueError(f"{name} cannot be downloaded by this command: leave --download out")
-        open_files, names, void = _FILES[name]
+        if name == "label_maps" and folder is None:
+            raise ValueError("label maps are yours: give their folder with --data")
         crop = {} if size is None else {"crop": size}
-        train, test = open_first(open_files, folder, workers=workers, **crop)
+        train, test, names, void = open_first(_FILES[name], folder, workers=workers, **crop)
     if classes not in (None, len(names)):
         raise ValueError(f"{name} has {len(names)} classes, the model {classes} outputs")
     return Segmentation(train, test, names=names, void=void)

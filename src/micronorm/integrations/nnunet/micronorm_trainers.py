@@ -21,7 +21,7 @@ class nnUNetTrainerBCN(nnUNetTrainer):
     weight: WeightSpec | None = WS()
 
     @classmethod
-    def build_network_architecture(
+    def build_network_architecture(  # type: ignore[override]  # a static method there, which cannot know its class
         cls,
         plans_manager: Any,
         configuration_manager: Any,

@@ -1,0 +1,119 @@
+"""`micronorm predict RUN IMAGES`: what a trained network answers for image files, as a table, JSON and pictures."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from micronorm import records
+from micronorm.cli.faults import FAILED, one_line
+from micronorm.cli.targets import find_recipe
+from micronorm.cli.train import find_device
+from micronorm.data.folders import SUFFIXES
+from micronorm.engine.parallel import own_device
+from micronorm.recipes.load import load
+from micronorm.recipes.recipe import DATA
+from micronorm.records import write_atomically
+from micronorm.tasks import open_predictor
+from micronorm.tasks.prediction import Prediction, Predictor
+
+ANSWERS = "predictions.json"
+_MOST_SHOWN = 20
+
+
+def predict(
+    run: Annotated[Path, typer.Argument(help="A run directory of `micronorm train`.")],
+    images: Annotated[list[Path], typer.Argument(help=f"Image files ({', '.join(SUFFIXES)}), or folders of them.")],
+    out: Annotated[Path, typer.Option(help="Folder for the pictures and predictions.json.")] = Path("predictions"),
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default the GPU if there is one.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="The recipe of the run, if it is yours: file.py:name.")] = None,
+) -> None:
+    """Predict with the trained network of a run.
+
+    Classification writes the most probable classes, segmentation label maps and overlays, detection pictures with boxes
+    and masks. All answers are in predictions.json, those of detection in COCO's format.
+
+    Exit code 0: all images were predicted. 1: an image could not be read. 2: a name or an option is wrong.
+    """
+    files = find_images(images)
+    facts = records.read(run, rows=False).facts
+    predictor = _open_predictor(facts)
+    own = None if recipe is None else find_recipe(recipe).build(seed=0, classes=len(_names(facts)))
+    model = load(run, model=own).to(own_device(None if device is None else find_device(device)))
+    out.mkdir(parents=True, exist_ok=True)
+    found: dict[Path, Prediction] = {}
+    console = Console(highlight=False)
+    stems = _output_names(files)
+    for path in track(files, "predicting", console=console, transient=True, disable=not console.is_terminal):
+        try:
+            found[path] = prediction = predictor.predict(model, path)
+        except ValueError as fault:  # a broken file must not lose the answers for the others
+            typer.echo(f"micronorm predict: {one_line(fault)}", err=True)
+            continue
+        for ending, picture in prediction.pictures.items():
+            picture.save(out / f"{stems[path]}{ending}.png")
+    answers = [{"file": str(path), **prediction.answer} for path, prediction in found.items()]
+    write_atomically(out / ANSWERS, json.dumps(answers, indent=1, ensure_ascii=False).encode())
+    _show(console, found, out)
+    if len(found) < len(files):
+        raise typer.Exit(FAILED)
+
+
+def find_images(paths: Sequence[Path]) -> list[Path]:
+    """Return the image files among `paths` and in the folders among them, each once.
+
+    Raises:
+        FileNotFoundError: a path does not exist.
+        ValueError: a file is of another kind, or a folder has no image.
+    """
+    found: list[Path] = []
+    for path in paths:
+        if not path.exists():
+            raise FileNotFoundError(f"no image or folder {path}")
+        inside = sorted(p for p in path.iterdir() if p.suffix.lower() in SUFFIXES) if path.is_dir() else [path]
+        if not inside or inside[0].suffix.lower() not in SUFFIXES:
+            raise ValueError(f"{path} must be an image ({', '.join(SUFFIXES)}) or a folder of images")
+        found += inside
+    return list(dict.fromkeys(found))
+
+
+def _output_names(files: Sequence[Path]) -> dict[Path, str]:
+    """Return the stem of the pictures of each file; with a number if two files have the same one."""
+    often = Counter(path.stem for path in files)
+    return {path: path.stem if often[path.stem] == 1 else f"{path.stem}-{k + 1}" for k, path in enumerate(files)}
+
+
+def _names(facts: dict[str, Any]) -> list[str]:
+    """Return the names of the classes; numbers if the record has no names."""
+    names = facts["data"].get("names")
+    return list(map(str, names)) if isinstance(names, list) else list(map(str, range(facts["definition"]["classes"])))
+
+
+def _open_predictor(facts: dict[str, Any]) -> Predictor:
+    definition, data = facts.get("definition"), facts["data"].get("name")
+    if not isinstance(definition, dict) or data not in DATA:
+        raise ValueError("the run's record does not say what was trained: it was not written by micronorm train")
+    # A classifier may have more outputs than its folder has classes.
+    names, outputs = _names(facts), definition["classes"]
+    names += [str(k) for k in range(len(names), outputs)]
+    size = (facts.get("variation") or {}).get("size") or DATA[data].shape[1]
+    return open_predictor(definition.get("task", "classification"), data, names=names, size=size)
+
+
+def _show(console: Console, found: dict[Path, Prediction], out: Path) -> None:
+    grid = Table(box=box.SIMPLE_HEAD)
+    grid.add_column("image", overflow="fold")
+    grid.add_column("prediction", overflow="fold")
+    for path, prediction in list(found.items())[:_MOST_SHOWN]:
+        grid.add_row(path.name, prediction.words)
+    console.print(grid, markup=False)
+    more = f"{len(found) - _MOST_SHOWN} more images, " if len(found) > _MOST_SHOWN else ""
+    pictures = " and pictures" if any(prediction.pictures for prediction in found.values()) else ""
+    typer.echo(f"{more}all answers: {out / ANSWERS}{pictures}")
