@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -260,3 +260,11 @@ def open_volumes(
     if classes not in (None, len(names)):
         raise ValueError(f"{name} has {len(names)} classes, the model {classes} outputs")
     return Volumes(train, test, names=names, patch=PATCH)
+
+
+def open_predictor(data: str, *, names: tuple[str, ...], size: int) -> NoReturn:
+    """Raise ValueError: `micronorm predict` reads images."""
+    raise ValueError(
+        f"micronorm predict reads images, and {data} has volumes; in Python, give the network of mn.load(RUN) and a "
+        "normalized volume to micronorm.tasks.volumes.sliding_window"
+    )
