@@ -44,7 +44,9 @@ CONFIGURATION = SimpleNamespace(
 @pytest.fixture
 def trainer(monkeypatch) -> Any:
     pytest.importorskip("nnunetv2")
-    from nnunetv2.utilities.find_objects import recursive_find_trainer_class_by_name
+    from nnunetv2.utilities.find_objects import (  # type: ignore[import-not-found]  # an extra that dev lacks
+        recursive_find_trainer_class_by_name,
+    )
 
     monkeypatch.setenv("nnUNet_extTrainer", str(TRAINERS))
     with contextlib.redirect_stdout(io.StringIO()):
