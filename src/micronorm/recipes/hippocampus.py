@@ -23,8 +23,9 @@ METHODS: dict[str, tuple[NormSpec, WeightSpec | None]] = {
 TRAINED_FOLDS = (0, 1, 2)
 _NOTES = (
     "ours throughout: the paper has no such table. Patches of 32×48×32 voxels, mirrored along all axes, with random "
-    "contrast, brightness and noise. Weight decay, Nesterov's momentum and the schedule are nnU-Net's; its rate 0.01 "
-    'with momentum 0.99 is for 250,000 steps. BCN is statistics="step"',
+    "contrast, brightness and noise. Weight decay, Nesterov's momentum and the schedule are nnU-Net's. lr 0.1 with "
+    "momentum 0.9 takes as long strides as its 0.01 with 0.99, which needs more than our steps to gain speed. BCN is "
+    'statistics="step"',
 )
 
 
@@ -33,7 +34,7 @@ def _row(name: str, fold: int) -> Recipe:
     settings = Settings(
         steps=STEPS,
         step_batch=STEP_BATCH,
-        optimizer=SGD(lr=0.05, momentum=0.9, weight_decay=3e-5, nesterov=True),
+        optimizer=SGD(lr=0.1, momentum=0.9, weight_decay=3e-5, nesterov=True),
         schedule=Poly(),
     )
     title = f"Residual 3-D U-Net, hippocampus without fold {fold}: {method(norm, weight)} of one volume"
