@@ -43,6 +43,7 @@ ALLOWED: Mapping[str, frozenset[str] | None] = {
     "engine": frozenset({"ops", "nn", "convert", "commit", "records"}),
     "data": frozenset({"ops"}),  # keyed random numbers, for augmentation
     "tasks": frozenset({"ops", "data"}),
+    "integrations": frozenset({"nn", "convert"}),  # what the networks of other trainers are made of
     # the networks (nn, convert), what a figure measures (diagnostics), how pictures are drawn (report)
     "recipes": frozenset({"ops", "nn", "convert", "data", "tasks", "engine", "records", "diagnostics", "report"}),
 }
@@ -188,6 +189,8 @@ def fresh_import() -> dict:
         "onnxruntime",
         "tensorboard",
         "matplotlib",
+        "monai",
+        "nibabel",
     ],
 )
 def test_importing_micronorm_does_not_load(fresh_import, heavy):

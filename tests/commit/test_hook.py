@@ -121,6 +121,18 @@ def test_a_frozen_layer_gathers_nothing_and_keeps_its_estimates():
         assert_estimates(live, [x], 0.5)
 
 
+def test_without_an_affine_the_optimizer_that_was_given_the_layer_commits_and_changes_no_affine():
+    norm, conv = layer(rate=0.5, affine=False), nn.Conv2d(4, 4, 1).double()
+    assert not any(p.requires_grad for p in norm.parameters())
+    optimizer = torch.optim.SGD([*conv.parameters(), *norm.parameters()], lr=0.1, weight_decay=0.1)
+    before = {name: p.clone() for name, p in norm.named_parameters()}
+    seen = conv(data())
+    norm(seen).square().sum().backward()
+    optimizer.step()
+    assert_estimates(norm, [seen.detach()], 0.5)
+    assert all(torch.equal(p, before[name]) for name, p in norm.named_parameters())
+
+
 def test_a_layer_frozen_in_mid_window_keeps_its_estimates_and_goes_on_when_thawed():
     norm = layer(rate=0.5)
     optimizer = torch.optim.SGD(norm.parameters(), lr=0.0)

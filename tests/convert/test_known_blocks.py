@@ -37,6 +37,23 @@ def image(channels: int = 8, side: int = 6) -> torch.Tensor:
     return torch.randn(2, channels, side, side)
 
 
+def volume(channels: int = 8) -> torch.Tensor:
+    return torch.randn(2, channels, 4, 6, 4)
+
+
+def nnunet_block(name: str, *sizes: int, **options: Any) -> nn.Module:
+    kwargs = {"norm_op": nn.InstanceNorm3d, "norm_op_kwargs": {"affine": True}, "nonlin": nn.LeakyReLU}
+    return load(f"{NNUNET}.{name}")(nn.Conv3d, *sizes, **kwargs, **options)
+
+
+def monai_block(name: str, *sizes: int, **options: Any) -> nn.Module:
+    return load(f"{MONAI}.{name}")(3, *sizes, kernel_size=3, norm_name=("instance", {"affine": True}), **options)
+
+
+NNUNET = "dynamic_network_architectures.building_blocks.residual"
+MONAI = "monai.networks.blocks.dynunet_block"
+
+
 # For each entry of the table: builders of blocks that take every path of its fused forward, and their inputs.
 EXAMPLES: dict[str, list[tuple[Callable[[], nn.Module], tuple[Any, ...]]]] = {
     "torchvision.models.resnet.BasicBlock": [
@@ -129,11 +146,23 @@ EXAMPLES: dict[str, list[tuple[Callable[[], nn.Module], tuple[Any, ...]]]] = {
     "timm.models.nextvit.ConvAttention": [
         (lambda: nextvit.ConvAttention(8, 4, nn.BatchNorm2d, nn.ReLU), (image(),)),
     ],
+    f"{NNUNET}.BasicBlockD": [
+        (lambda: nnunet_block("BasicBlockD", 8, 8, 3, 1), (volume(),)),
+        (lambda: nnunet_block("BasicBlockD", 4, 8, 3, 2), (volume(4),)),
+        (lambda: nnunet_block("BasicBlockD", 8, 8, 3, 1, squeeze_excitation=True), (volume(),)),
+    ],
+    f"{NNUNET}.BottleneckD": [(lambda: nnunet_block("BottleneckD", 4, 8, 8, 3, 2), (volume(4),))],
+    f"{MONAI}.UnetResBlock": [
+        (lambda: monai_block("UnetResBlock", 8, 8, stride=1), (volume(),)),
+        (lambda: monai_block("UnetResBlock", 4, 8, stride=2), (volume(4),)),
+    ],
+    f"{MONAI}.UnetBasicBlock": [(lambda: monai_block("UnetBasicBlock", 4, 8, stride=2), (volume(4),))],
 }
 
 
 def load(name: str) -> type:
     module, _, cls = name.rpartition(".")
+    pytest.importorskip(module.partition(".")[0])
     return getattr(importlib.import_module(module), cls)
 
 

@@ -175,6 +175,31 @@ def write_nuclei(root, *, names="abcdef", size=(20, 24)):
         Image.fromarray(nuclei).save(root / f"labels/{name}.png")
 
 
+def write_decathlon(root, *, count=6, shape=(9, 12, 10), classes=("background", "Anterior", "Posterior")):
+    """Write `count` volumes of the Medical Segmentation Decathlon. v4 is in fold 0; every second one has bytes.
+
+    Shapes differ by volume, and intensity scales by a factor of ten thousand. A bright box is of class 1, a dark one of
+    class 2.
+    """
+    import nibabel
+
+    random = np.random.default_rng(0)
+    entries = []
+    for folder in ("imagesTr", "labelsTr"):
+        (root / folder).mkdir(parents=True)
+    for k in range(count):
+        size = (shape[0] + k % 3, shape[1], shape[2] + k % 2)
+        labels = np.zeros(size, dtype=np.uint8)
+        labels[2:6, 2:6, 2:6], labels[2:6, 7:11, 2:6] = 1, 2
+        image = random.normal(size=size) + np.array([0, 3, -3])[labels]
+        image = np.clip(40 * image + 128, 0, 255).astype(np.uint8) if k % 2 else (1e5 * image).astype(np.float32)
+        for folder, array in (("imagesTr", image), ("labelsTr", labels)):
+            nibabel.save(nibabel.Nifti1Image(array, np.eye(4)), root / folder / f"v{k}.nii.gz")
+        entries.append({"image": f"./imagesTr/v{k}.nii.gz", "label": f"./labelsTr/v{k}.nii.gz"})
+    content = {"labels": {str(k): name for k, name in enumerate(classes)}, "training": entries}
+    (root / "dataset.json").write_text(json.dumps(content))
+
+
 def write_label_maps(root, *, names=("earth", "water", "air"), void=255, size=(18, 24)):
     """Write three training and two test images with label maps, and classes.txt if there are names."""
     for part, count in (("train", 3), ("val", 2)):

@@ -297,6 +297,17 @@ def test_the_backward_keeps_one_activation_and_numbers_per_channel(statistics, a
 # --- arguments -------------------------------------------------------------------------------------------------------
 
 
+def test_without_an_affine_the_layer_is_the_identity_affine_with_the_same_keys():
+    plain, fixed = BatchChannelNorm(8, 2), BatchChannelNorm(8, 2, affine=False)
+    x = torch.randn(2, 8, 3, 4, 5)
+    assert torch.equal(plain(x), fixed(x))
+    assert plain.state_dict().keys() == fixed.state_dict().keys()
+    fixed.load_state_dict(nn.BatchNorm3d(8, affine=False).state_dict())
+    assert "affine=False" in repr(fixed)
+    with pytest.raises(TypeError, match="affine"):
+        BatchChannelNorm(8, affine=1)
+
+
 def test_groups_follow_the_one_rule_and_an_explicit_number_must_divide():
     assert BatchChannelNorm(64).num_groups == 32
     assert BatchChannelNorm(48).num_groups == mn.BCN().groups_for(48) == mn.GN()(48).num_groups == 12

@@ -77,6 +77,21 @@ def test_outputs_and_gradients_are_those_of_the_equations(device, shape, groups,
     assert_same_gradients(y, expected, x, *norm.parameters())
 
 
+@pytest.mark.parametrize("groups", [8, 2])
+def test_volumes_in_channels_last_keep_their_layout_with_an_addition_and_a_leaky_relu(device, groups):
+    norm = layer(groups, 8, device)
+    x, residual = (
+        torch.randn(2, 8, 3, 5, 4, dtype=F64, device=device).contiguous(memory_format=torch.channels_last_3d)
+        for _ in range(2)
+    )
+    x.requires_grad_()
+    y = norm(x, residual=residual, activation="leaky_relu", negative_slope=0.2)
+    assert y.is_contiguous(memory_format=torch.channels_last_3d)
+    expected = exact(norm, x, residual, "leaky_relu", 0.2)
+    assert_close_to_max(y, expected, tol=tolerance("output", F64))
+    assert_same_gradients(y, expected, x, *norm.parameters())
+
+
 @pytest.mark.parametrize("activation", [None, "relu", "leaky_relu", "silu"])
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("memory_format", LAYOUTS, ids=str)

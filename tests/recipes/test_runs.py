@@ -17,7 +17,7 @@ from micronorm.recipes import Recipe, find, find_table, tables
 from micronorm.recipes.results import gather, read_runs
 from micronorm.tasks import open_task
 from micronorm.tasks.classification import open_classification
-from tests.data.miniature import write_binary, write_camvid, write_folders, write_voc
+from tests.data.miniature import write_binary, write_camvid, write_decathlon, write_folders, write_voc
 
 STEP_BATCH, SIZE = 4, 32
 GENERATED = ("digits", "shapes")  # data without files
@@ -44,6 +44,7 @@ SLOW = [
     "cifar1/c100-bn",
     "voc/gn-ws",
     "camvid/bcn-ws",
+    "hippocampus/bcn-ws-fold0",
     "tiny_imagenet/bcn-ws",
 ]
 
@@ -58,6 +59,7 @@ def miniature(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_folders(folder / name)
     write_voc(folder / "VOCdevkit" / "VOC2012", augmented=12)
     write_camvid(folder / "camvid", train=12)
+    write_decathlon(folder / "hippocampus", count=12)
     return folder
 
 

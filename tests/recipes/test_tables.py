@@ -109,6 +109,7 @@ PAPER: dict[str, dict[str, tuple[float, ...]]] = {
     "tiny_imagenet": {},
     "motion": {},
     "clips": {},
+    "hippocampus": {},
 }
 _BOXES = ("AP", "AP50", "AP75", "APl", "APm", "APs")
 FIGURES = {"voc": ("miou",), "fast": _BOXES, "mask": (*_BOXES, *(f"mask_{name}" for name in _BOXES))}
@@ -139,8 +140,10 @@ OURS = {
     "tsm": {"micro-bcn-ws-step"},
     "motion": {"bn", "gn", "gn-ws", "bn-ws", "bcn-ws", "no-shift-gn-ws", "no-shift-bcn-ws"},
     "clips": {f"{row}-fold{fold}" for row in ("shift", "no-shift") for fold in range(5)},
+    "hippocampus": {f"{row}-fold{k}" for row in ("in", "bn", "gn", "gn-ws", "bcn-ws") for k in range(3)},
 }
-DETECTION = ("mask", "fast", "nuclei", "coco128")  # their networks are tested in test_rcnn.py
+# Tables whose networks are tested in test_rcnn.py and test_hippocampus.py.
+ELSEWHERE = ("mask", "fast", "nuclei", "coco128", "hippocampus")
 OWN_SETTINGS = (
     "digits",
     "shapes",
@@ -151,7 +154,7 @@ OWN_SETTINGS = (
     "tsm",
     "motion",
     "clips",
-    *DETECTION,
+    *ELSEWHERE,
 )
 ALL = [recipe for table in recipes.tables().values() for recipe in table.rows]
 RUNNABLE = [recipe for recipe in ALL if recipe.unavailable is None]
@@ -277,7 +280,7 @@ def built(name: str) -> nn.Module:
 WEIGHTS = {spec: type(spec()(nn.Conv2d(3, 3, 3))) for spec in (mn.WS, mn.WN, mn.CWN)} | {type(None): nn.Conv2d}
 
 
-@pytest.mark.parametrize("recipe", [r for r in RUNNABLE if r.table not in DETECTION], ids=name_of)
+@pytest.mark.parametrize("recipe", [r for r in RUNNABLE if r.table not in ELSEWHERE], ids=name_of)
 def test_every_layer_is_of_the_method_and_the_classifier_is_plain(recipe):
     network = built(recipe.name)
     wanted = type((recipe.norm or mn.BN())(64))
@@ -308,7 +311,7 @@ def test_the_halves_of_ws_are_told_apart(row, center, scale):
     [
         r
         for r in RUNNABLE
-        if isinstance(r.norm, mn.GN | mn.BCN) and r.table not in ("digits", "shapes", "motion", "clips", *DETECTION)
+        if isinstance(r.norm, mn.GN | mn.BCN) and r.table not in ("digits", "shapes", "motion", "clips", *ELSEWHERE)
     ],
     ids=name_of,
 )

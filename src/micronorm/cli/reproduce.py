@@ -24,7 +24,7 @@ from micronorm.recipes.results import Findings, RunResult, gather, packaged, rea
 from micronorm.recipes.run import Variation
 
 _AP = {"AP": "AP", "AP50": "AP.5", "AP75": "AP.75", "APl": "APl", "APm": "APm", "APs": "APs"}
-_SHOWN = {"top1": "top-1 error", "top5": "top-5 error", "miou": "mIoU", **_AP}
+_SHOWN = {"top1": "top-1 error", "top5": "top-5 error", "miou": "mIoU", "dice": "Dice", **_AP}
 _SHOWN |= {f"mask_{name}": f"mask {title}" for name, title in _AP.items()}
 
 

@@ -49,7 +49,9 @@ def train(
     workers: Annotated[int, typer.Option(min=0, help="Processes that decode image files.")] = 0,
     size: Annotated[int | None, typer.Option(min=1, help="Height and width of the training crops.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default the GPU if there is one.")] = None,
-    channels_last: Annotated[bool, typer.Option("--channels-last", help="Store images in NHWC.")] = False,
+    channels_last: Annotated[
+        bool, typer.Option("--channels-last", help="Store images in NHWC, volumes in NDHWC.")
+    ] = False,
     compiled: Annotated[bool, typer.Option("--compile", help="Compile the model with torch.compile.")] = False,
     cuda_graph: Annotated[bool, typer.Option("--cuda-graph", help="Capture the whole step, one GPU only.")] = False,
     recompute: Annotated[

@@ -83,8 +83,9 @@ def _held_by(optimizer: Optimizer, alive: list[tuple[Window, Any]]) -> list[tupl
     places = {id(p): (i, j) for i, group in enumerate(optimizer.param_groups) for j, p in enumerate(group["params"])}
     found = []
     for window, layer in alive:
-        # A layer that was frozen in mid-window keeps its estimates and its window.
-        own = [places[id(p)] for p in layer.weight_parameters() if id(p) in places and p.requires_grad]
+        # A layer that was frozen in mid-window keeps its estimates and its window. One with affine=False is not frozen.
+        live = [p for p in layer.weight_parameters() if p.requires_grad or not layer.affine]
+        own = [places[id(p)] for p in live if id(p) in places]
         if own and _is_bound(window, optimizer):
             found.append((min(own), window))
     found.sort(key=lambda item: item[0])

@@ -124,12 +124,12 @@ def find_fusions(model: nn.Module, norms: Collection[nn.Module]) -> Fusions:
     """Return what fusing would change in the model, where `norms` can compute what follows them once converted."""
     found = Fusions()
     for module in model.modules():
-        members = [member for member in _members(module) if member in norms]
-        if not members or _only_holds_modules(module):
+        if _only_holds_modules(module):
             continue
         block = find_block(module)
         tails = _tails(module, block) if isinstance(block, Block) else {}
-        for norm in members:
+        # A known block may also fuse norms that are further down.
+        for norm in [member for member in dict.fromkeys((*_members(module), *tails)) if member in norms]:
             reason = block if isinstance(block, str) else _why_unfused(norm, tails.get(norm), type(module).__name__)
             if reason:
                 found.unfused.setdefault(norm, []).append(reason)

@@ -1,4 +1,4 @@
-"""The table of blocks with a fused forward: nn.Sequential, and the most frequent blocks of torchvision and timm.
+"""The table of blocks with a fused forward: nn.Sequential, and frequent blocks of torchvision, timm, nnU-Net and MONAI.
 
 Each function computes what the method that it replaces computes, with calls of `norm_act`. The digest beside it is that
 of the method's source for which it was written. Blocks of a library version with another source stay unfused, and the
@@ -213,6 +213,49 @@ def _split_attention(self: Any, x: Tensor) -> Tensor:
     return out.contiguous()
 
 
+# --- blocks of 3-D U-Nets --------------------------------------------------------------------------------------------
+
+
+def _nnunet_block(last: str) -> tuple[Forward, Callable[[Any], Fuses]]:
+    """Return the forward of nnU-Net's residual block whose last layer has this name, and what it fuses.
+
+    A layer is a ConvDropoutNormReLU. The last one is a convolution and a norm; the block adds the shortcut to it.
+    """
+    layers, act = [f"conv{i}" for i in range(1, int(last[-1]))], f"nonlin{last[-1]}"
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        residual, end = self.skip(x), getattr(self, last)
+        for name in layers:
+            x = getattr(self, name)(x)
+        if not _is_conv_and_norm(end):
+            x = end(x)
+            x += residual
+            return getattr(self, act)(x)
+        return norm_act(end.norm, end.conv(x), getattr(self, act), residual=residual, inplace=True)
+
+    def fuses(self: Any) -> Fuses:
+        plain = not self.apply_stochastic_depth and not self.apply_se and _is_conv_and_norm(getattr(self, last))
+        return {f"{last}.norm": f"add {act}"} if plain else {}
+
+    return forward, fuses
+
+
+def _is_conv_and_norm(layer: Any) -> bool:
+    return len(layer.all_modules) == 2 and not has_hooks(layer) and not has_hooks(layer.all_modules)
+
+
+def _monai_residual(self: Any, inp: Tensor) -> Tensor:
+    """MONAI's block of DynUNet with a shortcut."""
+    out = norm_act(self.norm1, self.conv1(inp), self.lrelu)
+    residual = self.norm3(self.conv3(inp)) if hasattr(self, "conv3") else inp
+    return norm_act(self.norm2, self.conv2(out), self.lrelu, residual=residual, inplace=True)
+
+
+def _monai_basic(self: Any, inp: Tensor) -> Tensor:
+    """MONAI's block of DynUNet without a shortcut."""
+    return norm_act(self.norm2, self.conv2(norm_act(self.norm1, self.conv1(inp), self.lrelu)), self.lrelu)
+
+
 # --- whole networks: the norm of their stem --------------------------------------------------------------------------
 
 
@@ -269,6 +312,18 @@ BLOCKS: dict[type | str, Block] = {
     "timm.layers.split_attn.SplitAttn": Block(_split_attention, _split_attention_fuses, source="f9b0624e38be"),
     "timm.models.senet.Bottleneck": Block(_senet, _BOTH_RELU, source="5ed40b5c4041"),
     "timm.models.senet.SEResNetBlock": Block(_senet, _BOTH_RELU, source="cf2b21e664c8"),
+    "dynamic_network_architectures.building_blocks.residual.BasicBlockD": Block(
+        *_nnunet_block("conv2"), source="4ac00934c094"
+    ),
+    "dynamic_network_architectures.building_blocks.residual.BottleneckD": Block(
+        *_nnunet_block("conv3"), source="b078a62b411e"
+    ),
+    "monai.networks.blocks.dynunet_block.UnetResBlock": Block(
+        _monai_residual, {"norm1": "lrelu", "norm2": "add lrelu"}, source="748d7494bbaa"
+    ),
+    "monai.networks.blocks.dynunet_block.UnetBasicBlock": Block(
+        _monai_basic, {"norm1": "lrelu", "norm2": "lrelu"}, source="8df7b50bde24"
+    ),
     "timm.models.hgnet.ConvBNAct": Block(*_chain("conv", "bn", "act", "lab"), source="d4c548fc3679"),
     "timm.models.nextvit.ConvNormAct": Block(*_chain("conv", "norm", "act"), source="17a099fd02cd"),
     "timm.models.nextvit.ConvAttention": Block(

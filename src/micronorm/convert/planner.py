@@ -131,7 +131,10 @@ class Planner:
         if decision.make is not None:
             return True
         if self.norm is None:
-            return module in self.norms and self.norms[module].family != "layer" and self.allowed[module]
+            known = isinstance(module, BatchChannelNorm) or (
+                module in self.norms and self.norms[module].family != "layer"
+            )
+            return known and self.allowed[module]
         return self._is_asked_for(module)
 
     def _is_asked_for(self, module: nn.Module) -> bool:

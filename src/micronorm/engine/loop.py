@@ -31,7 +31,7 @@ from micronorm.engine.parallel import Requests, ShardedRanks, open_ranks
 from micronorm.engine.settings import Execution, Outcome, Settings, describe
 from micronorm.engine.signals import Signals
 from micronorm.engine.state import rest_of_state, whole_state
-from micronorm.engine.step import ShardOutOfMemory, Step, StepInputs
+from micronorm.engine.step import CHANNELS_LAST, ShardOutOfMemory, Step, StepInputs
 from micronorm.engine.task import Share, Task, check_task
 from micronorm.engine.trial import check_loss_is_a_sum, choose_micro_batch
 from micronorm.nn.per_step.recompute import Recomputation, recompute
@@ -155,7 +155,9 @@ class _TrainingRun:
         wide = torch.float64 if settings.dtype == torch.float64 else torch.float32
         model = model.to(self.device, wide)
         if execution.channels_last:
-            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            for parameter in model.parameters():  # nn.Module.to raises if networks have weights of both ranks
+                if parameter.ndim in CHANNELS_LAST:
+                    parameter.data = parameter.data.to(memory_format=CHANNELS_LAST[parameter.ndim])
         model = self.parallel.prepare(model.train())
         if execution.compile:
             model.compile()

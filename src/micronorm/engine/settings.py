@@ -84,7 +84,7 @@ class Execution:
     Args:
         micro_batch: samples per forward and backward; None starts with what fits and halves it when memory runs out.
         device: where to compute; None for the GPU if there is one.
-        channels_last: store images and convolutions in NHWC.
+        channels_last: store images and convolutions in NHWC, volumes and theirs in NDHWC.
         compile: compile the model with torch.compile.
         cuda_graph: capture the whole step, commit included, and replay it.
         recompute: store less for the backward, see `mn.recompute`. Not with `compile`, which decides that itself.

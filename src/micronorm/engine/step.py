@@ -23,6 +23,8 @@ from micronorm.nn.per_step.shared_weights import SharedWeights
 from micronorm.ops.private_api import foreach_copy_, foreach_div_
 
 HALF = (torch.bfloat16, torch.float16)
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""The layout with the channels last, by the number of axes."""
 
 
 class StepFailed(RuntimeError):
@@ -242,7 +244,8 @@ class Step:
         if isinstance(part, Tensor):
             wide = torch.float64 if self.dtype == torch.float64 else torch.float32
             dtype = wide if part.is_floating_point() else part.dtype
-            layout = torch.channels_last if self.channels_last and part.ndim == 4 else torch.preserve_format
+            images = self.channels_last and part.is_floating_point()  # labels of volumes have four axes, too
+            layout = CHANNELS_LAST.get(part.ndim, torch.preserve_format) if images else torch.preserve_format
             return part.to(self.device, dtype, non_blocking=True, copy=True, memory_format=layout)
         if isinstance(part, dict):
             return {key: self.place(value) for key, value in part.items()}

@@ -71,6 +71,9 @@ class BatchChannelNorm(BatchChannelNormState):
         bias_correction: for `"step"`. Estimates are the weighted average of the windows seen so far, without the
             initial values (0, 1): the first window sets them, and the k-th moves them by r/(1 − (1−r)^k). The state
             dict then contains `estimates_weight`, 1 − (1−r)^k.
+        affine: False fixes both affines at the identity, that of the channels and that of the groups. The four
+            tensors remain parameters that do not require grad, so that the optimizer which is given them still commits
+            the estimates, and the state dict has the same keys. Such a layer cannot be frozen by `requires_grad_`.
         eps: added to both variances, inside the roots.
         backend: `"triton"`, fused kernels for CUDA devices; `"one-pass"`, the same passes in PyTorch operations;
             `"reference"`, the plain equations differentiated by autograd; `"auto"`, kernels where they run, else
@@ -102,6 +105,7 @@ class BatchChannelNorm(BatchChannelNormState):
         rate: float | str = "lr",
         micro_batch: int = 1,
         bias_correction: bool = False,
+        affine: bool = True,
         eps: float = 1e-5,
         backend: str = "auto",
         activation: str | None = None,
@@ -116,6 +120,7 @@ class BatchChannelNorm(BatchChannelNormState):
         self.rate = rate
         self.micro_batch = micro_batch
         self.bias_correction = bias_correction
+        self.affine = affine
         self.eps = eps
         self.backend = backend
         self.activation = activation
@@ -123,10 +128,10 @@ class BatchChannelNorm(BatchChannelNormState):
         self.warm_steps = 0
         self._check_arguments()
         factory = {"device": device, "dtype": dtype}
-        self.weight = nn.Parameter(torch.empty(num_channels, **factory))
-        self.bias = nn.Parameter(torch.empty(num_channels, **factory))
-        self.group_weight = nn.Parameter(torch.empty(self.num_groups, **factory))
-        self.group_bias = nn.Parameter(torch.empty(self.num_groups, **factory))
+        self.weight = nn.Parameter(torch.empty(num_channels, **factory), requires_grad=affine)
+        self.bias = nn.Parameter(torch.empty(num_channels, **factory), requires_grad=affine)
+        self.group_weight = nn.Parameter(torch.empty(self.num_groups, **factory), requires_grad=affine)
+        self.group_bias = nn.Parameter(torch.empty(self.num_groups, **factory), requires_grad=affine)
         estimates = {"device": device, "dtype": compute_dtype(self.weight.dtype)}
         self.register_buffer("running_mean", torch.empty(num_channels, **estimates))
         self.register_buffer("running_var", torch.empty(num_channels, **estimates))
@@ -149,6 +154,7 @@ class BatchChannelNorm(BatchChannelNormState):
                 f'micro_batch={self.micro_batch} is for statistics="sequential"; "{self.statistics}" has no use for it'
             )
         check_flag("bias_correction", self.bias_correction)
+        check_flag("affine", self.affine)
         if self.bias_correction and self.statistics != "step":
             raise ValueError(f'bias_correction=True is for statistics="step", got {self.statistics!r}')
         check_eps(self._eps)
@@ -312,6 +318,7 @@ class BatchChannelNorm(BatchChannelNormState):
     def extra_repr(self) -> str:
         shown = ["statistics", "rate", *(["micro_batch"] if self.statistics == "sequential" else []), "eps"]
         shown += ["bias_correction"] if self.bias_correction else []
+        shown += [] if self.affine else ["affine"]
         shown += ["backend"] if self.backend != "auto" else []
         shown += ["activation"] if self.activation else []
         shown += ["negative_slope"] if self.activation == "leaky_relu" else []

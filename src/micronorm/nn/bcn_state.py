@@ -20,6 +20,7 @@ class BatchChannelNormState(Fingerprinted, WideBuffers):
     num_channels: int
     num_groups: int
     bias_correction: bool
+    affine: bool = True  # a value of the class, for layers pickled before there was the argument
     warm_steps: int
     weight: nn.Parameter
     bias: nn.Parameter
@@ -98,6 +99,9 @@ class BatchChannelNormState(Fingerprinted, WideBuffers):
                 like = state_dict.get(prefix + "weight", self.weight)
                 state_dict[prefix + "group_weight"] = like.new_ones(self.num_groups)
                 state_dict[prefix + "group_bias"] = like.new_zeros(self.num_groups)
+                if not self.affine:
+                    state_dict.setdefault(prefix + "weight", torch.ones_like(self.weight))
+                    state_dict.setdefault(prefix + "bias", torch.zeros_like(self.bias))
                 blend = None if self.warm_steps == 0 else torch.zeros(())
             else:
                 self.warm_steps = 0 if steps is None else int(steps)
@@ -126,8 +130,11 @@ class BatchChannelNormState(Fingerprinted, WideBuffers):
         return [p for name, p in self.named_parameters() if name.startswith(("weight", "parametrizations.weight."))]
 
     def is_trainable(self) -> bool:
-        """Return whether the weight requires grad. A layer whose weight does not is frozen: its estimates stay."""
-        return any(p.requires_grad for p in self.weight_parameters())
+        """Return whether the weight requires grad. A layer whose weight does not is frozen: its estimates stay.
+
+        A layer with `affine=False` is never frozen: nothing about its weight could say so.
+        """
+        return not self.affine or any(p.requires_grad for p in self.weight_parameters())
 
     def has_zero_weight(self) -> bool:
         """Return whether a trainable γ^b is all zero, so that gradients are divided by sqrt(eps). Reads the device."""

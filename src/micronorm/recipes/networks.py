@@ -16,6 +16,7 @@ from micronorm.convert import norm_act, register_block
 from micronorm.recipes.deeplab import DeepLabV3
 from micronorm.recipes.rcnn import build_rcnn
 from micronorm.recipes.temporal_shift import ClipNetwork, temporal_shift
+from micronorm.recipes.unet3d import ResidualUNet3d
 
 
 def _conv(inputs: int, outputs: int, kernel: int, *, stride: int = 1) -> nn.Conv2d:
@@ -223,6 +224,7 @@ NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "motion-no-shift": partial(_clips, shift=False, inputs=1, widths=(8, 16, 32, 64)),
     "clips": partial(_clips, shift=True, inputs=3, widths=(16, 32, 64, 128)),
     "clips-no-shift": partial(_clips, shift=False, inputs=3, widths=(16, 32, 64, 128)),
+    "unet3d": partial(ResidualUNet3d, widths=(32, 64, 128, 256), blocks=(1, 2, 2, 2)),
 }
 """By the name that a recipe uses; each function takes classes=. Add a network of your own before its recipe."""
 

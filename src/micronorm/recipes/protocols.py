@@ -40,6 +40,7 @@ TITLES = {
     "motion-no-shift": "small ResNet by frame",
     "clips": "small TSM",
     "clips-no-shift": "small ResNet by frame",
+    "unet3d": "residual 3-D U-Net",
 }
 
 OPTIMIZER = SGD(lr=0.1, momentum=0.9, weight_decay=1e-4)

@@ -24,8 +24,8 @@ class DataFacts:
     train: int
     test: int
     classes: int
-    shape: tuple[int, int, int]
-    """Channels, height and width of the network's input."""
+    shape: tuple[int, ...]
+    """Channels, height and width of the network's input; of a volume channels, depth, height and width."""
 
 
 DATA: Mapping[str, DataFacts] = {
@@ -48,6 +48,12 @@ DATA: Mapping[str, DataFacts] = {
     "clips-3": DataFacts("hand swipes, fold 3", train=192, test=38, classes=2, shape=(3, 64, 64)),
     "clips-4": DataFacts("hand swipes, fold 4", train=188, test=42, classes=2, shape=(3, 64, 64)),
     "motion": DataFacts("moving digits", train=3_000, test=1_000, classes=10, shape=(1, 24, 24)),
+    **{
+        f"hippocampus-fold{fold}": DataFacts(
+            "hippocampus", train=260 - test, test=test, classes=3, shape=(1, 32, 48, 32)
+        )
+        for fold, test in enumerate((55, 47, 50, 60, 48))
+    },
     "imagenet": DataFacts("ImageNet", train=1_281_167, test=50_000, classes=1000, shape=(3, 224, 224)),
 }
 """By the name that a recipe uses, with the counts of the official releases. The test sets of ImageNet, VOC, COCO,

@@ -10,6 +10,7 @@ from micronorm.recipes import (
     cwn,
     digits,
     fast,
+    hippocampus,
     imagenet,
     imagenet_ws,
     ind_abl,
@@ -51,6 +52,7 @@ _TABLES = {
         nuclei.TINY_IMAGENET,
         motion.TABLE,
         clips.TABLE,
+        hippocampus.TABLE,
     )
 }
 

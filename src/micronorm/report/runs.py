@@ -15,10 +15,10 @@ Source = str | os.PathLike[str] | Record
 """A run directory, or the record read from one."""
 Runs = Mapping[str, Source] | Iterable[Source]
 
-_TITLES = {"top1": "error", "top5": "top-5 error", "miou": "mIoU"}
+_TITLES = {"top1": "error", "top5": "top-5 error", "miou": "mIoU", "dice": "Dice"}
 LOWER_IS_BETTER = frozenset({"error", "top1", "top5", "pixel_error", "loss"})
 PERCENT = frozenset({"top1", "top5", "pixel_error", "miou", "accuracy"})
-_PRECISION = re.compile(r"(mask_)?A[PR]\w*")  # of COCO: between 0 and 100, but no shares
+_PRECISION = re.compile(r"(mask_)?A[PR]\w*|(soft_)?dice\w*")  # between 0 and 100, but no shares of a count
 
 
 def is_recall(figure: str) -> bool:

@@ -19,6 +19,7 @@ TASKS = {
     "detection": "detection.open_detection",
     "instances": "detection.open_instances",
     "video": "video.open_video",
+    "volumes": "volumes.open_volumes",
 }
 """The module and function that open a task. "instances" is detection with masks."""
 

@@ -22,6 +22,7 @@ PIECES = [
     Case((2, 4, 51), 2, "batch"),
     Case((1, 6, 3, 2, 9), 6, "batch", "silu", layout="turned", form="eval"),
     Case((1, 12, 5, 11), 1, "step", "leaky_relu", layout="turned", blend=0.2, form="frozen"),
+    Case((2, 8, 3, 4, 5), 2, "step", "leaky_relu", "channels_last_3d", "channels_last_3d"),
 ]
 SPLIT = [
     Case((2, 12, 5, 7), 4, "step"),
@@ -38,7 +39,7 @@ MANY_SAMPLES = Case((131, 2, 2), 1, "step")  # more than are added at once
 QUICK = {
     "whole": [PIECES[2], PIECES[10], SPLIT[3], SPLIT[5], MANY_SAMPLES],
     "twice": [PIECES[0], PIECES[1], PIECES[3], PIECES[4]],
-    "pieces": [PIECES[1], PIECES[3], PIECES[6], PIECES[7]],
+    "pieces": [PIECES[1], PIECES[3], PIECES[6], PIECES[7], PIECES[11]],
     "split": [SPLIT[1], SPLIT[5], SPLIT[8]],
     "finish": [PIECES[1], PIECES[3], SPLIT[7]],
 }

@@ -1,0 +1,232 @@
+"""Labelled volumes of the Medical Segmentation Decathlon: imagesTr, labelsTr and dataset.json, in NIfTI files.
+
+All volumes are read when the set is opened, and kept in memory. The 260 volumes of the hippocampus are 80 MB.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from micronorm.data.memory import CROP, FLIP, check_indices
+from micronorm.ops.keyed import sample_keys, uniforms
+
+FOLDS = 5
+SCALE, SHIFT, NOISE = 0.25, 0.25, 0.1
+"""Largest change of a training volume's contrast (a factor 1 ± 0.25), brightness and noise, in standard deviations."""
+
+_INTENSITY, _NOISE = (int.from_bytes(name, "big") for name in (b"tone", b"nois"))
+
+Size = tuple[int, int, int]
+
+
+class Volume(NamedTuple):
+    """A normalized float32 volume and its uint8 labels, both D×H×W."""
+
+    image: Tensor
+    labels: Tensor
+
+
+class VolumeSet(NamedTuple):
+    """The training and test samples of a fold, and the names of the classes."""
+
+    train: "VolumePatches"
+    test: "WholeVolumes"
+    names: tuple[str, ...]
+
+
+def open_decathlon(
+    folder: Path | str, *, name: str, fold: int, patch: Size, device: torch.device | str = "cpu"
+) -> VolumeSet:
+    """Open a data set of the Medical Segmentation Decathlon with one input channel, and check all its files.
+
+    Args:
+        folder: the folder of dataset.json, or one with a child `name`.
+        name: the folder's usual name, such as "hippocampus".
+        fold: the fold for testing, from 0 to 4; see `fold_of`.
+        patch: depth, height and width of the training patches.
+        device: where the volumes are kept.
+
+    Raises:
+        FileNotFoundError: no such folder, or a file of dataset.json is missing.
+        ValueError: a file cannot be read, or its label does not fit; the message has the file's name.
+    """
+    if not 0 <= fold < FOLDS:
+        raise ValueError(f"fold must lie between 0 and {FOLDS - 1}, got {fold}")
+    places = [Path(folder), Path(folder) / name]
+    root = next((place for place in places if (place / "dataset.json").is_file()), None)
+    if root is None:
+        raise FileNotFoundError(
+            f"{name} was looked for in {' and '.join(map(str, places))}: a folder with dataset.json, imagesTr and "
+            "labelsTr, as the Medical Segmentation Decathlon has it"
+        )
+    names, pairs = _read_index(root / "dataset.json")
+    for path in (path for pair in pairs for path in pair):
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is listed in {root / 'dataset.json'}, but is missing")
+    parts: tuple[list[Volume], list[Volume]] = ([], [])
+    for image, labels in pairs:
+        parts[fold_of(image.name) == fold].append(read_volume(image, labels, classes=len(names)))
+    if not all(parts):
+        raise ValueError(f"fold {fold} of {root} has {len(parts[0])} training and {len(parts[1])} test volumes")
+    return VolumeSet(VolumePatches(parts[0], patch=patch, device=device), WholeVolumes(parts[1]), names)
+
+
+def fold_of(name: str) -> int:
+    """Return the fold of a file: SHA-256 of its name, modulo 5.
+
+    Example:
+        >>> [fold_of(f"hippocampus_00{k}.nii.gz") for k in (1, 3, 4)]
+        [2, 1, 3]
+    """
+    return int(hashlib.sha256(name.encode()).hexdigest(), 16) % FOLDS
+
+
+def _read_index(path: Path) -> tuple[tuple[str, ...], list[tuple[Path, Path]]]:
+    """Return the names of the classes, and the image and label file of each training volume."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        names = tuple(str(content["labels"][str(k)]) for k in range(len(content["labels"])))
+        pairs = [(path.parent / entry["image"], path.parent / entry["label"]) for entry in content["training"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} must have labels, numbered from 0, and training, a list of image and label files; "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if len(names) < 2:
+        raise ValueError(f"{path} must name a background and at least one class, got {names}")
+    return names, pairs
+
+
+def read_volume(image: Path, labels: Path, *, classes: int) -> Volume:
+    """Read a volume and its labels. Subtract the volume's mean, and divide by its standard deviation.
+
+    Raises:
+        ValueError: a file cannot be read, the two differ in shape, a label is no class, or the volume is constant.
+    """
+    values, truth = _read_nifti(image), _read_nifti(labels)
+    if values.ndim != 3 or values.shape != truth.shape:
+        shapes = ["×".join(map(str, array.shape)) for array in (values, truth)]
+        raise ValueError(f"{labels} must label a volume of three axes: it has {shapes[1]} voxels, {image} {shapes[0]}")
+    found = np.unique(truth)
+    if not np.isin(found, np.arange(classes)).all():
+        wrong = found[~np.isin(found, np.arange(classes))][0]
+        raise ValueError(f"{labels} has the label {wrong:g}; labels must be whole numbers from 0 to {classes - 1}")
+    mean, std = values.mean(), values.std()
+    if not (np.isfinite(std) and std > 0):
+        raise ValueError(f"{image} is constant or has values that are not finite (standard deviation {std:g})")
+    normalized = ((values - mean) / std).astype(np.float32)
+    return Volume(torch.from_numpy(normalized), torch.from_numpy(truth.astype(np.uint8)))
+
+
+def _read_nifti(path: Path) -> np.ndarray:
+    """Return the values of a file in float64, its intensity scale applied."""
+    try:
+        import nibabel
+    except ImportError as error:
+        raise ImportError('NIfTI files need nibabel: pip install "micronorm[medical]"') from error
+    try:
+        opened: Any = nibabel.load(path)  # type: ignore[attr-defined]
+        return np.asarray(opened.dataobj, dtype=np.float64)
+    except Exception as error:  # nibabel and gzip raise many kinds of errors
+        raise ValueError(
+            f"{path} is not a readable NIfTI file ({type(error).__name__}: {error}); replace it or remove it from "
+            "dataset.json"
+        ) from error
+
+
+class WholeVolumes:
+    """Volumes for testing. Batches are lists of 1×D×H×W float32 and of D×H×W int64.
+
+    Args:
+        volumes: the samples.
+    """
+
+    def __init__(self, volumes: Sequence[Volume]) -> None:
+        self._volumes = list(volumes)
+
+    def __len__(self) -> int:
+        return len(self._volumes)
+
+    def load(self, shares: Iterable[tuple[int, Tensor]], *, seed: int) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        """Yield (volumes, labels) for each share (epoch, indices), in order."""
+        for _, indices in shares:
+            check_indices(indices, len(self))
+            chosen = [self._volumes[index] for index in indices.tolist()]
+            yield [volume.image[None] for volume in chosen], [volume.labels.long() for volume in chosen]
+
+
+class VolumePatches:
+    """Random patches of volumes. Batches are float32 N×1×D×H×W and int64 N×D×H×W, on the device of the volumes.
+
+    A patch has a random place, is mirrored along each axis at random, and changes in contrast, brightness and noise.
+    All of it is a function of (seed, epoch, index) alone. A smaller volume lies in the middle of its patch; around it
+    the input is 0, the mean, and the label is background.
+
+    Args:
+        volumes: the samples.
+        patch: depth, height and width of a patch.
+        device: where the volumes are kept.
+
+    Example:
+        >>> volume = Volume(torch.randn(5, 9, 7), torch.zeros(5, 9, 7, dtype=torch.uint8))
+        >>> images, labels = next(VolumePatches([volume], patch=(8, 8, 4)).load([(0, torch.tensor([0]))], seed=0))
+        >>> images.shape, labels.shape
+        (torch.Size([1, 1, 8, 8, 4]), torch.Size([1, 8, 8, 4]))
+    """
+
+    def __init__(self, volumes: Sequence[Volume], *, patch: Size, device: torch.device | str = "cpu") -> None:
+        if len(patch) != 3 or min(patch) < 1:
+            raise ValueError(f"patch must be three positive sizes, got {patch}")
+        self.patch, self._device = patch, torch.device(device)
+        # One row of voxels for all volumes: a batch is then a single indexing, whatever their shapes.
+        self._values = torch.cat([volume.image.flatten() for volume in volumes]).to(device)
+        self._labels = torch.cat([volume.labels.flatten() for volume in volumes]).to(device)
+        self._shapes = torch.tensor([volume.image.shape for volume in volumes], device=device)
+        voxels = self._shapes.prod(1)
+        self._offsets = voxels.cumsum(0) - voxels
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def load(self, shares: Iterable[tuple[int, Tensor]], *, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (patches, labels) for each share (epoch, indices), in order."""
+        for epoch, indices in shares:
+            check_indices(indices, len(self))
+            here = indices.to(self._device)
+            keys = sample_keys(here, seed=seed, epoch=epoch)
+            place, inside = self._places(here, keys)
+            images = torch.where(inside, _change_tone(self._values[place], keys), 0.0)
+            yield images[:, None], torch.where(inside, self._labels[place], 0).long()
+
+    def _places(self, indices: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Return where each voxel of the patches lies among all voxels, and whether it lies inside of its volume."""
+        shapes, draws = self._shapes[indices], uniforms(keys, 3, stream=CROP).double()
+        mirrored = uniforms(keys, 3, stream=FLIP) < 0.5
+        place = self._offsets[indices][:, None, None, None]
+        inside = torch.ones_like(place, dtype=torch.bool)
+        stride = torch.ones_like(place)
+        for axis in (2, 1, 0):
+            length, size = self.patch[axis], shapes[:, axis]
+            room = size - length
+            start = torch.where(room >= 0, (draws[:, axis] * (room + 1)).long(), room // 2)
+            along = torch.arange(length, device=self._device)
+            along = torch.where(mirrored[:, axis, None], along.flip(0), along) + start[:, None]
+            at = along.reshape(-1, *(length if k == axis else 1 for k in range(3)))
+            size = size[:, None, None, None]
+            inside = inside & (at >= 0) & (at < size)
+            place, stride = place + stride * at, stride * size
+        return torch.where(inside, place, 0), inside
+
+
+def _change_tone(images: Tensor, keys: Tensor) -> Tensor:
+    """Change contrast, brightness and noise of N×D×H×W images by random amounts; see `SCALE`."""
+    draws = 2 * uniforms(keys, 3, stream=_INTENSITY)[:, :, None, None, None] - 1
+    noise = 2 * uniforms(keys, images[0].numel(), stream=_NOISE).reshape(images.shape) - 1
+    width = 3**0.5 * NOISE * draws[:, 2].abs()  # uniform noise of this half width has its standard deviation
+    return images * (1 + SCALE * draws[:, 0]) + SHIFT * draws[:, 1] + width * noise
