@@ -38,13 +38,13 @@ class Fingerprinted:
             destination._metadata.setdefault(prefix[:-1], {})[KEY] = self.fingerprint()
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        _, _, unexpected_keys, _ = rest
+        _, _, unexpected_keys, _ = args  # torch passes all of them by position
         _compare(self.fingerprint(), state_dict, prefix, local_metadata, unexpected_keys)
         # Without the fingerprint: this layer may have been plain and marked before it was converted.
         others = {key: value for key, value in local_metadata.items() if key != KEY}
-        super()._load_from_state_dict(state_dict, prefix, others, *rest)  # type: ignore[misc]
+        super()._load_from_state_dict(state_dict, prefix, others, *args, **kwargs)  # type: ignore[misc]
 
 
 def mark_plain(layer: nn.Module) -> None:

@@ -108,10 +108,10 @@ class RunningNorm(WideBuffers):
         return f"{self.num_channels}, eps={self.eps}, momentum={self.momentum}, micro_batch={self.micro_batch}"
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
         if local_metadata.get("version", 1) < 2:
             here = self.num_batches_tracked
             state_dict.setdefault(prefix + "num_batches_tracked", torch.tensor(0) if here.is_meta else here)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
         self.widen_buffers()  # load_state_dict(assign=True) may assign half-precision tensors
