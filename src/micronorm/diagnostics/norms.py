@@ -139,9 +139,9 @@ class NormLayer:
         if self.family == "instance":
             return data
         if isinstance(self.module, GhostBatchNorm):
-            size = self.module.micro_batch
-            parts = pool_micro_batches(data, micro_batch=size)
             samples = data.mean.shape[0]
+            size = self.module.micro_batch or samples
+            parts = pool_micro_batches(data, micro_batch=size)
             return Moments(*(spread_to_samples(part, micro_batch=size, samples=samples) for part in parts))
         return batch_statistics(data)
 
