@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 import micronorm
 from micronorm import records
-from micronorm.cli import app, bench, check, demo, diagnose, doctor, fold, plan, report, reproduce, train
+from micronorm.cli import app, bench, check, demo, diagnose, doctor, fold, plan, predict, report, reproduce, train
 from micronorm.cli.demo import RECIPES, make_room
 from tests.cli.few import TEST_IMAGES, keep_few_digits
 
@@ -270,7 +270,7 @@ def test_version():
 
 
 def test_help_lists_the_commands_that_exist():
-    rooms = (demo, train, reproduce, check, diagnose, plan, fold, bench, report, doctor)
+    rooms = (demo, train, reproduce, check, diagnose, plan, predict, fold, bench, report, doctor)
     expected = [getattr(room, room.__name__.rpartition(".")[2]) for room in rooms]
     assert [command.callback for command in app.registered_commands] == expected
     result = invoke("--help")

@@ -58,6 +58,7 @@ def test_a_checkpoint_becomes_a_state_dict_of_plain_layers(tmp_path, suffix):
         assert_close_to_max(plain(x), model(x), tol=tolerance("folded", torch.float32))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_becomes_an_onnx_file_that_onnxruntime_has_run(tmp_path):
     checkpoint, out = tmp_path / "model.safetensors", tmp_path / "model.onnx"
     # the file says itself how its model was converted

@@ -156,7 +156,6 @@ def test_without_a_table_the_tables_are_listed():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["tsm"], "'tsm' would be a table of the paper, but has no recipes yet; there are abl, "),
         (["fig:distance"], "no figure 'fig:distance'; near it: fig:dist, "),
         (["fig:dist", "--rows", "gn"], "--rows is for tables; fig:dist is a figure"),
         (["fig:all", "--seed", "1", "--cuda-graph"], "--seed, --cuda-graph is for tables; fig:all is a figure"),

@@ -365,7 +365,7 @@ def test_a_recipe_of_ones_own_is_trained_from_its_file(tmp_path, monkeypatch):
     assert "to continue: micronorm train my_recipes.py:first --out runs/mine-first-0 --resume" in output
     assert records.read("runs/mine-first-0").facts["recipe"] == "mine/first"
     code, output = command("fold", "runs/mine-first-0", "--out", "x.safetensors")
-    assert (code, "give model=" in output) == (1, True), output
+    assert (code, "--model FILE.py:NAME" in output) == (1, True), output
     code, output = command("fold", "runs/mine-first-0", "--model", "my_recipes.py:first", "--out", "x.safetensors")
     assert code == 0, output
     assert command("train", "my_recipes.py:small")[0] == 2

@@ -168,9 +168,9 @@ def load(name: str) -> type:
 
 def skip_changed_source(name: str) -> None:
     """Skip a block that another version of its library changed: conversion leaves it unfused (a test below)."""
-    library = name.partition(".")[0]
+    library, cls = name.partition(".")[0], load(name)
     pinned = f"{library}=={version(library).partition('+')[0]}" in CONSTRAINTS.read_text().split()
-    if not pinned and source_digest(load(name), BLOCKS[name].method) != BLOCKS[name].source:
+    if not pinned and source_digest(cls, BLOCKS[name].method) != BLOCKS[name].source:
         pytest.skip(f"{library} {version(library)} has another {name}")
 
 

@@ -62,6 +62,7 @@ def test_chunks_are_halved_until_they_fit(step):
     assert step.model.training
 
 
+@pytest.mark.slow
 def test_a_sample_that_does_not_fit_ends_in_an_error_that_says_so(step):
     step.task = Cramped()
     step.task.room = 0

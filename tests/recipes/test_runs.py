@@ -22,11 +22,12 @@ from tests.data.miniature import write_binary, write_camvid, write_decathlon, wr
 STEP_BATCH, SIZE = 4, 32
 GENERATED = ("digits", "shapes")  # data without files
 SIZED = ("imagenet", "voc", "camvid", "tiny_imagenet20")  # data whose crops have a size
-DETECTION = ("mask", "fast", "nuclei", "coco128")  # test_rcnn.py runs a miniature: these networks take minutes on a CPU
+# Tables of which other tests run a miniature: detection (test_rcnn.py), video (tests/tasks/test_video.py),
+# own label maps (tests/tasks/test_segmentation.py).
+ELSEWHERE = ("mask", "fast", "nuclei", "coco128", "tsm", "motion", "clips", "label_maps")
 
 # One row of each table, and with them each data set. test_tables.py builds every row; tests/contract trains every norm.
 QUICK = [
-    "imagenet/rn50-bcn-ws-step",
     "cifar1/c10-micro-bcn-ws",
     "cifar2/micro-sn",
     "quick/rn20-bcn-ws",
@@ -35,6 +36,7 @@ QUICK = [
     "digits/gn",
 ]
 SLOW = [
+    "imagenet/rn50-bcn-ws-step",
     "abl/in-ws",
     "imagenet_ws/rn50-bn",
     "resnext/rx50-gn-ws",
@@ -100,7 +102,7 @@ def figures_of(recipe: Recipe, weights: Path, miniature: Path) -> dict[str, floa
 
 
 def test_every_table_has_a_run():
-    assert {find(name).table for name in (*QUICK, *SLOW)} == set(tables()) - set(DETECTION)
+    assert {find(name).table for name in (*QUICK, *SLOW)} == set(tables()) - set(ELSEWHERE)
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])

@@ -48,6 +48,7 @@ def test_the_weights_of_a_classifier_fill_the_whole_backbone():
     assert not any(name.startswith("backbone.") for name in (*found.missing, *found.other_shape))
 
 
+@pytest.mark.slow
 def test_a_step_of_a_segmenter_does_not_depend_on_its_split():
     torch.manual_seed(0)
     network = mn.convert(DeepLabV3((1, 1, 1, 1), classes=3), mn.BCN(), mn.WS()).double()

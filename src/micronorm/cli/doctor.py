@@ -33,6 +33,11 @@ EXTRAS = (
     (("lightning",), "Lightning's training loop"),
     (("accelerate",), "Accelerate's training loop"),
     (("transformers",), "Hugging Face's Trainer"),
+    (("faster-coco-eval",), "COCO's masks and scores: detection"),
+    (("av",), "video files"),
+    (("nibabel",), "volumes in NIfTI files"),
+    (("monai",), "BCN in MONAI's networks"),
+    (("nnunetv2",), "BCN in nnU-Net"),
 )
 TOLERANCE = 1e-10  # of BCN's outputs and gradients against the plain equations, in float64, relative to the maximum
 _REQUIRED = ("matplotlib", "numpy", "rich", "safetensors", "scikit-learn", "torch", "typer")

@@ -100,7 +100,7 @@ def fold_of(name: str) -> int:
 
     Example:
         >>> [fold_of(f"{k}.mp4") for k in range(8)]
-        [1, 3, 3, 0, 3, 0, 3, 2]
+        [2, 3, 1, 1, 4, 2, 4, 4]
     """
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % FOLDS
 

@@ -91,8 +91,10 @@ def run_recipe(
     Raises:
         FileNotFoundError: the data set or the file of weights does not exist.
         FileExistsError: `out` holds a run already, and `resume` is False.
-        ValueError: settings that contradict one another, or the run to be resumed.
+        ValueError: the row cannot be run, or its settings contradict one another or the run to be resumed.
     """
+    if recipe.unavailable is not None:
+        raise ValueError(f"{recipe.name} cannot be run: {recipe.unavailable}")
     variation, execution = variation or Variation(), execution or Execution()
     listener = listener or Listener()
     if resume and out is not None and (out / records.FACTS).exists():
