@@ -99,7 +99,7 @@ for name, make in {
 @script
 def LBFGS_with_a_closure() -> Script:
     model = network()
-    optimizer = torch.optim.LBFGS(model.parameters(), 0.01, max_iter=2)
+    optimizer = torch.optim.LBFGS(model.parameters(), 0.01, max_iter=3)
 
     def step(pieces: Sequence[Piece], count: int) -> None:
         def closure() -> float:

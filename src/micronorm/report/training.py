@@ -1,11 +1,20 @@
 """The training curves, and the section on memory and speed."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from micronorm.records import Record, is_number
 from micronorm.report.charts import Line, line_chart
 from micronorm.report.html import Section, slug
-from micronorm.report.runs import NamedRun, by_epoch, by_step, legend_of, main_figure, speed_by_step, title_of
+from micronorm.report.runs import (
+    LOWER_IS_BETTER,
+    NamedRun,
+    by_epoch,
+    by_step,
+    legend_of,
+    main_figure,
+    speed_by_step,
+    title_of,
+)
 
 Points = list[tuple[float, float]]
 
@@ -21,7 +30,10 @@ def training(runs: Sequence[NamedRun], limit: int) -> Section:
         ("learning-rate", "Learning rate", "step"): [by_step(record, "lr") for record in records],
     }
     absent = "No step or epoch is recorded yet. micronorm train RECIPE records them while it trains."
-    return _curves_section("training", "Training", curves, runs, limit, absent=absent)
+    # The rate of a cosine schedule ends near 0: its last steps would fill a logarithmic scale. The first evaluations of
+    # a figure that grows would, too.
+    linear = {"learning-rate"} | (set() if key in LOWER_IS_BETTER else {f"test-{slug(key)}"})
+    return _curves_section("training", "Training", curves, runs, limit, absent=absent, linear=linear)
 
 
 def resources(runs: Sequence[NamedRun], limit: int) -> Section:
@@ -48,15 +60,18 @@ def _curves_section(
     *,
     about: str = "",
     absent: str,
+    linear: Collection[str] = (),
 ) -> Section:
-    """Return a section with a chart for each of `curves`: (name, caption, x label) and the points of each run."""
+    """Return a section with a chart for each of `curves`: (name, caption, x label) and the points of each run.
+
+    Charts named in `linear` never have a logarithmic scale.
+    """
     charts, empty = [], []
     for (name, caption, x_label), found in curves.items():
         if not any(found):
             continue
         lines = [Line(run.name, run.colour, points, run.style) for run, points in zip(runs, found, strict=True)]
-        # The rate of a cosine schedule ends near 0: its last steps would fill a logarithmic scale.
-        log = False if name == "learning-rate" else None
+        log = False if name in linear else None
         chart = line_chart(name, lines, caption=caption, x_label=x_label, limit=limit, log=log)
         if chart is None:
             empty.append(caption)

@@ -60,7 +60,7 @@ def detection_losses(
             and regions are sampled.
 
     Raises:
-        TypeError: the model is none of these detectors.
+        TypeError: the model is another kind of detector.
         ValueError: it is in eval mode, the arguments differ in length, or a box has no area.
 
     Example:
