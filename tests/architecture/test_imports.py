@@ -42,7 +42,7 @@ ALLOWED: Mapping[str, frozenset[str] | None] = {
     # ops and nn for what is keyed by sample (order, dropout) and for weights computed once per step
     "engine": frozenset({"ops", "nn", "convert", "commit", "records"}),
     "data": frozenset({"ops"}),  # keyed random numbers, for augmentation
-    "tasks": frozenset({"ops", "data"}),
+    "tasks": frozenset({"ops", "nn", "data"}),  # nn: a detector's heads key their dropout by image
     "integrations": frozenset({"nn", "convert"}),  # what the networks of other trainers are made of
     # the networks (nn, convert), what a figure measures (diagnostics), how pictures are drawn (report)
     "recipes": frozenset({"ops", "nn", "convert", "data", "tasks", "engine", "records", "diagnostics", "report"}),

@@ -137,7 +137,7 @@ def test_objects_are_written_in_the_format_of_coco(tmp_path):
     assert json.loads(json.dumps(objects)) == objects
     assert prediction.words == f"{len(objects)} dog"
     for found in objects:
-        assert (found["category_id"], found["category"]) == (2, "dog")
+        assert (found["label"], found["category"]) == (2, "dog")
         left, top, width, height = found["bbox"]
         assert 0 <= left <= left + width <= 64
         assert 0 <= top <= top + height <= 48

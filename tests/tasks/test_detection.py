@@ -8,6 +8,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import micronorm as mn
+from micronorm.engine.dropout import key_dropout
 from micronorm.ops.keyed import sample_keys
 from micronorm.tasks.detection import Detection, KeyedSampler, detect, detection_losses
 from tests.laws.ranks import launch
@@ -35,6 +36,36 @@ def test_gradients_do_not_depend_on_how_images_were_cut(norm, weight):
     whole = gradients(model, [slice(0, 4)])
     assert_same_state(gradients(model, [slice(0, 1), slice(1, 4)]), whole, tol=TOLERANCE)
     assert all(bool(gradient.any()) for gradient in whole.values())
+
+
+def interleaved(dtype: torch.dtype) -> tuple[Any, ...]:
+    """Return four images of two padded sizes in turn: small, large, small, large."""
+    images, targets, keys = scenes(dtype)
+    return [*images[:2], *(image.flip(-1) for image in images[:2])], targets[:2] * 2, keys
+
+
+def test_images_keep_their_order_so_that_algorithm_1_does_not_depend_on_the_cut():
+    batch, states = interleaved(DOUBLE), []
+    for size in (4, 2, 1):
+        model = small_detector(mn.BCN(statistics="sequential", rate=0.5), mn.WS()).double()
+        for k in range(0, 4, size):
+            detection_losses(model, *cut(batch, slice(k, k + size)))
+        states.append({name: value for name, value in model.named_buffers() if "running" in name})
+    for other in states[1:]:
+        assert_same_state(other, states[0], tol=TOLERANCE)
+
+
+def test_dropout_in_backbone_and_heads_is_keyed_by_image():
+    batch, found = interleaved(DOUBLE), []
+    for size in (4, 2, 1):
+        model = small_detector(mn.GN()).double()
+        model.backbone.body.relu = torch.nn.Sequential(model.backbone.body.relu, torch.nn.Dropout2d(0.5))
+        model.roi_heads.box_head = torch.nn.Sequential(model.roi_heads.box_head, torch.nn.Dropout(0.5))
+        assert not key_dropout(model)
+        losses = [detection_losses(model, *cut(batch, slice(k, k + size))) for k in range(0, 4, size)]
+        found.append({name: sum(part[name] for part in losses) for name in TERMS})
+    for other in found[1:]:
+        assert_same_state(other, found[0], tol=TOLERANCE)
 
 
 @pytest.mark.slow
@@ -165,6 +196,8 @@ def test_wrong_arguments_are_named():
             detection_losses(model, images, bad, keys)
     with pytest.raises(ValueError, match="K×4, those of target 0 have"):
         detection_losses(model, images[:1], [{**targets[0], "boxes": torch.zeros(4)}], keys[:1])
+    with pytest.raises(ValueError, match=r"from 1 on .*; target 0 has \[0, 1\] for 2 boxes"):
+        detection_losses(model, images, [{**targets[0], "labels": torch.tensor([0, 1])}, *targets[1:]], keys)
     with pytest.raises(ValueError, match="eval mode"):
         detection_losses(model.eval(), images, targets, keys)
     with pytest.raises(TypeError, match="R-CNN of torchvision, got Linear"):

@@ -38,7 +38,7 @@ def predict(
     """Predict with the trained network of a run.
 
     Classification writes the most probable classes, segmentation label maps and overlays, detection pictures with boxes
-    and masks. All answers are in predictions.json, those of detection in COCO's format.
+    and masks. All answers are in predictions.json.
 
     Exit code 0: all images were predicted. 1: an image could not be read. 2: a name or an option is wrong.
     """

@@ -25,8 +25,10 @@ NAMES = ("background", "nucleus")
 LEAST_PIXELS = 10
 """A nucleus that a training crop cuts to fewer pixels is no target."""
 
+STRIDE = 32
+"""Detectors pad images to a multiple of it, and so does this reader."""
+
 _TEST_SHARE = 5  # one in five
-_STRIDE = 32  # detectors pad images to a multiple of it
 
 
 def open_nuclei(folder: Path | str, *, masks: bool, workers: int = 0, crop: int = 256) -> DetectionSet:
@@ -160,6 +162,8 @@ def _read(pair: MaskedImage) -> _Picture:
         raise ValueError(
             f"labels must be as large as the image: {pair.image} has {sizes[0]} pixels, {pair.mask} {sizes[1]}"
         )
+    if nuclei.min() < 0 or nuclei.max() > np.iinfo(np.uint16).max:
+        raise ValueError(f"labels must lie between 0 and 65535, {pair.mask} has {nuclei.min()} to {nuclei.max()}")
     return _Picture(pair.image.name, image, nuclei.astype(np.uint16))
 
 
@@ -171,7 +175,7 @@ def _cut(pixels: np.ndarray, place: list[float], *, size: int) -> np.ndarray:
 
 
 def _pad_to_stride(picture: _Picture) -> _Picture:
-    down, right = (-side % _STRIDE for side in picture.nuclei.shape)
+    down, right = (-side % STRIDE for side in picture.nuclei.shape)
     return picture._replace(image=_pad(picture.image, down, right), nuclei=_pad(picture.nuclei, down, right))
 
 

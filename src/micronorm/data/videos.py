@@ -140,7 +140,7 @@ def _decode_by_torchcodec(path: Path) -> Tensor:
     try:
         decoders: Any = importlib.import_module("torchcodec.decoders")
     except (ImportError, RuntimeError) as error:  # RuntimeError: it finds no FFmpeg
-        raise ImportError(f"video files need PyAV: pip install 'micronorm[video]' (or torchcodec: {error})") from error
+        raise ImportError(f"video files need PyAV: pip install av (or torchcodec: {error})") from error
     try:
         return decoders.VideoDecoder(str(path))[:]
     except (RuntimeError, ValueError) as error:

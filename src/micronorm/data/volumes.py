@@ -129,7 +129,7 @@ def _read_nifti(path: Path) -> np.ndarray:
     try:
         import nibabel
     except ImportError as error:
-        raise ImportError('NIfTI files need nibabel: pip install "micronorm[medical]"') from error
+        raise ImportError("NIfTI files need nibabel: pip install nibabel") from error
     try:
         opened: Any = nibabel.load(path)  # type: ignore[attr-defined]
         return np.asarray(opened.dataobj, dtype=np.float64)

@@ -26,7 +26,7 @@ def register() -> None:
     try:
         from monai.networks.layers import Norm
     except ImportError as error:
-        raise ImportError('MONAI is not installed: pip install "micronorm[monai]"') from error
+        raise ImportError("MONAI is not installed: pip install monai") from error
     factory: Any = Norm
     if NAME.upper() not in factory.names:
         factory.add_factory_callable(NAME, _layer, "Batch-Channel Normalization of micronorm, in any dimension")

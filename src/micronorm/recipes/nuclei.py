@@ -57,7 +57,7 @@ NUCLEI = Table(
 
 COCO128 = Table(
     name="coco128",
-    title="Ours: Mask R-CNN with FPN, ResNet-50, learns 126 images of COCO and is tested on them",
+    title="Ours: Mask R-CNN with FPN, ResNet-50, learns 126 images of COCO and tested on the 128 of that split",
     rows=(
         make(
             "coco128/bcn-ws",

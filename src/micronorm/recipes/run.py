@@ -96,6 +96,11 @@ def run_recipe(
     if recipe.unavailable is not None:
         raise ValueError(f"{recipe.name} cannot be run: {recipe.unavailable}")
     variation, execution = variation or Variation(), execution or Execution()
+    if execution.parallel == "fsdp" and recipe.task not in ("classification", "video"):
+        raise ValueError(
+            "shards need equally many forwards on every rank, and those of this task depend on the sizes of its "
+            "samples; use --parallel ddp"
+        )
     listener = listener or Listener()
     if resume and out is not None and (out / records.FACTS).exists():
         variation = variation.over(_earlier_variation(out, recipe))

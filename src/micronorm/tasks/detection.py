@@ -4,12 +4,13 @@
 a function of that image alone. In torchvision it is not, for four reasons:
 
 - images are padded to the largest of their batch;
-- losses are means over the batch, so that an image with few objects weighs as its neighbours let it;
+- losses are means over the batch, so that the weight of an image depends on the others in its batch;
 - anchors and regions are sampled by torch's global generator;
 - so is the size of an image, if the model has several.
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,13 +18,15 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from micronorm.data.coco import open_coco
 from micronorm.data.detection import load_mask_library
 from micronorm.data.folders import decode
-from micronorm.data.nuclei import open_nuclei
+from micronorm.data.nuclei import STRIDE, open_nuclei
 from micronorm.data.search import open_first
+from micronorm.nn.per_step.keyed_dropout import dropout_keys
 from micronorm.ops.keyed import integers, words
 from micronorm.tasks.coco_score import CocoScore
 from micronorm.tasks.pictures import LARGEST_SCENE, draw_detections, encode_scene, even_indices, in_eval_mode
@@ -56,8 +59,7 @@ def detection_losses(
         images: 3×H×W each, in [0, 1].
         targets: "boxes" (K×4, x1 y1 x2 y2 in pixels), "labels" (K, from 1 on), and "masks" (K×H×W) for a Mask R-CNN.
             K may be 0.
-        keys: int64 N, on the device of the model, from `micronorm.ops.keyed.sample_keys`: they determine which anchors
-            and regions are sampled.
+        keys: int64 N, from `micronorm.ops.keyed.sample_keys`: they determine which anchors and regions are sampled.
 
     Raises:
         TypeError: the model is another kind of detector.
@@ -76,7 +78,7 @@ def detection_losses(
     _check_arguments(detector, images, targets, keys)
     # The model itself is called, with another forward, so that its hooks run: DDP and FSDP need them.
     with _replaced(detector, "forward", partial(_sum_over_images, detector)), _boxes_in_float32(detector):
-        return model(images, targets, keys)
+        return model(images, targets, keys.to(images[0].device))
 
 
 def detect(model: nn.Module, images: Sequence[Tensor]) -> list[dict[str, Tensor]]:
@@ -135,16 +137,17 @@ def _sum_over_images(
 ) -> dict[str, Tensor]:
     """Take the place of GeneralizedRCNN.forward in training."""
     prepared = [_prepare(detector.transform, *one) for one in zip(images, targets, keys.split(1), strict=True)]
-    by_size: dict[torch.Size, list[int]] = {}
-    for i, (image, _) in enumerate(prepared):
-        by_size.setdefault(image.tensors.shape, []).append(i)
     losses: dict[str, Tensor] = {}
-    for members in by_size.values():
-        features = detector.backbone(torch.cat([prepared[i][0].tensors for i in members]))
+    # Only neighbours share a forward: statistics that move image by image depend on the order of the images.
+    for _, alike in itertools.groupby(range(len(prepared)), key=lambda i: prepared[i][0].tensors.shape):
+        members = list(alike)
+        with dropout_keys(keys[members]):
+            features = detector.backbone(torch.cat([prepared[i][0].tensors for i in members]))
         levels = {"0": features} if isinstance(features, Tensor) else features
         per_image = zip(*(level.split(1) for level in levels.values()), strict=True)
         for i, own in zip(members, per_image, strict=True):
-            found = _losses_of_image(detector, *prepared[i], dict(zip(levels, own, strict=True)), keys[i : i + 1])
+            with dropout_keys(keys[i : i + 1]):  # what a head sees are regions of this image
+                found = _losses_of_image(detector, *prepared[i], dict(zip(levels, own, strict=True)), keys[i : i + 1])
             for name, value in found.items():
                 losses[name] = losses[name] + value if name in losses else value
     return losses
@@ -228,7 +231,8 @@ def _detector_of(model: nn.Module) -> Any:
     if not all(isinstance(getattr(detector, part, None), nn.Module) for part in _PARTS):
         raise TypeError(
             f"the model must be a Faster, Mask or Keypoint R-CNN of torchvision, got {type(detector).__name__}; other "
-            "detectors of torchvision draw nothing at random: call them with one image at a time and add the losses"
+            "detectors of torchvision draw nothing at random if they have one `min_size`: call them with one image at "
+            "a time and add the losses"
         )
     return detector
 
@@ -251,6 +255,12 @@ def _check_arguments(
         if wrong.any():
             box = boxes[wrong][0].tolist()
             raise ValueError(f"boxes must have x1 < x2 and y1 < y2, target {k} has {box}; leave such boxes out")
+        labels = target["labels"]
+        if len(labels) != len(boxes) or (labels < 1).any():
+            raise ValueError(
+                f"labels must be one per box, from 1 on (0 is the background); target {k} has {labels.tolist()} for "
+                f"{len(boxes)} boxes"
+            )
 
 
 class Detection:
@@ -264,14 +274,15 @@ class Detection:
         test: the test samples, with `annotations`, a COCO dictionary.
         names: the names of the classes by label; the first is "background".
         masks: whether masks are learned and scored.
+        stride: pad images to predict with black to a multiple of it, as the data set does for its test images.
     """
 
     sample = "image"
     evaluation_batch = 8
 
-    def __init__(self, train: Any, test: Any, *, names: tuple[str, ...], masks: bool) -> None:
+    def __init__(self, train: Any, test: Any, *, names: tuple[str, ...], masks: bool, stride: int = 1) -> None:
         self.train, self.test = train, test
-        self.names, self.masks = names, masks
+        self.names, self.masks, self.stride = names, masks, stride
 
     def loss(self, model: nn.Module, batch: tuple[Any, ...]) -> SumLoss:
         """Return the sum over images of all losses; the terms are in `counts`."""
@@ -325,24 +336,30 @@ class Detection:
 
     @torch.no_grad()
     def predict(self, model: nn.Module, path: Path) -> Prediction:
-        """Return the objects with a score above 0.5, in COCO's format of results, and a picture of them."""
+        """Return the objects with a score above 0.5, and a picture of them."""
         from PIL import Image
 
         parameter = next(model.parameters())
         image = torch.from_numpy(np.array(decode(path))).permute(2, 0, 1).to(parameter.device, parameter.dtype) / 255
-        (found,) = detect(model, [image])
-        found = {name: value[found["scores"] > SURE].cpu() for name, value in found.items()}
+        height, width = image.shape[1:]
+        (found,) = detect(model, [F.pad(image, (0, -width % self.stride, 0, -height % self.stride))])
+        boxes = found["boxes"]
+        kept = (found["scores"] > SURE) & (boxes[:, 0] < width) & (boxes[:, 1] < height)
+        found = {name: value[kept].cpu() for name, value in found.items()}
+        found["boxes"] = found["boxes"].minimum(found["boxes"].new_tensor([width, height, width, height]))
+        if "masks" in found:
+            found["masks"] = found["masks"][..., :height, :width]
         picture = draw_detections(image, found, self.names).permute(1, 2, 0).contiguous().numpy()
         return Prediction(
             self._describe(found["labels"]), {"objects": self._results(found)}, {"-objects": Image.fromarray(picture)}
         )
 
     def _results(self, found: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-        """Return objects as COCO's results: x, y, width and height of the box, and a run-length encoded mask."""
+        """Return objects with x, y, width and height of the box, and the mask as COCO's run-length encoding."""
         corners = found["boxes"].double()
         boxes = torch.cat([corners[:, :2], corners[:, 2:] - corners[:, :2]], 1).tolist()
         results: list[dict[str, Any]] = [
-            {"category_id": label, "category": self.names[label], "bbox": box, "score": score}
+            {"label": label, "category": self.names[label], "bbox": box, "score": score}
             for label, box, score in zip(found["labels"].tolist(), boxes, found["scores"].tolist(), strict=True)
         ]
         if "masks" in found:
@@ -372,7 +389,7 @@ NAMES = tuple(_FILES)
 
 def open_predictor(data: str, *, names: tuple[str, ...], size: int) -> Detection:
     """Return the task without its data, for images of any size."""
-    return Detection((), (), names=names, masks=True)
+    return Detection((), (), names=names, masks=True, stride=STRIDE if data == "nuclei" else 1)
 
 
 def open_detection(

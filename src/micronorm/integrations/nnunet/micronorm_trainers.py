@@ -22,15 +22,7 @@ class nnUNetTrainerBCN(nnUNetTrainer):
 
     @classmethod
     def build_network_architecture(  # type: ignore[override]  # a static method there, which cannot know its class
-        cls,
-        plans_manager: Any,
-        configuration_manager: Any,
-        num_input_channels: int,
-        num_output_channels: int,
-        enable_deep_supervision: bool = True,
+        cls, *arguments: Any, **options: Any
     ) -> nn.Module:
-        """Build the network of the plans and convert it."""
-        network = super().build_network_architecture(
-            plans_manager, configuration_manager, num_input_channels, num_output_channels, enable_deep_supervision
-        )
-        return convert(network, cls.norm, cls.weight)
+        """Build the network of the plans and convert it. The arguments differ between versions of nnU-Net."""
+        return convert(super().build_network_architecture(*arguments, **options), cls.norm, cls.weight)
