@@ -31,6 +31,7 @@ def run(steps, monkeypatch, *arguments: str) -> None:
         torch.backends.cudnn.benchmark = before
 
 
+@pytest.mark.slow
 def test_every_method_has_a_row_and_so_has_one_image_at_a_time(steps, monkeypatch, tmp_path, capsys):
     out = tmp_path / "steps.csv"
     run(steps, monkeypatch, "--no-compile", "--out", str(out))

@@ -5,11 +5,13 @@ import importlib
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_every_method_has_a_row_in_both_layouts(monkeypatch, tmp_path, capsys):
     out = tmp_path / "volume.csv"
     monkeypatch.syspath_prepend(ROOT / "benchmarks")

@@ -44,6 +44,7 @@ def test_a_short_run_is_recorded_and_is_not_ours():
     assert found["reason"] == f"{place} does not count: epochs 1 where the recipe has {EPOCHS}"
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_and_a_whole_one_is_ours_and_not_run_again(monkeypatch):
     place = Path("kept/digits/gn/seed-2")
     whole = "train digits/gn --seed 2 --steps 5 --device cpu --out"

@@ -272,7 +272,7 @@ def replace(net: nn.Module, kind: type[nn.Conv2d], make: Callable) -> None:
 
 
 @pytest.mark.parametrize("eps", [1e-8, 1e-5], ids=["their eps", "our eps"])
-@pytest.mark.parametrize("name", ["resnetv2_50x1_bit", "resnetv2_101x1_bit"])
+@pytest.mark.parametrize("name", ["resnetv2_50x1_bit", pytest.param("resnetv2_101x1_bit", marks=pytest.mark.slow)])
 def test_timm_bit_networks_compute_what_they_did(tmp_path, name, eps):
     original = scrambled(timm.create_model(name, pretrained=False, num_classes=7)).eval()
     path = tmp_path / "model.safetensors"

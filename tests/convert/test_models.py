@@ -117,7 +117,7 @@ QUICK_OF_TIMM = frozenset(
         "tf_mixnet_s",
     )
 )
-QUICK_OF_TORCHVISION = frozenset(("deeplabv3_mobilenet_v3_large", "googlenet", "mc3_18", "resnet18"))
+QUICK_OF_TORCHVISION = frozenset(("googlenet", "mc3_18", "resnet18"))
 OF_TORCHVISION: dict[str, tuple[int, ...]] = {
     "deeplabv3_mobilenet_v3_large": (3, 64, 64),
     "efficientnet_b0": (3, 64, 64),

@@ -55,6 +55,7 @@ class Cramped(Toy):
         return super().score(model, batch)
 
 
+@pytest.mark.slow
 def test_chunks_are_halved_until_they_fit(step):
     expected = by_hand(step)
     step.task = Cramped(test=11)

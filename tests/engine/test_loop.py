@@ -179,6 +179,7 @@ def test_a_task_without_test_samples_is_trained_and_not_evaluated():
     assert outcome.figures == {}
 
 
+@pytest.mark.slow
 def test_the_size_that_memory_holds_is_told_and_kept_for_the_rest_of_the_run():
     class Cramped(Toy):
         def loss(self, model, batch):

@@ -172,6 +172,7 @@ class Probe:
         return 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
 def test_looking_for_what_fits_leaves_no_trace(recompute):
     step, probe = zoo_step(task := Toy(train=8), 8), Probe()

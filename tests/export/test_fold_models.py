@@ -44,7 +44,10 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+SLOW = ("r3d_18", "levit")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in MODELS])
 def test_folding_a_network_does_not_change_its_function(name):
     build, shape, (batch_norms, group_norms) = MODELS[name]
     x = torch.randn(shape)
