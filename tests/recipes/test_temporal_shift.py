@@ -95,6 +95,10 @@ def test_a_folded_network_still_shifts_and_every_norm_goes_into_its_convolution(
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"Sequential has no residual branch that begins with a Conv2d; .* by fx"):
         temporal_shift(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten()))
+    network = build_network("cifar-resnet20", classes=5)
+    temporal_shift(network)
+    with pytest.raises(ValueError, match="shifts its frames already; call temporal_shift once"):
+        temporal_shift(network)
     with pytest.raises(ValueError, match="1/32 of 16 channels is less than one channel; give a smaller share"):
         small(share=32)
     with pytest.raises(ValueError, match=r"clips of shape N×4×C×H×W, got \(2, 8, 3, 16, 16\)"):

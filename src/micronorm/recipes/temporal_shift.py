@@ -111,7 +111,7 @@ def temporal_shift(network: nn.Module, *, frames: int = 8, share: int = 8, examp
         The network for N×T×C×H×W clips.
 
     Raises:
-        ValueError: the network has no residual branch, or a branch has too few channels.
+        ValueError: the network has no residual branch, has shifts already, or a branch has too few channels.
 
     Example:
         >>> from micronorm.recipes.networks import build_network
@@ -129,11 +129,17 @@ def temporal_shift(network: nn.Module, *, frames: int = 8, share: int = 8, examp
     narrow = min(starts, key=lambda layer: layer.in_channels)
     if narrow.in_channels < share:
         raise ValueError(f"1/{share} of {narrow.in_channels} channels is less than one channel; give a smaller share")
+    if any(isinstance(getattr(hook, "__self__", None), TemporalShift) for hook in _input_hooks(starts)):
+        raise ValueError("the network shifts its frames already; call temporal_shift once")
     model = ClipNetwork(network, frames=frames)
     model.shift = shift = TemporalShift(frames, share=share)  # copies of the model take its hooks along
     for layer in starts:
         layer.register_forward_pre_hook(shift.shift_input)
     return model
+
+
+def _input_hooks(layers: list[nn.Conv2d]) -> list[Any]:
+    return [hook for layer in layers for hook in layer._forward_pre_hooks.values()]
 
 
 def _is_leaf(module: nn.Module) -> bool:
