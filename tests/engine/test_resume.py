@@ -243,6 +243,25 @@ def test_a_signal_finishes_the_step_and_saves_it(tmp_path, reference, number):
     assert_as_if_nothing_had_happened(tmp_path, reference)
 
 
+@pytest.mark.parametrize("which", ["first", "last"])
+def test_a_signal_stops_an_evaluation_which_is_made_when_the_run_is_resumed(tmp_path, monkeypatch, reference, which):
+    evaluations = count(1)
+    chosen = {"first": 1, "last": len([row for row in reference.epochs if "test" in row])}[which]
+
+    def evaluate(step, **options):
+        if next(evaluations) == chosen:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate_all(step, **options)
+
+    evaluate_all = loop.evaluate
+    monkeypatch.setattr(loop, "evaluate", evaluate)
+    outcome = run(tmp_path, save_steps=None)
+    assert (outcome.signal, outcome.finished) == (signal.SIGTERM, False)
+    assert len([row for row in records.read(tmp_path).epochs if "test" in row]) == chosen - 1
+    run(tmp_path, resume=True)
+    assert_as_if_nothing_had_happened(tmp_path, reference)
+
+
 def test_a_second_signal_does_not_wait(tmp_path, reference):
     def interrupt_twice() -> None:
         os.kill(os.getpid(), signal.SIGINT)

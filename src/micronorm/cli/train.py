@@ -68,8 +68,8 @@ def train(
 ) -> None:
     """Train a recipe. Micro-batch size, ranks, kills and out-of-memory errors change the result by rounding only.
 
-    Several GPUs: torchrun --nproc-per-node 4 -m micronorm train RECIPE. Ctrl-C and SIGTERM finish the step, save a
-    checkpoint and print the command that continues the run.
+    Several GPUs: torchrun --nproc-per-node 4 -m micronorm train RECIPE. Ctrl-C and SIGTERM finish the
+    step or stop the evaluation, save a checkpoint and print the command that continues the run.
 
     Exit code 0: trained as requested. 1: the run failed. 2: a name or an option is wrong. 3: the loss or a weight is
     not finite. 130, 143: interrupted.

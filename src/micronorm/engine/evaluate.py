@@ -1,27 +1,41 @@
 """The score of a model on the test samples, over all ranks, in batches as large as memory allows."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from micronorm.commit.snapshot import RandomState
 from micronorm.engine.microbatch import is_out_of_memory, release_memory
-from micronorm.engine.parallel import NO_REQUESTS, AttemptStatus, ShardedRanks
+from micronorm.engine.parallel import AttemptStatus, Requests, ShardedRanks
 from micronorm.engine.step import HALF, Step, StepFailed
 from micronorm.engine.task import Score, check_score
 
 
+class EvaluationStopped(Exception):
+    """The process was told to end during an evaluation."""
+
+
+def _never() -> bool:
+    return False
+
+
 @torch.no_grad()
-def evaluate(step: Step, *, seed: int) -> dict[str, float]:
-    """Return the figures of `step.model` on the test samples of `step.task`. Collective; leaves no trace."""
+def evaluate(step: Step, *, seed: int, stop: Callable[[], bool] = _never) -> dict[str, float]:
+    """Return the figures of `step.model` on the test samples of `step.task`. Collective; leaves no trace.
+
+    Raises:
+        EvaluationStopped: `stop()` was true on some rank, between two batches. Shards are evaluated to the end.
+    """
     was_training = step.model.training
     random_state = RandomState.get(step.device)  # a model may draw random numbers in evaluation too
     step.model.eval()
-    score, error = step.task.new_score(), None
+    score, error, stopped = step.task.new_score(), None, False
     check_score(score)
     try:
         with step.parallel.buffers_of_rank_0():
-            score = _score_share(step, seed=seed)
+            score = _score_share(step, seed=seed, stop=stop)
+    except EvaluationStopped:
+        stopped = True
     except Exception as caught:
         if isinstance(step.parallel, ShardedRanks):
             raise  # the others are in a collective forward, and cannot be told
@@ -30,11 +44,13 @@ def evaluate(step: Step, *, seed: int) -> dict[str, float]:
         step.model.train(was_training)
         RandomState.set(random_state, step.device)
     # No rank may wait for the score of a rank that failed.
-    status = step.parallel.agree(AttemptStatus(False, error is not None, NO_REQUESTS))
+    status = step.parallel.agree(AttemptStatus(False, error is not None, Requests(stop=stopped)))
     if error is not None:
         raise error
     if status.other_error:
         raise StepFailed("the evaluation failed on another rank")
+    if status.requests.stop:
+        raise EvaluationStopped
     return _gather(step, score).figures()
 
 
@@ -50,15 +66,16 @@ def _gather(step: Step, score: Score) -> Score:
     return total
 
 
-def _score_share(step: Step, *, seed: int) -> Score:
+def _score_share(step: Step, *, seed: int, stop: Callable[[], bool]) -> Score:
     """Return the score of this rank's test samples. Halve the batches while memory runs out."""
     # Forwards of shards are collective, so no rank can halve alone: use the size that training fits into memory.
     sharded = isinstance(step.parallel, ShardedRanks)
     size = step.task.evaluation_batch
     size = min(size, step.micro_batch.size) if sharded else size
+    stop = _never if sharded else stop
     while True:
         try:
-            return _score_in_batches(step, seed=seed, size=size)
+            return _score_in_batches(step, seed=seed, size=size, stop=stop)
         except Exception as error:
             if sharded or not is_out_of_memory(error):
                 raise
@@ -68,7 +85,7 @@ def _score_share(step: Step, *, seed: int) -> Score:
         size //= 2
 
 
-def _score_in_batches(step: Step, *, seed: int, size: int) -> Score:
+def _score_in_batches(step: Step, *, seed: int, size: int, stop: Callable[[], bool]) -> Score:
     samples = len(step.task.test)
     own = step.parallel.share(samples)
     indices = torch.arange(own.start, own.stop)
@@ -82,6 +99,8 @@ def _score_in_batches(step: Step, *, seed: int, size: int) -> Score:
 
     total = step.task.new_score()
     for k, batch in enumerate(step.task.test.load(shares(), seed=seed)):
+        if stop():
+            raise EvaluationStopped
         with torch.autocast(step.device.type, dtype=step.dtype, enabled=step.dtype in HALF):
             score = step.task.score(step.model, step.place(batch))
         check_score(score)

@@ -20,7 +20,7 @@ from micronorm.commit.snapshot import RandomState
 from micronorm.engine.checkpoint import digest
 from micronorm.engine.dropout import describe_randomness, key_dropout
 from micronorm.engine.ema import MovingAverage
-from micronorm.engine.evaluate import evaluate
+from micronorm.engine.evaluate import EvaluationStopped, evaluate
 from micronorm.engine.graph import GraphedStep
 from micronorm.engine.journal import Journal
 from micronorm.engine.listener import Listener
@@ -136,6 +136,9 @@ class _TrainingRun:
         self.done = 0
         self.figures: dict[str, float] = {}
         self.signal: int | None = None
+        self.signals = Signals(verbose=self.is_first)
+        self.evaluation_due = False
+        """Whether the last step ended an epoch whose evaluation was stopped."""
         self.recomputation: Recomputation | None = None
         self.observer: Callable[..., Any] | None = None
         self.already_complete = False
@@ -184,15 +187,18 @@ class _TrainingRun:
         if self.parallel.world > 1:
             description += f", {self.parallel.world} ranks"
         self.listener.on_start(self.last, min(self.done, self.last), description)
-        if self.done >= self.last:
+        if self.done >= self.last and not self.evaluation_due:
             self.listener.on_message(f"nothing is left to do: {self.done} of {self.total} steps are done")
         if self.randomness:
             self.listener.on_message(self.randomness)
-        with Signals(verbose=self.is_first) as signals:
+        with self.signals:
             try:
-                if self.done < self.last:
+                if self.done < self.last or self.evaluation_due:
                     with self._observed():
-                        self._all_steps(signals)
+                        self._all_steps()
+            except EvaluationStopped:
+                self.evaluation_due = True
+                self._stop(self.signals.received or signal.SIGTERM)
             except ShardOutOfMemory as error:
                 self.journal.remember_size(error.micro_batch)
                 raise
@@ -212,6 +218,7 @@ class _TrainingRun:
         state = self.journal.load_newest(known) if resume else None
         if state is not None:
             self.done, self.figures = state["step"], state["figures"]
+            self.evaluation_due = state.get("evaluation_due", False)
             self.meter.load_state_dict(state["epoch_sums"])
             if self.average is not None:
                 self.average.load_state_dict(state["ema"])
@@ -220,7 +227,8 @@ class _TrainingRun:
             self.listener.on_message(f"no checkpoint in {self.journal.folder}: the run starts with its first step")
         if resume:
             self._limit_micro_batch(self.journal.remembered_size())
-        self.already_complete = resume and self.done >= self.last and self.journal.has_ended()
+        nothing_left = self.done >= self.last and not self.evaluation_due
+        self.already_complete = resume and nothing_left and self.journal.has_ended()
         if not self.already_complete:
             self.journal.begin(known, resume=resume, done=self.done)
             for row in self.journal.steps():
@@ -245,7 +253,11 @@ class _TrainingRun:
             yield
         self.step.observation = None
 
-    def _all_steps(self, signals: Signals) -> None:
+    def _all_steps(self) -> None:
+        if self.evaluation_due:
+            self._end_epoch((self.done - 1) // self.steps_per_epoch)
+            self.evaluation_due = False
+            self._save()
         upcoming: deque[_Position] = deque()
         batches = self.task.train.load(self._shares(upcoming), seed=self.settings.seed)
         self.meter.restart()
@@ -262,7 +274,7 @@ class _TrainingRun:
             if self.step.observation is not None:
                 self.step.observation.epoch = position.epoch
             out_of_time = time.monotonic() > self.deadline
-            stop = out_of_time or signals.received is not None
+            stop = out_of_time or self.signals.received is not None
             requests = Requests(stop=stop, save=self._checkpoint_is_due())
             result = self.take_step(inputs, requests)
             self.done += 1
@@ -278,16 +290,19 @@ class _TrainingRun:
             evaluated = False
             if epoch_ended or self.done == self.last:
                 evaluated = self._end_epoch(position.epoch)
-            if epoch_ended:
-                self.meter.end_epoch()
             # Not after every epoch: one of a small data set may take less time than its checkpoint.
-            if evaluated or result.requests.stop or result.requests.save:
-                self._save()
             if result.requests.stop:
-                self.signal = self.parallel.broadcast(None if out_of_time else signals.received or signal.SIGTERM)
+                self._stop(None if out_of_time else self.signals.received or signal.SIGTERM)
                 return
+            if evaluated or result.requests.save:
+                self._save()
         if self.done < self.last:
             raise ValueError(f"task.train.load ended after {self.done} of {self.last} steps; yield one batch per share")
+
+    def _stop(self, received: int | None) -> None:
+        """Save, and remember the signal that ends the run; None if its time is over."""
+        self._save()
+        self.signal = self.parallel.broadcast(received)
 
     def _shares(self, upcoming: deque[_Position]) -> Iterator[Share]:
         """Yield this rank's share of each remaining step, and append its position to `upcoming`."""
@@ -339,13 +354,18 @@ class _TrainingRun:
         self.journal.write_epoch(row)
         self.listener.on_epoch(row)
         self.meter.restart()
+        if self.done % self.steps_per_epoch == 0:
+            self.meter.end_epoch()
         return is_due
 
     def _evaluate(self) -> dict[str, float]:
-        figures = evaluate(self.step, seed=self.settings.seed)
+        def measure() -> dict[str, float]:
+            return evaluate(self.step, seed=self.settings.seed, stop=lambda: self.signals.received is not None)
+
+        figures = measure()
         if self.average is not None:
             with self.average.applied():
-                averaged = evaluate(self.step, seed=self.settings.seed)
+                averaged = measure()
             figures |= {f"ema_{name}": value for name, value in averaged.items()}
         return figures
 
@@ -368,6 +388,7 @@ class _TrainingRun:
         if not self.parallel.smallest(int(torch.stack([weight.isfinite().all() for weight in weights]).all())):
             raise Diverged(f"a weight is not finite after step {self.done}{self._last_checkpoint()}")
         rest: dict[str, Any] = {"epoch_sums": self.meter.state_dict(), "figures": self.figures}
+        rest["evaluation_due"] = self.evaluation_due
         if self.average is not None:
             rest["ema"] = self.average.state_dict()
         self.journal.save(self.done, rest)
@@ -384,7 +405,7 @@ class _TrainingRun:
             steps=self.done,
             figures=self.figures,
             digest=self.parallel.broadcast(digest(state if average is None else state | {"ema": average})),
-            finished=self.done == self.total,
+            finished=self.done == self.total and not self.evaluation_due,
             checkpoint=self.journal.saved,
             signal=self.signal,
             first=self.is_first,
