@@ -121,7 +121,13 @@ def test_one_value_per_group_gives_the_bias(device, shape):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("mean, std", [(0.0, 1.0), (100.0, 1.0), (1000.0, 0.5)])
-@pytest.mark.parametrize("shape, groups", [((2, 8, 9, 9), 4), ((1, 2, 130, 131), 1)], ids=["whole", "split"])
+@pytest.mark.parametrize(
+    "shape, groups",
+    [
+        pytest.param((2, 8, 9, 9), 4, id="whole"),
+        pytest.param((1, 2, 130, 131), 1, id="split", marks=pytest.mark.slow),
+    ],
+)
 def test_the_error_is_no_larger_than_torchs(device, dtype, mean, std, shape, groups):
     norm = layer(groups, shape[1], device, dtype)
     x = (torch.randn(shape, device=device) * std + mean).to(dtype).requires_grad_()
@@ -167,7 +173,10 @@ def test_one_half_of_the_affine_alone_is_that_half(device, missing):
 
 @pytest.mark.parametrize(
     "activation, residual",
-    [(None, False), ("silu", False), ("relu", True), pytest.param("silu", True, marks=pytest.mark.slow)],
+    [
+        ("relu", True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((None, False), ("silu", False), ("silu", True))),
+    ],
 )
 def test_second_derivatives_agree_with_finite_differences(device, activation, residual):
     norm = layer(2, 4, device)

@@ -136,7 +136,7 @@ def test_a_samples_results_do_not_depend_on_the_others(device, scheme, monkeypat
 @pytest.mark.parametrize(
     "case",
     [
-        Case((1, 4, 3), 2, "step", "silu", form="eval"),
+        pytest.param(Case((1, 4, 3), 2, "step", "silu", form="eval"), marks=pytest.mark.slow),
         Case((2, 2, 3), 1, "batch", "leaky_relu", blend=0.6),
     ],
     ids=str,

@@ -37,14 +37,14 @@ SPLIT = [
 ]
 MANY_SAMPLES = Case((131, 2, 2), 1, "step")  # more than are added at once
 QUICK = {
-    "whole": [PIECES[2], PIECES[10], SPLIT[3], SPLIT[5], MANY_SAMPLES],
+    "whole": [PIECES[2], PIECES[10], SPLIT[3], SPLIT[5]],
     "twice": [PIECES[0], PIECES[1], PIECES[3], PIECES[4]],
     "pieces": [PIECES[1], PIECES[3], PIECES[6], PIECES[7], PIECES[11]],
     "split": [SPLIT[1], SPLIT[5], SPLIT[8]],
     "finish": [PIECES[1], PIECES[3], SPLIT[7]],
 }
 SLOW = {
-    "whole": [*PIECES[::2], *SPLIT],
+    "whole": [*PIECES[::2], *SPLIT, MANY_SAMPLES],
     "twice": [PIECES[2], PIECES[7], PIECES[10], SPLIT[1], SPLIT[2], SPLIT[7]],
     "pieces": PIECES,
     "split": SPLIT,
