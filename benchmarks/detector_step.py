@@ -6,8 +6,9 @@
 A step is forward, `detection_losses`, backward and SGD in bfloat16 autocast and channels_last, on random images with
 eight objects each. Both images share one forward of backbone and pyramid; proposals and heads run image by image.
 Routes: "eager"; "captured", where backbone and pyramid are a CUDA graph; and "compiled", where torch compiles them.
-Proposals and heads are eager in all of them. Methods take turns, round by round. Ratios are to frozen BatchNorm by the
-same route. "frozen BN" has FrozenBatchNorm in the backbone and no norm elsewhere, as is usual from pretrained weights.
+Proposals and heads are eager in all of them. Both images share the standardized weights of the heads, as in training
+by `micronorm train`. Methods take turns, round by round. Ratios are to frozen BatchNorm by the same route. "frozen BN"
+has FrozenBatchNorm in the backbone and no norm elsewhere, as is usual from pretrained weights.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import micronorm as mn
 from micronorm.bench.measure import one_line
 from micronorm.bench.results import number, provenance, write_csv
 from micronorm.bench.timing import device_ms, host_ms, spread
+from micronorm.nn.per_step.shared_weights import SharedWeights
 from micronorm.ops.keyed import sample_keys
 from micronorm.recipes.rcnn import build_rcnn, parts_to_convert
 from micronorm.tasks.detection import detection_losses
@@ -64,6 +66,8 @@ class DetectorStep:
         self.images = [torch.rand(3, height, width, device=device) for _ in range(2)]
         self.targets = [_objects(height, width, device) for _ in self.images]
         self.keys = sample_keys(torch.arange(2), seed=0, epoch=0).to(device)
+        # A graph or compiled code of the backbone standardizes its own weights.
+        self.weights = SharedWeights(self.model if route == "eager" else self.model.roi_heads)
         if route == "captured":
             self._capture_backbone(height, width)
         elif route == "compiled":
@@ -77,9 +81,10 @@ class DetectorStep:
 
     def __call__(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, cache_enabled=False):
-            losses = detection_losses(self.model, self.images, self.targets, self.keys)
-        (torch.stack(list(losses.values())).sum() / len(self.images)).backward()
+        with self.weights.shared():
+            with torch.autocast(self.device.type, dtype=torch.bfloat16, cache_enabled=False):
+                losses = detection_losses(self.model, self.images, self.targets, self.keys)
+            (torch.stack(list(losses.values())).sum() / len(self.images)).backward()
         self.optimizer.step()
 
 

@@ -135,6 +135,7 @@ class Captured:
 
     def __init__(self, one_pass: Callable[[], object], passes: int = 1) -> None:
         self.passes = passes
+        self.one_pass = one_pass  # the graph reads the memory of its tensors, which must not be freed
         try:
             self.graph = self._capture(one_pass, passes)
         except RuntimeError:
