@@ -6,6 +6,7 @@ Writes src/micronorm/recipes/recorded.json. A run that does not count for its re
 """
 
 import csv
+import itertools
 import json
 import re
 import statistics
@@ -23,7 +24,8 @@ ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "src" / "micronorm" / "recipes" / RECORDED
 PAGE = ROOT / "docs" / "results.md"
 LITERAL = ("steps_gpu_2026-11-16.csv",)  # tables with steps of BCN+WS taken one image at a time, by the kernels
-_UNITS = {"top1": "", "miou": " mIoU", "AP": " AP"}  # the figure of a row, and what is written behind it
+# The figure of a row, and what is written behind it.
+_UNITS = {"top1": "", "miou": " mIoU", "AP": " AP", "dice": " Dice"}
 HEADER = ["row", "paper, %", "ours, %", "seeds", "difference", "GPU minutes", "one image at a time"]
 
 
@@ -64,15 +66,18 @@ def _seconds(record: records.Record) -> float:
 def table() -> str:
     """Return the recorded rows as Markdown: the paper's error, ours, their difference, and what a row costs.
 
-    An experiment that is a row of two tables appears once.
+    An experiment that is a row of two tables appears once. The folds of a method are one line.
     """
     results, seconds = packaged(), literal_seconds()
     lines, shown = [], set()
-    for recipe in (row for table in recipes.tables().values() for row in table.rows):
-        found = gather(recipe, results)
-        records_of_row = {result.where for result in found.counted}
+    rows = (row for table in recipes.tables().values() for row in table.rows)
+    for name, folds in itertools.groupby(rows, key=lambda row: re.sub(r"-fold\d+$", "", row.name)):
+        members = list(folds)
+        counted = tuple(result for recipe in members for result in gather(recipe, results).counted)
+        records_of_row = {result.where for result in counted}
         if records_of_row - shown:
-            lines.append(_line(recipe, found, seconds.get(recipe.network)))
+            line = _line(members[0], Findings(counted, ()), seconds.get(members[0].network))
+            lines.append([f"`{name}`, {len(counted)} folds", *line[1:]] if len(members) > 1 else line)
             shown |= records_of_row
     return markdown_table(HEADER, lines)
 
@@ -91,7 +96,7 @@ def _line(recipe: Recipe, found: Findings, seconds_per_image: float | None) -> l
         f"`{recipe.name}`",
         "–" if paper is None else f"{paper:.2f}",
         ours,
-        ", ".join(map(str, found.seeds)),
+        ", ".join(map(str, dict.fromkeys(found.seeds))),
         "–" if paper is None else f"{mean[figure] - paper:+.2f}",
         "–" if None in minutes else f"{statistics.fmean(minutes):.0f}",
         "–" if days is None else f"{days:.0f} days" if days >= 1 else f"{24 * days:.1f} hours",

@@ -105,20 +105,45 @@ def test_the_table_of_the_digits_is_the_record():
         assert f"| {method} | {cell(method, '')} |{' same |' * 6}" in RESULTS
 
 
+def figures_of(*rows: str) -> dict[str, list[float]]:
+    """Return the figures of recorded rows, one value per run."""
+    found = [result.figures for row in rows for result in gather(recipes.find(row), packaged()).counted]
+    return {name: [figures[name] for figures in found] for name in found[0]}
+
+
 def test_the_table_of_the_nuclei_is_the_record():
-    last: dict[tuple[str, str], dict[str, str]] = {}
-    for row in rows_of("results/detection/first_runs.csv"):
-        last[row["recipe"].removeprefix("nuclei/"), row["seed"]] = row  # rows are in the order of steps
-
-    def cells(recipe: str) -> str:
-        of_recipe = [row for (name, _), row in sorted(last.items()) if name == recipe]
-        figures = ("AP", "AP50", "mask_AP", "mask_AP50")
-        return " | ".join(", ".join(f"{float(row[name]):.1f}" for row in of_recipe) for name in figures)
-
-    titles = {"bn": "BN, one image", "gn": "GN", "gn-ws": "GN+WS", "bcn-ws": "BCN+WS"}
+    titles = {"gn": "GN", "gn-ws": "GN+WS", "bcn-ws": "BCN+WS"}
     titles |= {"pretrained-frozen-bn": "frozen BN, pretrained", "pretrained-bcn-ws": "BCN+WS, pretrained"}
-    for recipe, title in titles.items():
-        assert f"| {title} | {cells(recipe)} |" in RESULTS.replace("**", "")
+    for row, title in titles.items():
+        figures = figures_of(f"nuclei/{row}")
+        cells = " | ".join(f"{figures[name][0]:.1f}" for name in ("AP", "AP50", "mask_AP", "mask_AP50"))
+        assert f"| {title} | {cells} |" in RESULTS.replace("**", "")
+
+
+def test_the_tables_of_clips_and_volumes_are_the_record():
+    rows = ("bcn-ws", "gn-ws", "gn", "bn-ws", "bn", "no-shift-gn-ws", "no-shift-bcn-ws")
+    errors = (f"{figures_of(f'motion/{row}')['top1'][0]:.1f}" for row in rows)
+    assert f"| test error, % | {' | '.join(errors)} |" in RESULTS.replace("**", "")
+    with_shift, without = (
+        figures_of(*(f"clips/{row}-fold{k}" for k in range(5)))["top1"] for row in ("shift", "no-shift")
+    )
+    text = RESULTS.replace("**", "")
+    assert f"{statistics.mean(with_shift):.1f} ± {statistics.stdev(with_shift):.1f} % test error with the shift" in text
+    assert f"{statistics.mean(without):.1f} ± {statistics.stdev(without):.1f} % without it" in text
+    for row, title in {"in": "IN", "bn": "BN", "gn": "GN", "gn-ws": "GN+WS", "bcn-ws": "BCN+WS"}.items():
+        figures = figures_of(*(f"hippocampus/{row}-fold{k}" for k in range(3)))
+        dice = (figures[name] for name in ("dice_anterior", "dice_posterior", "dice"))
+        cells = " | ".join(f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}" for values in dice)
+        assert f"| {title} | {cells} |" in RESULTS
+
+
+def test_the_table_of_the_unet_is_the_record():
+    rows = {(row["method"], row["layout"]): row for row in rows_of("benchmarks/results/volume_step.csv")}
+    for method in ("IN of torch", "IN", "GN", "BCN", "BCN+WS"):
+        both = [rows[method, layout] for layout in ("nchw", "nhwc")]
+        times = (f"{float(row['ms']):.1f} | {float(row['ms_to_torch']):.2f}×" for row in both)
+        memory = ", ".join(f"{float(row['peak_mb_to_torch']):.2f}×" for row in both)
+        assert f"| {method} | {' | '.join(times)} | {memory} |" in RESULTS
 
 
 def test_the_table_of_the_detector_is_the_record():
