@@ -16,15 +16,7 @@ from torch import Tensor
 
 from micronorm.nn.checkpointing import inside_backward
 from micronorm.nn.window import MAX_SCANNED, ScannedForward, Window, find_window
-from micronorm.ops.bcn import (
-    batch_statistics,
-    estimates_by_kernel,
-    gather_fused,
-    move_by_batch,
-    parts_size,
-    scan,
-    window_sums,
-)
+from micronorm.ops.bcn import batch_statistics, kernels, move_by_batch, scan, window_sums
 from micronorm.ops.moments import Moments, bounded, compute_dtype, wide_dtype
 from micronorm.ops.private_api import functorch_transforms_active
 
@@ -71,7 +63,7 @@ def gather_numbers(
     if window is not None:
         _count_forward(window, counter)
         # Into the arguments, not into the window: compiled graphs pass copies, and copy them back afterwards.
-        gather_fused(numbers, around, sums, lost, (samples, channels, elements), groups)
+        kernels().gather(numbers, around, sums, lost, (samples, channels, elements), groups)
 
 
 def sequential_estimates(
@@ -145,9 +137,7 @@ def estimates_from_input(
     if window is not None:
         rate = _batch_momentum(window) if micro_batch is None else _sequential_rate(window)
         counter.numpy()[0] += 1
-    parts, found, data = estimates_by_kernel(
-        x, running, lost, rate=rate, groups=groups, micro_batch=micro_batch, moves=window is not None
-    )
+    parts, found, data = kernels().estimates(x, running, lost, rate, groups, micro_batch or 0, window is not None)
     if data is None:
         return parts, found.mean, found.var
     if window is not None:
@@ -269,7 +259,7 @@ _register(
 def _fake_estimates(
     x: Tensor, running_mean: Tensor, running_var: Tensor, groups: int, micro_batch: int | None, *rest: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    parts = x.new_empty(parts_size(x, groups), dtype=compute_dtype(x.dtype))
+    parts = x.new_empty(kernels().parts_size(x, groups), dtype=compute_dtype(x.dtype))
     mean = x.new_empty(x.shape[1:2] if micro_batch is None else x.shape[:2], dtype=wide_dtype(x.device))
     return parts, mean, torch.empty_like(mean)
 

@@ -91,21 +91,14 @@ class GroupNorm(Fingerprinted, nn.GroupNorm):
 
     def _by_kernel(self, x: Tensor, activation: Activation, residual: Tensor | None) -> Tensor:
         if residual is not None and not (activation.keeps_sign and residual.dtype == x.dtype):
+            # The kernels cannot add this residual: their backward reads the activation's derivative from the sign of
+            # the output, and a sum of two dtypes has the wider one.
             return activation(self._by_kernel(x, IDENTITY, None) + residual)
-        numbers: list[Tensor] | None = [] if active(self) is not None else None
-        y = group_norm_fused(
-            x,
-            self.weight,
-            self.bias,
-            groups=self.num_groups,
-            eps=self.eps,
-            activation=activation,
-            residual=residual,
-            numbers=numbers,
-        )
-        if numbers:
+        options = {"groups": self.num_groups, "eps": self.eps, "activation": activation, "residual": residual}
+        y, numbers = group_norm_fused(x, self.weight, self.bias, **options)
+        if active(self) is not None:
             sources = (x,) if residual is None else (x, residual)
-            remember(y, partial(elementwise_fused, activation=activation), sources, tuple(numbers))
+            remember(y, partial(elementwise_fused, activation=activation), sources, (numbers,))
         return y
 
     def extra_repr(self) -> str:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from micronorm.ops.bcn import estimates_by_kernel, move_by_batch, scan
+from micronorm.ops.bcn import move_by_batch, scan
 from micronorm.ops.bcn.triton import run, tiling
 from micronorm.ops.moments import Moments, moments, pool, pool_micro_batches
 from tests.ops.bcn.layers import LAYOUTS, poison, set_scheme
@@ -37,6 +37,10 @@ def prepare(shape, layout, device, dtype=torch.float64):
     return x, running, torch.zeros(2, dtype=torch.int64, device=device)
 
 
+def estimates_by_kernel(x, running, lost, *, rate, micro_batch, moves=True):
+    return run.estimates(x, running, lost, rate, 1, micro_batch or 0, moves)
+
+
 def expected_estimates(x, running, *, rate, micro_batch):
     """The statistics to normalize with, and the running ones after it."""
     data = moments(x)
@@ -57,7 +61,7 @@ def test_estimates_are_those_of_the_pooled_batch_and_of_algorithm_1(
     x, running, lost = prepare(shape, layout, device)
     before = Moments(*(r.clone() for r in running))
     expected, after = expected_estimates(x, before, rate=0.3, micro_batch=micro_batch)
-    _, found, data = estimates_by_kernel(x, running, lost, rate=0.3, groups=1, micro_batch=micro_batch)
+    _, found, data = estimates_by_kernel(x, running, lost, rate=0.3, micro_batch=micro_batch)
     for a, b in zip((*found, *running), (*expected, *after), strict=True):
         assert_close_to_max(a, b, tol=TOL, scale=max(1.0, b.abs().max().item()))
     if micro_batch is not None:
@@ -72,8 +76,8 @@ def test_a_rate_in_a_tensor_counts_in_full_and_is_limited(device, rate, micro_ba
     x, running, lost = prepare((4, 3, 2), "contiguous", device)
     number = min(max(rate.double().item(), 0.0), 1.0)
     twin = Moments(*(r.clone() for r in running))
-    _, expected, _ = estimates_by_kernel(x, twin, lost, rate=number, groups=1, micro_batch=micro_batch)
-    _, found, _ = estimates_by_kernel(x, running, lost, rate=rate.to(device), groups=1, micro_batch=micro_batch)
+    _, expected, _ = estimates_by_kernel(x, twin, lost, rate=number, micro_batch=micro_batch)
+    _, found, _ = estimates_by_kernel(x, running, lost, rate=rate.to(device), micro_batch=micro_batch)
     assert all(map(torch.equal, (*found, *running), (*expected, *twin)))
 
 
@@ -86,7 +90,7 @@ def test_a_channel_that_is_not_finite_is_left_out_with_all_channels(device, bad,
     x[2, 1, 0] = bad
     before = Moments(*(r.clone() for r in running))
     expected, after = expected_estimates(x, before, rate=0.3, micro_batch=micro_batch)
-    _, found, _ = estimates_by_kernel(x, running, lost, rate=0.3, groups=1, micro_batch=micro_batch)
+    _, found, _ = estimates_by_kernel(x, running, lost, rate=0.3, micro_batch=micro_batch)
     if micro_batch is None:  # the batch, all of it
         assert all(map(torch.equal, running, before))
         assert lost.tolist() == [5, 0]
@@ -101,7 +105,7 @@ def test_running_statistics_may_lie_in_memory_in_any_way_and_stay_without_moves(
     x, running, lost = prepare((4, 3, 2), "contiguous", device)
     table = torch.stack(running, 1)
     columns = Moments(*table.unbind(1))
-    options = {"rate": 0.3, "groups": 1, "micro_batch": micro_batch}
+    options = {"rate": 0.3, "micro_batch": micro_batch}
     estimates_by_kernel(x, columns, lost, **options, moves=False)
     assert all(map(torch.equal, columns, running))
     estimates_by_kernel(x, running, lost, **options)
@@ -117,7 +121,7 @@ def test_a_mean_that_float32_cannot_hold_costs_the_estimates_no_digits(device, m
     expected, _ = expected_estimates(
         x.double(), Moments(*(r.double() for r in running)), rate=0.5, micro_batch=micro_batch
     )
-    _, found, _ = estimates_by_kernel(x, running, lost, rate=0.5, groups=1, micro_batch=micro_batch)
+    _, found, _ = estimates_by_kernel(x, running, lost, rate=0.5, micro_batch=micro_batch)
     tol = tolerance("output", torch.float32)
     assert_close_to_max(found[0] - 10000, expected.mean - 10000, tol=tol, scale=0.01)
     assert_close_to_max(found[1], expected.var, tol=tol)

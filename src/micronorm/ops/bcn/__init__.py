@@ -1,14 +1,7 @@
 """Batch-Channel Normalization: the plain equations, the one-pass form, the kernels, and the estimates' updates."""
 
 from micronorm.ops.bcn.estimates import Sums, move_by_batch, move_by_window, scan, shift_sums, window_sums
-from micronorm.ops.bcn.fused import (
-    batch_channel_norm_fused,
-    elementwise_fused,
-    estimates_by_kernel,
-    gather_fused,
-    group_norm_fused,
-    parts_size,
-)
+from micronorm.ops.bcn.fused import batch_channel_norm_fused, elementwise_fused, group_norm_fused, kernels
 from micronorm.ops.bcn.onepass import batch_channel_norm, batch_statistics, elementwise, watched_if_traced
 from micronorm.ops.bcn.reference import algorithm1, batch_channel_norm_reference
 
@@ -23,10 +16,8 @@ __all__ = [
     "batch_channel_norm_reference",
     "elementwise",
     "elementwise_fused",
-    "estimates_by_kernel",
-    "gather_fused",
     "group_norm_fused",
-    "parts_size",
+    "kernels",
     "scan",
     "watched_if_traced",
     "shift_sums",

@@ -21,8 +21,8 @@ from micronorm.ops.private_api import fast_apply
 
 
 @cache
-def _kernels() -> Any:
-    """Import the module that calls the kernels, and Triton with it, on first use."""
+def kernels() -> Any:
+    """Return the module `triton.run`, which is imported on first use, and Triton with it."""
     from micronorm.ops.bcn.triton import run
 
     return run
@@ -36,7 +36,7 @@ def _rule(mean: Tensor | None, weight: Tensor | None, groups: int, eps: float, a
     kind = _NONE if weight is None else _KEPT
     if mean is not None:
         kind = _SHARED if mean.ndim == 1 else _PER_SAMPLE
-    return _kernels().rule(kind, groups, eps, activation, slope)
+    return kernels().rule(kind, groups, eps, activation, slope)
 
 
 _TENSORS = "Tensor? mean, Tensor? var, Tensor? weight, Tensor? bias, Tensor? group_weight, Tensor? group_bias"
@@ -46,11 +46,11 @@ _OPTIONS = "int groups, float eps, str activation, float slope, bool from_batch"
 def normalize(x: Tensor, residual: Tensor | None, parts: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
     """Return y and the packed `numbers` that the backward and the window need.
 
-    `parts` are those of `estimates_by_kernel`, if the estimates were derived from x. The rest are the blend and the
+    `parts` are those of `kernels().estimates`, if the estimates were derived from x. The rest are the blend and the
     arguments in `_TENSORS` and `_OPTIONS`; `from_batch` is for the backward.
     """
     norm = rest[:7]
-    return _kernels().forward(x, residual, parts, _rule(norm[0], norm[2], *rest[7:11]), norm)
+    return kernels().forward(x, residual, parts, _rule(norm[0], norm[2], *rest[7:11]), norm)
 
 
 def _fake(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
@@ -69,7 +69,7 @@ def normalize_backward(
 def _backward(grad: Tensor, x: Tensor, output: Tensor | None, numbers: Tensor, *rest: Any) -> Any:
     """Do `normalize_backward`, but return None for a missing residual, which an operator cannot return."""
     rule = _rule(rest[0], rest[2], *rest[6:10])
-    return _kernels().backward(x, grad, output, numbers, rule, (*rest[:6], None), rest[10])
+    return kernels().backward(x, grad, output, numbers, rule, (*rest[:6], None), rest[10])
 
 
 def _fake_backward(
@@ -191,40 +191,6 @@ torch.library.custom_op(
 # --- the functions a layer calls -------------------------------------------------------------------------------------
 
 
-def estimates_by_kernel(
-    x: Tensor,
-    running: Moments,
-    lost: Tensor,
-    *,
-    rate: Tensor | float,
-    groups: int,
-    micro_batch: int | None = None,
-    moves: bool = True,
-) -> tuple[Tensor, Moments, Moments | None]:
-    """Compute the statistics to normalize x with from x itself, and move the running ones in place.
-
-    Args:
-        x: N×C×….
-        running: mean and variance, C numbers each.
-        lost: integers on the device; the first counts samples that do not contribute to the running statistics.
-        rate: how far the running statistics move, limited to [0, 1].
-        groups: G of the normalization that follows.
-        micro_batch: samples per micro-batch of Algorithm 1, as `scan`. None: the moments of the whole batch, by which
-            the running ones move as in `move_by_batch`.
-        moves: whether the running statistics move. If not, Algorithm 1's estimates are not computed.
-
-    Returns:
-        `parts` for `batch_channel_norm_fused`; mean and variance to normalize with, C numbers each or N×C; and the
-        moments of the ⌈N/m⌉ micro-batches, or None for a whole batch. All but `parts` are float64, without gradient.
-    """
-    return _kernels().estimates(x, running, lost, rate, groups, micro_batch or 0, moves)
-
-
-def parts_size(x: Tensor, groups: int) -> int:
-    """Return the number of entries of the `parts` that `estimates_by_kernel` returns."""
-    return _kernels().parts_size(x, groups)
-
-
 def batch_channel_norm_fused(
     x: Tensor,
     estimates: Moments,
@@ -243,28 +209,17 @@ def batch_channel_norm_fused(
 ) -> tuple[Tensor, Tensor]:
     """Return act(BCN(x) + residual) and the packed numbers, computed by the kernels; see `batch_channel_norm`.
 
-    `parts` and the estimates may be those of `estimates_by_kernel`. With `from_batch` the estimates are the batch's own
-    moments, through which gradients flow. `blend=None` stands for 1.
+    `parts` and the estimates may be those of `kernels().estimates`. With `from_batch` the estimates are the batch's own
+    moments, through which gradients flow. `blend=None` stands for 1. A residual needs an activation that keeps the sign.
     """
     affine = (weight, bias, group_weight, group_bias)
-    if residual is not None and not activation.keeps_sign:
-        # With a residual the backward takes the activation's derivative from the output alone.
-        y, numbers = _call(x, None, parts, estimates, affine, blend, groups, eps, IDENTITY, from_batch)
-        return activation(y + residual), numbers
     return _call(x, residual, parts, estimates, affine, blend, groups, eps, activation, from_batch)
-
-
-def gather_fused(
-    numbers: Tensor, around: Tensor, sums: Tensor, lost: Tensor, sizes: tuple[int, int, int], groups: int
-) -> None:
-    """Add a forward of N×C×S elements to the sums of its layer's window, from the numbers it left, by one kernel."""
-    _kernels().gather(numbers, around, sums, lost, sizes, groups)
 
 
 def elementwise_fused(x: Tensor, *rest: Tensor, activation: Activation) -> Tensor:
     """Recompute the y of a forward, to the bit, from x, the residual (if there was one) and the numbers it left."""
     *residual, numbers = rest
-    return _kernels().recompute(x, residual[0] if residual else None, numbers, activation)
+    return kernels().recompute(x, residual[0] if residual else None, numbers, activation)
 
 
 def group_norm_fused(
@@ -276,22 +231,15 @@ def group_norm_fused(
     eps: float = 1e-5,
     activation: Activation = IDENTITY,
     residual: Tensor | None = None,
-    numbers: list[Tensor] | None = None,
-) -> Tensor:
-    """Return act(GN(x) + residual), computed by the kernels; weight and bias hold C numbers each.
+) -> tuple[Tensor, Tensor]:
+    """Return act(GN(x) + residual) and the packed numbers, computed by the kernels.
 
-    A list given as `numbers` receives the numbers with which `elementwise_fused` recomputes y. It stays empty if a
-    residual was added and the activation's derivative needs its input, because then y is no output of the kernels.
+    Weight and bias hold C numbers each. A residual needs an activation that keeps the sign.
     """
-    if residual is not None and not activation.keeps_sign:
-        return activation(group_norm_fused(x, weight, bias, groups=groups, eps=eps) + residual)
     if (weight is None) != (bias is None):  # kernels take both or neither
         weight = torch.ones_like(bias) if weight is None else weight  # type: ignore[arg-type]
         bias = torch.zeros_like(weight) if bias is None else bias
-    y, left = _call(x, residual, None, None, (None, None, weight, bias), None, groups, eps, activation, False)
-    if numbers is not None:
-        numbers.append(left)
-    return y
+    return _call(x, residual, None, None, (None, None, weight, bias), None, groups, eps, activation, False)
 
 
 def _call(
@@ -307,6 +255,8 @@ def _call(
     from_batch: bool,
 ) -> tuple[Tensor, Tensor]:
     """Call `normalize`: the autograd function in eager code, the operator in traced code."""
+    # With a residual the backward takes the activation's derivative from the sign of the output.
+    assert residual is None or activation.keeps_sign
     norm = (*(estimates or (None, None)), *affine, blend, groups, eps)
     if torch.compiler.is_compiling():
         kind = activation.kind.value  # operators take plain strings

@@ -15,17 +15,19 @@ _hook_active = launch_hook_check()
 class Launch:
     """A kernel with its grid and all arguments except the tensors, which are on the same device in every call.
 
-    A kernel may take numbers that change from call to call: `values`, floats which follow the tensors.
+    `constants` may have more entries than the kernel has constants: those that it names are taken. A kernel may take
+    numbers that change from call to call: `values`, floats which follow the tensors.
 
     After the first call the compiled kernel is started directly, by addresses. Triton's own launch looks up the
     compiled kernel and queries the driver about every tensor, which takes longer than a small layer runs.
     """
 
     def __init__(
-        self, kernel: Any, grid: Sequence[int], scalars: Sequence[int], constants: Mapping[str, Any], warps: int
+        self, kernel: Any, programs: int, scalars: Sequence[int], constants: Mapping[str, Any], warps: int
     ) -> None:
-        self.kernel, self.grid, self.warps = kernel, (*grid, 1, 1)[:3], warps
-        self.scalars, self.constants = tuple(scalars), dict(constants)
+        self.kernel, self.grid, self.warps = kernel, (programs, 1, 1), warps
+        self.scalars = tuple(scalars)
+        self.constants = {name: constants[name] for name in kernel.arg_names if name in constants}
         self.compiled: Any = None  # kept alive, because `start` belongs to it
         self.start: Any = None
         self.device: int | None = None

@@ -70,21 +70,17 @@ class Layer(NamedTuple):
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Return the constants of kernels that do the N×C arithmetic."""
-        rule = self.rule
+        """Return the constants of the kernels that do the N×C arithmetic, and of those that apply the activation."""
+        rule, activation = self.rule, self.rule.activation
         constants = {"EPS": rule.eps, "ESTIMATES": rule.estimates.value, "AFFINE": self.affine.value}
-        return constants | {"SIZE": self.channels // rule.groups}
-
-    @property
-    def gate(self) -> dict[str, Any]:
-        """Return the constants of kernels that apply the activation."""
-        return {"ACTIVATION": self.rule.activation.kind.value, "SLOPE": self.rule.activation.slope}
+        constants |= {"SIZE": self.channels // rule.groups, "HAS_BLEND": self.has_blend}
+        return constants | {"ACTIVATION": activation.kind.value, "SLOPE": activation.slope}
 
 
-_NO_GATE = {"ACTIVATION": ActivationKind.IDENTITY.value, "SLOPE": 0.0}
+_NO_ACTIVATION = {"ACTIVATION": ActivationKind.IDENTITY.value, "SLOPE": 0.0}
 # For an elementwise pass that finds `numbers` complete: one compiled kernel then serves all layers.
 _COMPLETE = {"EPS": 0.0, "ESTIMATES": Estimates.NONE.value, "AFFINE": Affine.NONE.value, "GROUPS": 1, "SIZE": 1}
-_COMPLETE |= {"PIECES": 1, "FINISHES": False}
+_COMPLETE |= {"HAS_BLEND": False, "PIECES": 1, "FINISHES": False}
 
 
 class _Units(NamedTuple):
@@ -134,6 +130,15 @@ class EstimatesLaunches(NamedTuple):
     write: Launch | None
 
 
+def _launch(kernel: Any, tile: Any, scalars: tuple[int, ...], constants: dict[str, Any]) -> Launch:
+    return Launch(kernel, tile.programs, scalars, constants | tile.constants, tile.warps)
+
+
+def _finishing(tile: tiling.Pass, layer: Layer) -> dict[str, Any]:
+    """Return the constants of an elementwise pass that does the N×C arithmetic itself."""
+    return {"GROUPS": tile.channels // (layer.channels // layer.rule.groups), "FINISHES": True}
+
+
 class Forward:
     """The launches of a forward. Each is made when it is first used.
 
@@ -146,8 +151,6 @@ class Forward:
     def __init__(self, layer: Layer, residual: Strides | None, output: Strides) -> None:
         self.layer, self.compute = layer, compute_dtype(layer.dtype)
         self.size = numbers_size(layer.samples, layer.channels, layer.rule.groups)
-        self.has_residual = {"HAS_RESIDUAL": residual is not None}
-        self.has_blend = {"HAS_BLEND": layer.has_blend}
         shape, count = layer.shape, processors(layer.device)
         loads, alike = 1 if residual is None else 2, _alike(layer, residual, output)
         self.tile = tiling.in_one_launch(shape, count, tensors=1, loads=loads, alike=alike)
@@ -155,8 +158,10 @@ class Forward:
         self.numbers = tiling.numbers(shape, self.moments.pieces)
         self.elementwise = tiling.sweep(shape, count, kinds=tiling.ELEMENTWISE)
         self.finishing = tiling.finish(shape, count, self.moments.pieces)
-        self.units = _units(layer, residual, output)
-        self.scalars = self.units.scalars(layer, layer.strides, residual, output)
+        units = _units(layer, residual, output)
+        self.scalars = units.scalars(layer, layer.strides, residual, output)
+        self.constants = layer.constants | units.constants
+        self.constants |= {"HAS_RESIDUAL": residual is not None, "PIECES": tiling.next_power(self.moments.pieces)}
         self._estimates: dict[tuple[Any, ...], EstimatesLaunches] = {}
 
     @cached_property
@@ -168,26 +173,32 @@ class Forward:
     @cached_property
     def whole(self) -> Launch:
         """Compute y and the numbers from x."""
-        assert self.tile is not None
-        constants = self.layer.constants | self.layer.gate | self.has_blend | self.has_residual
-        constants |= self.units.constants | self.tile.constants
-        return Launch(forward.forward_whole, (self.tile.programs,), self.scalars, constants, self.tile.warps)
+        return _launch(forward.forward_whole, self.tile, self.scalars, self.constants)
 
     @cached_property
     def reduce(self) -> Launch:
         """Compute the moments of the pieces from x."""
-        tile = self.moments
-        constants = tile.constants | self.units.constants
-        return Launch(forward.moments_part, (tile.programs,), (*self.scalars[:6], *tile.cut), constants, tile.warps)
+        return _launch(forward.moments_part, self.moments, (*self.scalars[:6], *self.moments.cut), self.constants)
 
     @cached_property
     def terms(self) -> Launch:
         """Compute all numbers from the moments of the pieces."""
-        tile, layer = self.numbers, self.layer
-        constants = layer.constants | self.has_blend | {"PIECES": tiling.next_power(self.moments.pieces)}
-        constants |= {"GROUPS": tile.groups, "CHANNELS": tile.channels}
-        scalars = (*layer.counts, *layer.strides[:2], *self.moments.cut[:2])
-        return Launch(forward.forward_numbers, (tile.programs,), scalars, constants, 4)
+        scalars = (*self.layer.counts, *self.layer.strides[:2], *self.moments.cut[:2])
+        return _launch(forward.forward_numbers, self.numbers, scalars, self.constants)
+
+    @cached_property
+    def finish(self) -> Launch:
+        """Compute y and all numbers from x and the moments of the pieces."""
+        assert self.finishing is not None
+        scalars = (*self.scalars, *self.moments.cut[:2], *self.finishing.cut)
+        constants = self.constants | _finishing(self.finishing, self.layer)
+        return _launch(forward.forward_apply, self.finishing, scalars, constants)
+
+    @cached_property
+    def apply(self) -> Launch:
+        """Compute y from x and the numbers."""
+        scalars = (*self.scalars, 1, 1, *self.elementwise.cut)
+        return _launch(forward.forward_apply, self.elementwise, scalars, self.constants | _COMPLETE)
 
     def estimates(self, micro_batch: int, moves: bool, has_rate: bool, *dtypes: torch.dtype) -> EstimatesLaunches:
         """Return the launches that derive statistics from x; `dtypes` are those of the estimates and the rate.
@@ -204,44 +215,18 @@ class Forward:
         batches = -(-layer.samples // max(micro_batch, 1))
         rows, width = tiling.over_estimates(batches, layer.channels)
         programs = -(-layer.channels // width)
-        tile = {"ROWS": rows, "CHANNELS": width, "UNROLLED": min(tiling.next_power(cut[0]), 8)}
-        constants = {"HAS_RATE": has_rate, "MOVES": moves, "ALONE": programs == 1}
+        constants = {"ROWS": rows, "CHANNELS": width, "UNROLLED": min(tiling.next_power(cut[0]), 8)}
+        constants |= {"HAS_RATE": has_rate, "MOVES": moves, "ALONE": programs == 1}
         scalars = (*layer.counts, *layer.strides[:2], *cut, *([micro_batch] if micro_batch else []))
         kernel = estimates.scan_estimates if micro_batch else estimates.batch_estimates
-        compute, check, write = Launch(kernel, (programs,), scalars, constants | tile, 8), None, None
+        compute, check, write = Launch(kernel, programs, scalars, constants, 8), None, None
         if programs > 1 and moves:
-            every = {"CHANNELS": tiling.next_power(layer.channels)}
-            write = Launch(estimates.write_estimates, (1,), layer.counts[:2], every, 8)
+            every = tiling.next_power(layer.channels)
+            write = Launch(estimates.write_estimates, 1, layer.counts[:2], {"CHANNELS": every}, 8)
             if micro_batch:
-                tile |= {"ROWS": 16, "CHANNELS": min(tiling.next_power(layer.channels), 128)}
-                check = Launch(estimates.check_batches, (-(-batches // 16),), scalars, tile, 8)
+                constants |= {"ROWS": 16, "CHANNELS": min(every, 128)}
+                check = Launch(estimates.check_batches, -(-batches // 16), scalars, constants, 8)
         return EstimatesLaunches(check, compute, write)
-
-    @cached_property
-    def finish(self) -> Launch:
-        """Compute y and all numbers from x and the moments of the pieces."""
-        tile, layer = self.finishing, self.layer
-        assert tile is not None
-        constants = layer.constants | layer.gate | self.has_blend | self.has_residual
-        constants |= tile.constants | self.units.constants
-        constants |= _finishing(tile, layer, self.moments.pieces)
-        scalars = (*self.scalars, *self.moments.cut[:2], *tile.cut)
-        return Launch(forward.forward_apply, (tile.programs,), scalars, constants, tile.warps)
-
-    @cached_property
-    def apply(self) -> Launch:
-        """Compute y from x and the numbers."""
-        tile = self.elementwise
-        constants = _COMPLETE | {"HAS_BLEND": False} | self.layer.gate | self.has_residual
-        constants |= tile.constants | self.units.constants
-        scalars = (*self.scalars, 1, 1, *tile.cut)
-        return Launch(forward.forward_apply, (tile.programs,), scalars, constants, tile.warps)
-
-
-def _finishing(tile: tiling.Pass, layer: Layer, pieces: int) -> dict[str, Any]:
-    """Return the constants of an elementwise pass that does the N×C arithmetic itself."""
-    groups = tile.channels // (layer.channels // layer.rule.groups)
-    return {"PIECES": tiling.next_power(pieces), "GROUPS": groups, "FINISHES": True}
 
 
 class Backward:
@@ -257,15 +242,7 @@ class Backward:
     """
 
     def __init__(self, layer: Layer, grad: Strides, gate: Strides | None, result: Strides, *, from_batch: bool) -> None:
-        self.layer, self.from_batch = layer, from_batch
-        self.has_residual = {"HAS_RESIDUAL": gate is not None}
-        self.units = _units(layer, grad, gate, result)
-        self.scalars = self.units.scalars(layer, layer.strides, grad, gate, result)
-        # With a residual the elementwise pass reads the gradient that the reduction has gated and stored.
-        later = grad if gate is None else result
-        units = _units(layer, later, result)
-        self.later = (layer.gate if gate is None else _NO_GATE) | units.constants
-        self.later_scalars = units.scalars(layer, layer.strides, later, result)
+        self.layer, self.columns = layer, layer.columns
         shape, count = layer.shape, processors(layer.device)
         loads, alike = 2 if gate is None else 3, _alike(layer, grad, gate, result)
         self.tile = None if from_batch else tiling.in_one_launch(shape, count, tensors=2, loads=loads, alike=alike)
@@ -274,58 +251,55 @@ class Backward:
         self.elementwise = tiling.sweep(shape, count, kinds=tiling.ELEMENTWISE)
         self.finishing = None if from_batch else tiling.finish(shape, count, self.sums.pieces)
         self.parts = 2 * layer.samples * self.sums.pieces * layer.channels
-        self.columns = layer.columns
+        units = _units(layer, grad, gate, result)
+        self.scalars = units.scalars(layer, layer.strides, grad, gate, result)
+        self.constants = layer.constants | units.constants | {"HAS_RESIDUAL": gate is not None}
+        self.constants |= {"PIECES": tiling.next_power(self.sums.pieces), "FROM_BATCH": from_batch}
+        # With a residual the elementwise pass reads the gradient that the reduction has gated and stored.
+        stored = grad if gate is None else result
+        units = _units(layer, stored, result)
+        self.last_scalars = units.scalars(layer, layer.strides, stored, result)
+        self.last_constants = self.constants | units.constants | ({} if gate is None else _NO_ACTIVATION)
 
     @cached_property
     def whole(self) -> Launch:
         """Compute dx and the samples' shares from x and dy."""
-        tile = self.tile
-        assert tile is not None
-        constants = self.layer.constants | self.layer.gate | self.has_residual | self.units.constants | tile.constants
-        return Launch(backward.backward_whole, (tile.programs,), self.scalars, constants, tile.warps)
+        return _launch(backward.backward_whole, self.tile, self.scalars, self.constants)
 
     @cached_property
     def reduce(self) -> Launch:
         """Compute the sums of the pieces from x and dy, and the residual's gradient if there is a residual."""
-        tile = self.sums
-        constants = self.layer.gate | self.has_residual | tile.constants | self.units.constants
-        return Launch(backward.backward_part, (tile.programs,), (*self.scalars, *tile.cut), constants, tile.warps)
+        return _launch(backward.backward_part, self.sums, (*self.scalars, *self.sums.cut), self.constants)
 
     @cached_property
     def terms(self) -> Launch:
         """Compute slopes and the samples' shares from the sums of the pieces."""
-        tile, layer = self.numbers, self.layer
-        constants = layer.constants | {"GROUPS": tile.groups, "CHANNELS": tile.channels}
-        constants |= {"PIECES": tiling.next_power(self.sums.pieces)}
-        scalars = (*layer.counts, self.sums.pieces)
-        return Launch(backward.backward_numbers, (tile.programs,), scalars, constants, 4)
+        scalars = (*self.layer.counts, self.sums.pieces)
+        return _launch(backward.backward_numbers, self.numbers, scalars, self.constants)
 
     @cached_property
     def finish(self) -> Launch:
         """Compute dx and the samples' shares from x, dy and the sums of the pieces."""
-        tile, layer = self.finishing, self.layer
-        assert tile is not None
-        constants = layer.constants | self.later | tile.constants | _finishing(tile, layer, self.sums.pieces)
-        constants |= {"FROM_BATCH": False}
-        scalars = (*self.later_scalars, self.sums.pieces, *tile.cut)
-        return Launch(backward.backward_apply, (tile.programs,), scalars, constants, tile.warps)
+        assert self.finishing is not None
+        scalars = (*self.last_scalars, self.sums.pieces, *self.finishing.cut)
+        constants = self.last_constants | _finishing(self.finishing, self.layer)
+        return _launch(backward.backward_apply, self.finishing, scalars, constants)
 
     @cached_property
     def apply(self) -> Launch:
-        """Compute dx from x, dy, the slopes and, with `from_batch`, the gradients of the parameters."""
-        tile = self.elementwise
-        scalars = (*self.later_scalars, 1, *tile.cut)
-        constants = _COMPLETE | self.later | tile.constants | {"FROM_BATCH": self.from_batch}
-        if self.from_batch:
+        """Compute dx from x, dy, the slopes and, if FROM_BATCH, the gradients of the parameters."""
+        scalars = (*self.last_scalars, 1, *self.elementwise.cut)
+        constants = self.last_constants | _COMPLETE
+        if constants["FROM_BATCH"]:
             constants["EPS"] = self.layer.rule.eps
-        return Launch(backward.backward_apply, (tile.programs,), scalars, constants, tile.warps)
+        return _launch(backward.backward_apply, self.elementwise, scalars, constants)
 
     @cached_property
     def total(self) -> Launch:
         """Sum the samples' shares to the gradients of the parameters."""
         rows, width = tiling.over_samples(self.layer.samples, self.columns)
         scalars, constants = (self.layer.samples, self.columns), {"SAMPLES": rows, "COLUMNS": width}
-        return Launch(sums.sum_samples, (-(-self.columns // width),), scalars, constants, 4)
+        return Launch(sums.sum_samples, -(-self.columns // width), scalars, constants, 4)
 
 
 @lru_cache(maxsize=1024)
@@ -333,4 +307,4 @@ def gather_plan(samples: int, channels: int, space: int, groups: int, *kinds: to
     """Return the launch that adds `numbers` to the layer's window; `kinds` are the device and dtypes of its tensors."""
     rows, width = tiling.over_samples(samples, channels)
     constants = {"SAMPLES": rows, "CHANNELS": width, "FLAGS": min(tiling.next_power(groups), 4096 // rows)}
-    return Launch(sums.gather_window, (-(-channels // width),), (samples, channels, space, groups), constants, 4)
+    return Launch(sums.gather_window, -(-channels // width), (samples, channels, space, groups), constants, 4)

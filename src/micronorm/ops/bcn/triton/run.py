@@ -12,15 +12,7 @@ from torch import Tensor
 
 from micronorm.ops.activation import IDENTITY, Activation
 from micronorm.ops.bcn.triton.layout import Affine, Estimates, Strides, laid_out, output_strides, source, strides_of
-from micronorm.ops.bcn.triton.plans import (
-    MOST_KEPT,
-    Backward,
-    Forward,
-    Layer,
-    Rule,
-    gather_plan,
-    rule,
-)
+from micronorm.ops.bcn.triton.plans import MOST_KEPT, Backward, Forward, Layer, Rule, gather_plan, rule
 from micronorm.ops.moments import Moments, wide_dtype
 from micronorm.ops.runtime import on_its_device
 
@@ -159,13 +151,21 @@ def parts_size(x: Tensor, groups: int) -> int:
 def estimates(
     x: Tensor, running: Moments, lost: Tensor, rate: Tensor | float, groups: int, micro_batch: int, moves: bool
 ) -> tuple[Tensor, Moments, Moments | None]:
-    """Compute statistics from x itself, and move the running ones by them if `moves`.
+    """Compute the statistics to normalize x with from x itself, and move the running ones in place.
 
-    With `micro_batch` 0 they are the moments of the whole batch (C numbers each), otherwise Algorithm 1's estimates
-    after each micro-batch (N×C each). `lost` counts the samples that do not contribute to the running ones.
+    Args:
+        x: N×C×….
+        running: mean and variance, C numbers each.
+        lost: integers on the device; the first counts samples that do not contribute to the running statistics.
+        rate: how far the running statistics move, limited to [0, 1].
+        groups: G of the normalization that follows.
+        micro_batch: samples per micro-batch of Algorithm 1, as `scan`. 0: the moments of the whole batch, by which the
+            running ones move as in `move_by_batch`.
+        moves: whether the running statistics move. If not, Algorithm 1's estimates are not computed.
 
     Returns:
-        `parts`, which `forward` takes; the statistics; and the moments of the micro-batches (T×C each) if there are.
+        `parts`, which `forward` takes; mean and variance to normalize with, C numbers each or N×C; and the moments of
+        the T = ⌈N/m⌉ micro-batches, T×C each, or None for a whole batch. All but `parts` are in float64.
     """
     x, plan = _parts_plan(x, groups)
     samples, channels, _ = plan.layer.counts
@@ -286,6 +286,6 @@ def _sum_samples(plan: Backward, shares: Tensor, total: Tensor) -> None:
 def gather(
     numbers: Tensor, around: Tensor, sums: Tensor, lost: Tensor, sizes: tuple[int, int, int], groups: int
 ) -> None:
-    """Add a forward of N×C×S elements to its layer's window: see `micronorm.nn.window`."""
+    """Add a forward of N×C×S elements to the sums of its layer's window, from the numbers it left."""
     key = (*sizes, groups, numbers.device, numbers.dtype, around.dtype, sums.dtype)
     gather_plan(*key)(numbers, around.contiguous(), sums, lost)

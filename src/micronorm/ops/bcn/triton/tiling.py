@@ -70,6 +70,12 @@ class Numbers(NamedTuple):
     groups: int
     channels: int
     programs: int
+    warps: int = 4
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Return the constants that a kernel is compiled for."""
+        return {"GROUPS": self.groups, "CHANNELS": self.channels}
 
 
 class Pass(NamedTuple):
