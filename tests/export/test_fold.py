@@ -99,7 +99,8 @@ def test_a_linear_layer_takes_the_channel_half_where_its_output_is_a_row_per_sam
     model = nn.Sequential(
         nn.Flatten(), layer(method, "Linear", 16, 12), mn.nn.BatchChannelNorm(12, 3), nn.ReLU(), nn.Linear(12, 2)
     )
-    assert kinds(assert_folds(randomized(model), image(1, size=4)), "GroupNorm", "BatchNorm1d") == [1, 0]
+    folded = assert_folds(randomized(model), image(1, size=4), example_inputs=True)
+    assert kinds(folded, "GroupNorm", "BatchNorm1d") == [1, 0]
 
 
 def test_a_linear_layer_without_known_rank_keeps_a_batch_norm():
@@ -119,7 +120,7 @@ def test_a_norm_over_tokens_is_not_the_channel_half_of_a_linear_layer():
 @pytest.mark.parametrize("dims", [0, 1, 2, 3])
 def test_a_norm_that_follows_no_layer_keeps_a_batch_norm_of_its_rank(dims):
     model = randomized(nn.Sequential(nn.ReLU(), mn.nn.BatchChannelNorm(4, 2)))
-    assert kinds(assert_folds(model, image(dims)), "SyncBatchNorm") == [1]  # torch.fx sees no rank
+    assert kinds(assert_folds(model, image(dims)), "SyncBatchNorm") == [1]  # without a convolution no input is guessed
     name = f"BatchNorm{max(dims, 1)}d"
     assert kinds(assert_folds(model, image(dims), example_inputs=True), name, "GroupNorm") == [1, 1]
 
@@ -226,7 +227,8 @@ def test_a_layer_that_has_not_begun_to_warm_up_vanishes_into_its_convolution():
 def test_a_layer_that_has_not_begun_to_warm_up_becomes_batch_norm_where_no_convolution_takes_it():
     model = randomized(nn.Sequential(nn.MaxPool2d(2), mn.nn.BatchChannelNormAct(4, 2)))
     model[1].warm(4)
-    assert kinds(assert_folds(model, image()), "BatchNorm2d", "GroupNorm", "ReLU") == [1, 0, 1]
+    folded = assert_folds(model, image(), example_inputs=True)
+    assert kinds(folded, "BatchNorm2d", "GroupNorm", "ReLU") == [1, 0, 1]
 
 
 # --- data flow --------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 
 from micronorm.convert.flow import Flow, trace_flow
-from micronorm.convert.flow.ranks import ranks
 from micronorm.convert.surgery import adopt_hooks, names_of, refuse_wrappers, replace, restore_forwards
 from micronorm.export.layers import (
     REPARAMETERIZED,
@@ -25,8 +24,9 @@ from micronorm.nn.batch_renorm import BatchRenorm
 from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.nn.fingerprint import unmark
 from micronorm.nn.group import GroupNorm
-from micronorm.nn.norm_act import BatchChannelNormAct, ChannelsLast, NormAct
+from micronorm.nn.norm_act import ACTIVATION_LAYERS, BatchChannelNormAct, ChannelsLast, NormAct
 from micronorm.nn.weight import counterpart_kind
+from micronorm.ops.activation import KINDS
 
 _BCN = (BatchChannelNorm, BatchChannelNormAct)
 _RUNNING = (GhostBatchNorm, BatchRenorm)
@@ -164,7 +164,6 @@ class _Folder:
     def __init__(self, model: nn.Module, flow: Flow) -> None:
         self.model, self.flow = model, flow
         self.names = names_of(model)
-        self.ranks = ranks(flow)
         self.parameters_read = {name for node in flow.nodes for name in node.reads}
         self.replacements: dict[nn.Module, nn.Module] = {}
 
@@ -222,7 +221,7 @@ class _Folder:
             return None
         if channels_out(layer) != norm.num_channels:
             return None
-        if isinstance(layer, nn.Linear) and self.ranks.get(call) != 2:
+        if isinstance(layer, nn.Linear) and (call.shape is None or len(call.shape) != 2):
             return None  # in N×T×C the norm's channels are axis 1, those of a linear layer axis 2
         # A hook before the layer changes its input alone, such as the temporal shift of video networks.
         return None if _has_hooks(layer, before=False) or self._is_read(layer) else layer
@@ -233,16 +232,17 @@ class _Folder:
 
     def _rank(self, norm: nn.Module) -> int | None:
         """Return the rank of the layer's input, or None if it is unknown or differs between calls."""
-        found = {self.ranks.get(source) for call in self.flow.calls.get(norm, []) for source in call.inputs}
+        shapes = {source.shape for call in self.flow.calls.get(norm, []) for source in call.inputs}
+        found = {None if shape is None else len(shape) for shape in shapes}
         return found.pop() if len(found) == 1 else None
 
 
 def _activation(norm: BatchChannelNorm) -> nn.Module | None:
     """Return the layer's own activation as a layer, or None."""
-    if norm.activation == "leaky_relu":
-        return nn.LeakyReLU(norm.negative_slope)
-    kinds: dict[str | None, type[nn.Module]] = {"relu": nn.ReLU, "silu": nn.SiLU}
-    return kinds[norm.activation]() if norm.activation else None
+    if norm.activation is None:
+        return None
+    layer = ACTIVATION_LAYERS[KINDS[norm.activation]]
+    return layer(norm.negative_slope) if layer is nn.LeakyReLU else layer()
 
 
 def _has_hooks(module: nn.Module, *, before: bool = True) -> bool:

@@ -137,12 +137,16 @@ def test_in_place_operations_stand_between_a_convolution_and_its_norm():
 
 POOLED = {
     "adaptive pooling": nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)),
-    "adaptive pooling to a pair": nn.Sequential(nn.AdaptiveAvgPool2d((1, 1)), nn.BatchNorm2d(3)),
+    "adaptive pooling to a pair": nn.Sequential(nn.Conv2d(3, 3, 1), nn.AdaptiveAvgPool2d((1, 1)), nn.BatchNorm2d(3)),
+    "flattened rows": nn.Sequential(nn.Conv2d(3, 3, 224), nn.Flatten(), nn.BatchNorm1d(3)),
 }
 NOT_POOLED = {
     "a convolution": nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3)),
-    "a pooling to 2×2": nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.BatchNorm2d(3)),
-    "a map spread again": nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Upsample(scale_factor=4), nn.BatchNorm2d(3)),
+    "a pooling to 2×2": nn.Sequential(nn.Conv2d(3, 3, 1), nn.AdaptiveAvgPool2d(2), nn.BatchNorm2d(3)),
+    "a map spread again": nn.Sequential(
+        nn.Conv2d(3, 3, 1), nn.AdaptiveAvgPool2d(1), nn.Upsample(scale_factor=4), nn.BatchNorm2d(3)
+    ),
+    "an unknown shape": nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.BatchNorm2d(3)),
 }
 
 
@@ -152,6 +156,28 @@ def test_one_element_per_channel_is_seen_behind_a_global_pooling_and_nowhere_els
     flow = flow_of(model)
     (norm,) = flow.calls[model[-1]]
     assert one_element_per_channel(norm.inputs[0], flat=False) == (name in POOLED)
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_shapes_are_learned_from_a_guess_as_far_as_it_runs_and_nothing_is_computed(dims):
+    class Fixed(nn.Module):
+        """A network for inputs of four positions."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = getattr(nn, f"Conv{dims}d")(3, 5, 1), getattr(nn, f"BatchNorm{dims}d")(5)
+            self.end, self.after = nn.Linear(5 * 4**dims, 2), nn.BatchNorm1d(2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert not isinstance(x, Tensor) or x.is_meta
+            return self.after(self.end(self.norm(self.conv(x)).flatten(1)))
+
+    model = Fixed()
+    flow = flow_of(model)
+    assert flow.method == "fx"
+    assert len(flow.calls[model.norm][0].shape or ()) == dims + 2
+    assert flow.calls[model.after][0].shape is None
+    assert not model.conv.weight.is_meta
 
 
 def test_a_gate_of_one_element_does_not_make_the_gated_map_one():
@@ -164,6 +190,6 @@ def test_a_gate_of_one_element_does_not_make_the_gated_map_one():
             return self.norm(x * self.gate_norm(x.mean((2, 3), keepdim=True)).sigmoid())
 
     model = Gated()
-    flow = flow_of(model)
+    flow = flow_of(model, example_inputs=torch.zeros(1, 3, 4, 4))
     for norm, expected in ((model.gate_norm, True), (model.norm, False)):
         assert one_element_per_channel(flow.calls[norm][0].inputs[0], flat=False) is expected

@@ -106,7 +106,7 @@ def test_a_fresh_tensor_of_another_ones_shape_carries_none_of_its_signal(kind, m
 
 
 def test_a_parameter_does_not_spread_what_was_pooled():
-    model = Chain([nn.AdaptiveAvgPool2d(1)])
+    model = Chain([nn.Conv2d(3, 4, 1), nn.AdaptiveAvgPool2d(1)])
     flow = flow_of(model)
     [source] = flow.calls[model.norm][0].inputs
     assert one_element_per_channel(source, flat=False)

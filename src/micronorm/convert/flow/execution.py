@@ -12,14 +12,21 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from micronorm.convert.flow.graph import Flow, Node
 from micronorm.convert.flow.kinds import FRESH
 from micronorm.convert.surgery import eval_mode
-from micronorm.ops.private_api import tree_leaves, tree_map
+from micronorm.ops.private_api import tree_leaves
 
 
 def record(
-    model: nn.Module, is_leaf: Callable[[nn.Module], bool], args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: nn.Module,
+    is_leaf: Callable[[nn.Module], bool],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    nodes: list[Node] | None = None,
 ) -> Flow:
-    """Run the model in eval mode without gradients and return its calls; restore modes and random state afterwards."""
-    recorder = _Recorder(model, (args, kwargs))
+    """Run the model in eval mode without gradients and return its calls; restore modes and random state afterwards.
+
+    A list given as `nodes` receives the calls one by one, so that it has those before an error, too.
+    """
+    recorder = _Recorder(model, (args, kwargs), [] if nodes is None else nodes)
     with torch.no_grad(), torch.random.fork_rng(), eval_mode(model), ExitStack() as hooks:
         for name, module in model.named_modules():
             if is_leaf(module) or (
@@ -36,9 +43,9 @@ def record(
 class _Recorder(TorchFunctionMode):
     """Record calls, and map each living tensor to the call that made it."""
 
-    def __init__(self, model: nn.Module, arguments: Any) -> None:
+    def __init__(self, model: nn.Module, arguments: Any, nodes: list[Node]) -> None:
         super().__init__()
-        self.nodes: list[Node] = []
+        self.nodes = nodes
         self.complete = True
         self._made_by = WeakTensorKeyDictionary()
         self._depth = 0  # of leaf modules that are running: calls inside them are not recorded
@@ -70,8 +77,7 @@ class _Recorder(TorchFunctionMode):
         output = func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
         if self._depth == 0 and (name == "__setitem__" or tensors_in(output)):
-            as_node = tree_map(lambda leaf: self._source(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
-            node = Node(name, None, () if name in FRESH else self._sources((args, kwargs)), *as_node)
+            node = Node(name, None, () if name in FRESH else self._sources((args, kwargs)))
             node.reads = () if name == "__get__" else self._reads((args, kwargs))
             self._add(node, args[0] if name == "__setitem__" else output)
         return output

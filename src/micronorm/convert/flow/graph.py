@@ -1,9 +1,8 @@
 """The graph of a model's calls: its layers, and the functions between them."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from torch import nn
 
@@ -16,17 +15,13 @@ class Node:
         name: the module's name in the model, or the function's name.
         module: the module; None for a function.
         inputs: the calls whose outputs it takes.
-        args: the positional arguments of a function, with nodes in place of tensors.
-        kwargs: its keyword arguments, likewise.
-        shape: the shape of the output, if the model was run.
+        shape: the shape of the output; None if it is unknown.
         reads: names of the parameters and buffers that are passed to the call.
     """
 
     name: str
     module: nn.Module | None = None
     inputs: tuple["Node", ...] = ()
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
     shape: tuple[int, ...] | None = None
     reads: tuple[str, ...] = ()
 

@@ -39,8 +39,7 @@ def trace_symbolically(model: nn.Module, is_leaf: Callable[[nn.Module], bool], *
         else:
             target = entry.target
             name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
-            args, kwargs = torch.fx.node.map_arg((entry.args, entry.kwargs), made.__getitem__)  # type: ignore[arg-type]
-            node = Node(name, None, inputs, args, kwargs)  # type: ignore[arg-type]
+            node = Node(name, None, inputs)
         if entry not in metadata:
             node.reads = tuple(str(source.target) for source in entry.all_input_nodes if source.op == "get_attr")
         made[entry] = node

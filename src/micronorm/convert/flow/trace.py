@@ -27,8 +27,8 @@ def trace_flow(
     Args:
         model: any module; it is not changed.
         is_leaf: which modules are one call each, beside the layers of torch.nn.
-        example_inputs: the inputs to run it on if symbolic tracing fails: a tuple of arguments, a dictionary of keyword
-            arguments, or the one argument. None guesses them from the first convolution.
+        example_inputs: the inputs to run it on, for the shapes and if symbolic tracing fails: a tuple of arguments, a
+            dictionary of keyword arguments, or the one argument. None guesses them from the first convolution.
         pairs: whether two modules that are registered one after the other may be a pair, if both methods fail.
     """
     stand_in, originals = _stand_in(model)
@@ -39,6 +39,8 @@ def trace_flow(
     flow = _trace(stand_in, leaf, example_inputs)
     if flow.method == "order":
         return Flow(by_order(model, is_leaf, pairs), "order", flow.detail)
+    if flow.method == "fx" and example_inputs is None and stand_in is not model:
+        _guess_shapes(flow, stand_in, leaf)
     for node in flow.nodes:
         node.module = originals.get(node.module, node.module) if node.module is not None else None
     return Flow(flow.nodes, flow.method, flow.detail, flow.complete)  # a new one: its tables are by module
@@ -94,6 +96,18 @@ def _learn_shapes(flow: Flow, executed: Flow) -> None:
                 call.shape = seen.shape
                 if len(call.inputs) == len(seen.inputs) == 1:
                     call.inputs[0].shape = seen.inputs[0].shape
+
+
+def _guess_shapes(flow: Flow, stand_in: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> None:
+    """Learn shapes from a guessed input on the meta device, where nothing is computed; keep what a failed run gives."""
+    runs: list[list[Node]] = [[]]
+    with suppress(Exception), torch.device("meta"):
+        for _, inputs in guesses(stand_in.to("meta")):
+            runs.append([])
+            with suppress(Exception):
+                record(stand_in, is_leaf, *as_call(inputs), nodes=runs[-1])
+                break
+    _learn_shapes(flow, Flow(max(runs, key=len), "execution"))
 
 
 def _stand_in(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
