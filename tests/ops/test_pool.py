@@ -173,10 +173,10 @@ def test_batched_and_dual_gradients_go_by_operations_of_torch(device):
 @layouts
 def test_the_operators_pass_opcheck(device, layout):
     x = plane((1, 2, 4, 5), torch.float32, device, layout).requires_grad_()
-    sizes = ([3, 3], [2, 2], [1, 1])
-    torch.library.opcheck(torch.ops.micronorm.max_pool2d.default, (x, *sizes, False))
-    y, places = operators.pool(x, *sizes, False)
-    args = (torch.randn_like(y), places, *sizes, [4, 5], layout is torch.channels_last)
+    numbers = WINDOWS[0].numbers()
+    torch.library.opcheck(torch.ops.micronorm.max_pool2d.default, (x, numbers))
+    y, places = operators.pool(x, numbers)
+    args = (torch.randn_like(y), places, numbers, [4, 5], layout is torch.channels_last)
     torch.library.opcheck(torch.ops.micronorm.max_pool2d_backward.default, args)
 
 

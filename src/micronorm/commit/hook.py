@@ -9,7 +9,6 @@ import warnings
 import weakref
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -18,6 +17,7 @@ from micronorm.commit.idle import count_idle_steps
 from micronorm.commit.merge import commit
 from micronorm.nn.window import Window, call_at_first_window, live_windows
 from micronorm.ops.private_api import disable_dynamo, foreach_copy_
+from micronorm.ops.runtime import capturing
 
 # Optimizers that another optimizer steps, which commits for them.
 _inner: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -128,11 +128,11 @@ def limited(rate: float | Tensor) -> float | Tensor:
 
 def refresh_rate(window: Window, rate: float | Tensor) -> None:
     """Write the rate of the next commit to the device, if it has changed."""
-    capturing = window.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    captured = capturing(window.device)
     if isinstance(rate, Tensor):
-        if not capturing or rate.device == window.device:
+        if not captured or rate.device == window.device:
             window.device_rate.copy_(rate.clamp(0, 1))
             window.written_rate = None
-    elif not capturing and rate != window.written_rate:  # for a captured commit, `Handle.refresh` writes it
+    elif not captured and rate != window.written_rate:  # for a captured commit, `Handle.refresh` writes it
         window.device_rate.fill_(rate)
         window.written_rate = rate

@@ -7,11 +7,10 @@ such step, search this process for an optimizer that could commit the layer. Wit
 import warnings
 from collections.abc import Iterable
 
-import torch
-
 from micronorm.commit.survey import Survey
 from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.nn.window import Window, list_names
+from micronorm.ops.runtime import capturing
 
 _PATIENCE = 2
 _TEACHER = (
@@ -38,7 +37,7 @@ def count_idle_steps(alive: Iterable[tuple[Window, BatchChannelNorm]], committed
         if window.ran and id(window) not in committed:
             window.ran = False
             window.idle_steps += 1
-            if window.idle_steps >= _PATIENCE and not window.checked and not _capturing(window):
+            if window.idle_steps >= _PATIENCE and not window.checked and not capturing(window.device):
                 window.checked = True
                 late.append((window, layer))
     if late:
@@ -71,7 +70,3 @@ def _reason(layer: BatchChannelNorm, held: set[int]) -> str | None:
     if any(id(p) in held for p in layer.weight_parameters()):
         return None
     return _PARTLY_HELD if any(id(p) in held for p in layer.parameters()) else _NOT_HELD
-
-
-def _capturing(window: Window) -> bool:
-    return window.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from micronorm.commit.survey import Survey
 from micronorm.nn.window import Window, list_names
 from micronorm.ops.private_api import foreach_norm
+from micronorm.ops.runtime import capturing
 
 
 def _distributed() -> bool:
@@ -86,7 +87,7 @@ def agree(windows: Sequence[Window], group: Any) -> None:
     mine = tuple((window.layer.statistics, window.channels) for window in windows)
     done = min(window.agreements.get((group, mine), 0) for window in windows)
     # Twice, because parameters are still equal after a first step at a learning rate of zero.
-    if done >= 2 or (done and windows[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+    if done >= 2 or (done and capturing(windows[0].device)):
         return
     everyone: list[Any] = [None] * dist.get_world_size(group)
     with _naming(windows):

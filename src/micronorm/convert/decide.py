@@ -77,10 +77,10 @@ def plan(
         )
     absorb = _check_options(norm, weight, absorb=absorb, warm_steps=warm_steps)
     planner = Planner(
-        model,
-        norm,
-        weight,
-        filter,
+        model=model,
+        norm=norm,
+        weight=weight,
+        filter=filter,
         absorb=absorb,
         warm_steps=warm_steps,
         layer_norm=layer_norm,

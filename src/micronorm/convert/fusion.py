@@ -13,16 +13,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch.nn.functional as F
 from torch import nn
 
 from micronorm.convert.known_blocks import BLOCKS, Block, Forward, Fuses
 from micronorm.convert.surgery import has_own_forward
-from micronorm.nn.norm_act import fusible_activation, has_hooks
-from micronorm.ops.activation import Activation, ActivationKind
+from micronorm.nn.norm_act import ACTIVATION_FUNCTIONS, ACTIVATION_LAYERS, fusible_activation, has_hooks
+from micronorm.ops.activation import Activation
 
-_FUNCTIONS = {"relu": F.relu, "leaky_relu": F.leaky_relu, "silu": F.silu}
-_LAYER_NAMES = {ActivationKind.RELU: "ReLU", ActivationKind.LEAKY_RELU: "LeakyReLU", ActivationKind.SILU: "SiLU"}
+_FUNCTIONS = {kind.value: function for kind, function in ACTIVATION_FUNCTIONS.items()}
 
 
 def register_block(
@@ -144,7 +142,7 @@ def find_fusions(model: nn.Module, norms: Collection[nn.Module]) -> Fusions:
 
 def activation_name(activation: Activation) -> str:
     """Return the name of torch's layer for an activation."""
-    return _LAYER_NAMES[activation.kind]
+    return ACTIVATION_LAYERS[activation.kind].__name__
 
 
 def _members(module: nn.Module) -> Iterator[nn.Module]:

@@ -1,7 +1,7 @@
 """Decide what becomes of every convolution and normalization of one model, from its data flow."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -32,30 +32,26 @@ _CONVERTED = "already converted"
 _SETTINGS = ("num_groups", "statistics", "rate")
 
 
+@dataclass(eq=False, kw_only=True)
 class Planner:
     """One model and the options of its conversion. `plan` makes the decisions, in the order of the model."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        norm: NormSpec | None,
-        weight: WeightSpec | None,
-        filter: Filter | None,
-        *,
-        absorb: bool,
-        warm_steps: int,
-        layer_norm: bool,
-        fuse: bool,
-        zero_init_residual: bool,
-    ) -> None:
-        self.model, self.norm, self.weight = model, norm, weight
-        self.absorb, self.warm_steps, self.layer_norm = absorb, warm_steps, layer_norm
-        self.fuse, self.zero_init_residual = fuse, zero_init_residual
-        self.names = {module: tuple(names) for module, names in names_of(model).items()}
+    model: nn.Module
+    norm: NormSpec | None
+    weight: WeightSpec | None
+    filter: Filter | None
+    absorb: bool
+    warm_steps: int
+    layer_norm: bool
+    fuse: bool
+    zero_init_residual: bool
+
+    def __post_init__(self) -> None:
+        self.names = {module: tuple(names) for module, names in names_of(self.model).items()}
         self.allowed = {
-            module: filter is None or bool(filter(module, names[0])) for module, names in self.names.items()
+            module: self.filter is None or bool(self.filter(module, names[0])) for module, names in self.names.items()
         }
-        self.parameters = dict(model.named_parameters(remove_duplicate=False))
+        self.parameters = dict(self.model.named_parameters(remove_duplicate=False))
         self.norms = {module: old for module in self.names if (old := describe_norm(module)) is not None}
 
     def plan(self, example_inputs: Any) -> Plan:

@@ -29,16 +29,7 @@ class GhostBatchNorm(RunningNorm):
     """
 
     def compute(self, x: Tensor) -> tuple[Tensor, Running]:
-        return batch_norm(
-            x,
-            self.weight,
-            self.bias,
-            self.running(),
-            training=self.training,
-            micro_batch=self.micro_batch,
-            momentum=self.momentum,
-            eps=self.eps,
-        )
+        return batch_norm(x, self.weight, self.bias, self.running(), **self.options())
 
 
 _TORCH_LAYERS = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}

@@ -99,18 +99,7 @@ class BatchRenorm(RunningNorm):
                 write_once(buffer, value)
         count = 1 if self.micro_batch is None else max(1, math.ceil(x.shape[0] / self.micro_batch))
         r_max, d_max = self.schedule.limits(before.batches + torch.arange(count, device=x.device))
-        return batch_renorm(
-            x,
-            self.weight,
-            self.bias,
-            before,
-            r_max=r_max,
-            d_max=d_max,
-            training=self.training,
-            micro_batch=self.micro_batch,
-            momentum=self.momentum,
-            eps=self.eps,
-        )
+        return batch_renorm(x, self.weight, self.bias, before, r_max=r_max, d_max=d_max, **self.options())
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, schedule={self.schedule}"

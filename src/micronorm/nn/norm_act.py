@@ -22,11 +22,21 @@ Act = type[nn.Module] | Callable[..., nn.Module]
 FUSIBLE: tuple[type[nn.Module], ...] = (BatchChannelNorm, GroupNorm)
 """Norms whose forward takes `residual=` and `activation=`. Subclasses do not count: they may have another forward."""
 
-_FUNCTIONS: dict[Any, ActivationKind] = {
-    F.relu: ActivationKind.RELU,
+ACTIVATION_LAYERS: dict[ActivationKind, type[nn.Module]] = {
+    ActivationKind.RELU: nn.ReLU,
+    ActivationKind.LEAKY_RELU: nn.LeakyReLU,
+    ActivationKind.SILU: nn.SiLU,
+}
+"""torch's layer for each activation that a norm can compute."""
+ACTIVATION_FUNCTIONS: dict[ActivationKind, Callable[..., Tensor]] = {
+    ActivationKind.RELU: F.relu,
+    ActivationKind.LEAKY_RELU: F.leaky_relu,
+    ActivationKind.SILU: F.silu,
+}
+"""torch's function for each activation that a norm can compute."""
+_KINDS: dict[Any, ActivationKind] = {
     torch.relu: ActivationKind.RELU,
-    F.leaky_relu: ActivationKind.LEAKY_RELU,
-    F.silu: ActivationKind.SILU,
+    **{known: kind for table in (ACTIVATION_LAYERS, ACTIVATION_FUNCTIONS) for kind, known in table.items()},
 }
 
 
@@ -102,15 +112,13 @@ def fusible_activation(act: Callable[[Tensor], Tensor] | None) -> Activation | N
     """Return the activation that a norm can compute in place of `act`, or None if it cannot."""
     if act is None:
         return IDENTITY
-    if not isinstance(act, nn.Module):
-        kind = _FUNCTIONS.get(act)
-    elif has_hooks(act) or "forward" in act.__dict__:
+    is_layer = isinstance(act, nn.Module)
+    if is_layer and (has_hooks(act) or "forward" in act.__dict__):
         return None
-    elif type(act) is nn.LeakyReLU:
-        return Activation(ActivationKind.LEAKY_RELU, act.negative_slope)
-    else:
-        kind = {nn.ReLU: ActivationKind.RELU, nn.SiLU: ActivationKind.SILU}.get(type(act))
-    return None if kind is None else Activation(kind)
+    kind = _KINDS.get(type(act) if is_layer else act)
+    if kind is None:
+        return None
+    return Activation(kind, act.negative_slope) if type(act) is nn.LeakyReLU else Activation(kind)
 
 
 def activation_inside(drop: nn.Module, act: nn.Module) -> Activation | None:

@@ -96,6 +96,11 @@ class RunningNorm(WideBuffers):
         """Return the output, and the running statistics after this forward."""
         raise NotImplementedError
 
+    def options(self) -> dict[str, Any]:
+        """Return the keyword arguments that the operations of all these layers take."""
+        names = ("training", "micro_batch", "momentum", "eps")
+        return {name: getattr(self, name) for name in names}
+
     def forward(self, x: Tensor) -> Tensor:
         check_input(x, self.num_channels, type(self).__name__)
         y, new = self.compute(x)

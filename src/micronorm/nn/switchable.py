@@ -43,18 +43,8 @@ class SwitchableNorm(Fingerprinted, RunningNorm):
                 nn.init.ones_(getattr(self, name))
 
     def compute(self, x: Tensor) -> tuple[Tensor, Running]:
-        return switchable_norm(
-            x,
-            self.weight,
-            self.bias,
-            self.mean_weight,
-            self.var_weight,
-            self.running(),
-            training=self.training,
-            micro_batch=self.micro_batch,
-            momentum=self.momentum,
-            eps=self.eps,
-        )
+        parameters = (self.weight, self.bias, self.mean_weight, self.var_weight)
+        return switchable_norm(x, *parameters, self.running(), **self.options())
 
 
 @dataclass(frozen=True)

@@ -34,37 +34,9 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
-
-__all__ = [
-    "LAST_TRITON",
-    "BatchNormBase",
-    "DropoutNd",
-    "InstanceNormBase",
-    "TorchDispatchMode",
-    "compiled_launcher",
-    "current_device",
-    "current_stream",
-    "disable_dynamo",
-    "fast_apply",
-    "foreach_add_",
-    "foreach_copy_",
-    "foreach_div_",
-    "foreach_mul_",
-    "foreach_norm",
-    "forward_ad_level",
-    "functorch_transforms_active",
-    "graph_task_id",
-    "has_global_hooks",
-    "is_legacy_batched",
-    "launch_hook_check",
-    "mark_constant",
-    "preserve_version",
-    "top_saved_tensors_hooks",
-    "tree_leaves",
-    "tree_map",
-]
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
 
 LAST_TRITON = (3, 6)
 """The newest Triton whose compiled kernels are launched directly."""

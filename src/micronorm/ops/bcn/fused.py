@@ -210,7 +210,8 @@ def batch_channel_norm_fused(
     """Return act(BCN(x) + residual) and the packed numbers, computed by the kernels; see `batch_channel_norm`.
 
     `parts` and the estimates may be those of `kernels().estimates`. With `from_batch` the estimates are the batch's own
-    moments, through which gradients flow. `blend=None` stands for 1. A residual needs an activation that keeps the sign.
+    moments, through which gradients flow. `blend=None` stands for 1. A residual needs an activation that keeps
+    the sign.
     """
     affine = (weight, bias, group_weight, group_bias)
     return _call(x, residual, parts, estimates, affine, blend, groups, eps, activation, from_batch)

@@ -30,6 +30,10 @@ class PoolWindow(NamedTuple):
     padding: tuple[int, int]
     ceil_mode: bool = False
 
+    def numbers(self) -> list[int]:
+        """Return the fields one after the other, the form that operators take."""
+        return [*self.kernel, *self.stride, *self.padding, int(self.ceil_mode)]
+
     def output(self, size: tuple[int, int]) -> tuple[int, int]:
         """Return the size of the pooled plane, by torch's rule."""
         height, width = (self._along(axis, size[axis]) for axis in (0, 1))
@@ -56,16 +60,16 @@ def max_pool2d(x: Tensor, window: PoolWindow) -> Tensor:
     Returns:
         N×C×H'×W', in the layout of x.
     """
-    return pool(x, *window)[0]
+    return pool(x, window.numbers())[0]
 
 
 # --- the operators ---------------------------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("micronorm::max_pool2d", mutates_args=())
-def pool(x: Tensor, kernel: list[int], stride: list[int], padding: list[int], ceil_mode: bool) -> tuple[Tensor, Tensor]:
+def pool(x: Tensor, numbers: list[int]) -> tuple[Tensor, Tensor]:
     """Return y, and for each of its elements the place in the window: KW·row + column."""
-    window = _window(kernel, stride, padding, ceil_mode)
+    window = _window(numbers)
     x = x.contiguous(memory_format=_layout(x)).resolve_neg()
     y, places = _allocate(x, window)
     _launch("max_pool_forward", (x, y, places), x, y, window, rows=y.shape[2], row=y.shape[3] * _points(x))
@@ -73,22 +77,14 @@ def pool(x: Tensor, kernel: list[int], stride: list[int], padding: list[int], ce
 
 
 @pool.register_fake
-def _(x: Tensor, kernel: list[int], stride: list[int], padding: list[int], ceil_mode: bool) -> tuple[Tensor, Tensor]:
-    return _allocate(x, _window(kernel, stride, padding, ceil_mode))
+def _(x: Tensor, numbers: list[int]) -> tuple[Tensor, Tensor]:
+    return _allocate(x, _window(numbers))
 
 
 @torch.library.custom_op("micronorm::max_pool2d_backward", mutates_args=())
-def pool_backward(
-    grad: Tensor,
-    places: Tensor,
-    kernel: list[int],
-    stride: list[int],
-    padding: list[int],
-    size: list[int],
-    channels_last: bool,
-) -> Tensor:
+def pool_backward(grad: Tensor, places: Tensor, numbers: list[int], size: list[int], channels_last: bool) -> Tensor:
     """Return the gradient of x, of this size and layout."""
-    window = _window(kernel, stride, padding, ceil_mode=False)
+    window = _window(numbers)
     dx = _empty(grad, size, channels_last)
     grad = grad.contiguous(memory_format=_layout(dx)).resolve_neg()
     # A program computes cells of one stride each; they begin in the padding.
@@ -98,30 +94,22 @@ def pool_backward(
 
 
 @pool_backward.register_fake
-def _(
-    grad: Tensor,
-    places: Tensor,
-    kernel: list[int],
-    stride: list[int],
-    padding: list[int],
-    size: list[int],
-    channels_last: bool,
-) -> Tensor:
+def _(grad: Tensor, places: Tensor, numbers: list[int], size: list[int], channels_last: bool) -> Tensor:
     return _empty(grad, size, channels_last)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, *window, _ = inputs
+    x, numbers = inputs
     ctx.save_for_backward(output[1])
-    ctx.options = (*window, list(x.shape[2:]), _layout(x) is torch.channels_last)
+    ctx.options = (numbers, list(x.shape[2:]), _layout(x) is torch.channels_last)
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     (places,) = ctx.saved_tensors
     if torch.compiler.is_compiling() or is_plain_backward(grad):
-        return pool_backward(grad, places, *ctx.options), None, None, None, None
-    kernel, stride, padding, size, _ = ctx.options
-    return scatter(grad, places, _window(kernel, stride, padding, False), size), None, None, None, None
+        return pool_backward(grad, places, *ctx.options), None
+    numbers, size, _ = ctx.options
+    return scatter(grad, places, _window(numbers), size), None
 
 
 pool.register_autograd(_differentiate, setup_context=_save)
@@ -144,8 +132,9 @@ def scatter(grad: Tensor, places: Tensor, window: PoolWindow, size: list[int]) -
 # --- memory and launches ---------------------------------------------------------------------------------------------
 
 
-def _window(kernel: list[int], stride: list[int], padding: list[int], ceil_mode: bool) -> PoolWindow:
-    return PoolWindow((kernel[0], kernel[1]), (stride[0], stride[1]), (padding[0], padding[1]), ceil_mode)
+def _window(numbers: list[int]) -> PoolWindow:
+    kh, kw, sh, sw, ph, pw, ceil_mode = numbers
+    return PoolWindow((kh, kw), (sh, sw), (ph, pw), bool(ceil_mode))
 
 
 def _layout(x: Tensor) -> torch.memory_format:
