@@ -88,7 +88,7 @@ class Handle:
         for window in self._windows:
             # A commit in another mode uses no rate: "batch" has its momentum, "sequential" moves in the forward.
             if window.layer.statistics == "step" and window.layer.is_trainable():
-                refresh_rate(window, window.rate if isinstance(window.rate, float) else self._learning_rate(window))
+                refresh_rate(window, window.known_rate())
 
     def discard(self) -> None:
         """Empty the windows, for example after an exception in the middle of a step."""
@@ -146,15 +146,6 @@ class Handle:
         """
         for window, control in zip(self._windows, self._controls, strict=True):
             window.controls[:] = [c for c in window.controls if c is not control]
-
-    @staticmethod
-    def _learning_rate(window: Window) -> float | Tensor:
-        if window.control.learning_rate is None:
-            raise RuntimeError(
-                f'{window.describe()} has rate="lr" and no optimizer to read it from; '
-                "call mn.attach(model, optimizer) or mn.attach(model, rate=...)"
-            )
-        return window.control.learning_rate()
 
 
 def attach(

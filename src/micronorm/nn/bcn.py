@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from micronorm.nn.backends import check_backend, resolve_backend
-from micronorm.nn.bcn_state import BatchChannelNormState
+from micronorm.nn.bcn_state import BatchChannelNormState, UnfusableEps
 from micronorm.nn.gather import (
     estimates_from_input,
     gather,
@@ -32,7 +32,6 @@ from micronorm.nn.inputs import (
 )
 from micronorm.nn.per_step.recorder import active, remember
 from micronorm.nn.spec import GroupedSpec
-from micronorm.nn.unfusable import UnfusableEps
 from micronorm.ops.activation import IDENTITY, KINDS, Activation, ActivationKind, check_activation
 from micronorm.ops.bcn import (
     batch_channel_norm,

@@ -3,7 +3,7 @@
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -148,6 +148,30 @@ class BatchChannelNormState(Fingerprinted, WideBuffers):
         raise RuntimeError(
             "nn.DataParallel with several GPUs runs replicas that are thrown away after each forward, and what "
             "BatchChannelNorm gathered with them. Use torch.nn.parallel.DistributedDataParallel."
+        )
+
+
+class UnfusableEps(float):
+    """A float that raises when it is added to a tensor.
+
+    Code that folds BatchNorm into convolutions (torch.nn.utils.fusion, Ultralytics' `fuse`, mmcv) recognizes a BatchNorm
+    by its running statistics, and computes `running_var + eps` first. Applied to Batch-Channel Normalization it would
+    give wrong results without an error. torch's operations call `__torch_function__` of every argument that has it.
+
+    Example:
+        >>> UnfusableEps(1e-5) == 1e-5
+        True
+        >>> torch.ones(1) + UnfusableEps(1e-5)
+        Traceback (most recent call last):
+        ...
+        RuntimeError: Batch-Channel Normalization cannot be folded into a convolution like BatchNorm...
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        raise RuntimeError(
+            "Batch-Channel Normalization cannot be folded into a convolution like BatchNorm, with running_var + eps: "
+            "fold the whole model with mn.fold(model) before other tools see it. To compute with eps, use float(eps)."
         )
 
 

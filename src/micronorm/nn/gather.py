@@ -81,7 +81,7 @@ def sequential_estimates(
     running = Moments(running_mean, running_var)
     window = _gathering_window(counter, group_elements)
     if window is not None:
-        rate = _sequential_rate(window)
+        rate = window.known_rate()
         rate = rate.clamp(0, 1) if isinstance(rate, Tensor) else rate
         per_sample, left_out = scan(running, data, rate=rate, micro_batch=micro_batch)
         lost[0].add_(left_out)
@@ -135,7 +135,7 @@ def estimates_from_input(
     window = _gathering_window(counter, x.numel() // (x.shape[0] * groups))
     rate: float | Tensor = 0.0
     if window is not None:
-        rate = _batch_momentum(window) if micro_batch is None else _sequential_rate(window)
+        rate = _batch_momentum(window) if micro_batch is None else window.known_rate()
         counter.numpy()[0] += 1
     parts, found, data = kernels().estimates(x, running, lost, rate, groups, micro_batch or 0, window is not None)
     if data is None:
@@ -204,18 +204,6 @@ def _count_forward(window: Window, counter: Tensor) -> None:
 
 def _batch_momentum(window: Window) -> float:
     return window.rate if isinstance(window.rate, float) else BATCH_MOMENTUM
-
-
-def _sequential_rate(window: Window) -> float | Tensor:
-    """Return the rate of a "sequential" forward, which needs it before the optimizer steps; a tensor is not limited."""
-    if isinstance(window.rate, float):
-        return window.rate
-    if window.control.learning_rate is None:
-        raise RuntimeError(
-            f'{window.describe()} is in "sequential" mode with rate="lr": its forward needs the learning rate before '
-            "the optimizer steps. Call mn.attach(model, optimizer), or give the layer a float rate in [0, 1]."
-        )
-    return window.control.learning_rate()
 
 
 def _move(running: Moments, new: Moments, lost: Tensor, *, samples: int) -> None:

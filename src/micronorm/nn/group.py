@@ -42,6 +42,8 @@ class GroupNorm(Fingerprinted, nn.GroupNorm):
     """
 
     function = ("GN", "num_groups", "eps")
+    activation: None = None
+    """The layer has no activation of its own; a call may name one."""
 
     def __init__(
         self,
@@ -57,11 +59,6 @@ class GroupNorm(Fingerprinted, nn.GroupNorm):
         check_eps(eps)
         super().__init__(num_groups, num_channels, eps, affine, device, dtype)
         self.backend = check_backend(backend)
-
-    @property
-    def activation(self) -> None:
-        """Return None: the layer has no activation of its own; a call may name one."""
-        return None
 
     def forward(
         self,

@@ -112,13 +112,12 @@ def fusible_activation(act: Callable[[Tensor], Tensor] | None) -> Activation | N
     """Return the activation that a norm can compute in place of `act`, or None if it cannot."""
     if act is None:
         return IDENTITY
-    is_layer = isinstance(act, nn.Module)
-    if is_layer and (has_hooks(act) or "forward" in act.__dict__):
+    if isinstance(act, nn.Module) and (has_hooks(act) or "forward" in act.__dict__):
         return None
-    kind = _KINDS.get(type(act) if is_layer else act)
+    kind = _KINDS.get(type(act) if isinstance(act, nn.Module) else act)
     if kind is None:
         return None
-    return Activation(kind, act.negative_slope) if type(act) is nn.LeakyReLU else Activation(kind)
+    return Activation(kind, act.negative_slope) if isinstance(act, nn.LeakyReLU) else Activation(kind)
 
 
 def activation_inside(drop: nn.Module, act: nn.Module) -> Activation | None:

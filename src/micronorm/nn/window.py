@@ -131,6 +131,22 @@ class Window:
         """Return the rate in force: the one given to `mn.attach`, else the layer's own."""
         return self.layer.rate if self.control.rate is None else self.control.rate
 
+    def known_rate(self) -> float | Tensor:
+        """Return the rate for code that needs it before an optimizer steps. A tensor may exceed [0, 1].
+
+        Raises:
+            RuntimeError: the rate is "lr", and no optimizer is attached to read it from.
+        """
+        if isinstance(self.rate, float):
+            return self.rate
+        if self.control.learning_rate is None:
+            raise RuntimeError(
+                f'{self.describe()} has rate="lr", and a "sequential" forward and `handle.commit()` need the learning '
+                "rate before an optimizer steps. Call mn.attach(model, optimizer), or give a float rate in [0, 1]: to "
+                "the layer, or as mn.attach(model, rate=...)."
+            )
+        return self.control.learning_rate()
+
     @property
     def forwards(self) -> int:
         """Return how many forwards were gathered since the last commit."""
