@@ -42,15 +42,19 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", torch.float64)
 
 
+def _channel_parameters(norm: BatchChannelNorm | GhostBatchNorm | BatchRenorm) -> tuple[Tensor, Tensor]:
+    """Return γ^b and β^b; if blend = 0, those of all of BCN, whose two halves are then affine."""
+    weight_c, bias_c = _wide(norm.weight), _wide(norm.bias)
+    if isinstance(norm, BatchChannelNorm) and is_batch_norm(norm):
+        group_weight_c, group_bias_c = map(_wide, group_affine(norm))
+        return group_weight_c * weight_c, group_weight_c * bias_c + group_bias_c
+    return weight_c, bias_c
+
+
 def channel_affine(norm: BatchChannelNorm) -> Affine:
-    """Return the channel half of BCN as an affine map; all of BCN if blend = 0, where both halves are affine."""
-    tensors = (norm.weight, norm.bias, norm.running_mean, norm.running_var)
-    weight, shift_c, mean, var = map(_wide, tensors)
-    scale_c = weight * torch.rsqrt(var + float(norm.eps))
-    if is_batch_norm(norm):
-        weight_c, bias_c = group_affine(norm)
-        scale_c, shift_c = _wide(weight_c) * scale_c, _wide(weight_c) * shift_c + _wide(bias_c)
-    return Affine(scale_c, mean, shift_c)
+    """Return the channel half of BCN as an affine map; all of BCN if blend = 0."""
+    weight_c, bias_c = _channel_parameters(norm)
+    return Affine(weight_c * torch.rsqrt(_wide(norm.running_var) + float(norm.eps)), _wide(norm.running_mean), bias_c)
 
 
 def is_batch_norm(norm: BatchChannelNorm) -> bool:
@@ -164,15 +168,11 @@ def batch_norm(norm: BatchChannelNorm | GhostBatchNorm | BatchRenorm, rank: int 
     does not communicate. For half-precision layers the BatchNorm is float32, as under autocast: it accepts and returns
     half precision.
     """
-    weight, bias = norm.weight.detach(), norm.bias.detach()
-    options = {"eps": float(norm.eps), "device": weight.device, "dtype": compute_dtype(weight.dtype)}
+    options = {"eps": float(norm.eps), "device": norm.weight.device, "dtype": compute_dtype(norm.weight.dtype)}
     made: Any = _BATCH_NORMS.get(rank, nn.SyncBatchNorm)(norm.num_channels, **options)
-    if isinstance(norm, BatchChannelNorm) and is_batch_norm(norm):
-        weight_c, bias_c = map(_wide, group_affine(norm))
-        weight, bias = weight_c * _wide(weight), weight_c * _wide(bias) + bias_c
     with torch.no_grad():
-        for name, value in (("weight", weight), ("bias", bias)):
-            getattr(made, name).copy_(value).requires_grad_(norm.weight.requires_grad)
+        for parameter, value in zip((made.weight, made.bias), _channel_parameters(norm), strict=True):
+            parameter.copy_(value).requires_grad_(norm.weight.requires_grad)
         made.running_mean.copy_(norm.running_mean)
         made.running_var.copy_(norm.running_var)
     return made

@@ -30,7 +30,7 @@ from micronorm.nn.inputs import (
     check_rate,
     check_residual,
 )
-from micronorm.nn.per_step.recorder import active, remember
+from micronorm.nn.per_step.recorder import active
 from micronorm.nn.spec import GroupedSpec
 from micronorm.ops.activation import IDENTITY, KINDS, Activation, ActivationKind, check_activation
 from micronorm.ops.bcn import (
@@ -39,7 +39,7 @@ from micronorm.ops.bcn import (
     batch_channel_norm_reference,
     elementwise,
     elementwise_fused,
-    watched_if_traced,
+    no_grad_unless_traced,
 )
 from micronorm.ops.group import choose_groups
 from micronorm.ops.moments import Moments, compute_dtype, moments, over_space
@@ -210,7 +210,7 @@ class BatchChannelNorm(BatchChannelNormState):
         backend = resolve_backend(self.backend, x)
         if backend == "triton":
             return self._normalize_by_kernel(x, activation, residual)
-        with watched_if_traced():
+        with no_grad_unless_traced():
             data = moments(x)
         estimates = self._estimates(data, elements=x.numel() // (x.shape[0] * self.num_channels))
         affine = (self.weight, self.bias, self.group_weight, self.group_bias)
@@ -219,16 +219,18 @@ class BatchChannelNorm(BatchChannelNormState):
             y = batch_channel_norm_reference(x, estimates, *affine, **options)
             return activation(y if residual is None else y + residual)
         relu_inside = activation.kind is ActivationKind.RELU and residual is None
-        numbers = [] if active(self) is not None else None
-        y = batch_channel_norm(x, estimates, *affine, **options, relu=relu_inside, data=data, numbers=numbers)
-        if numbers:
-            remember(y, partial(elementwise, relu=relu_inside), (x,), tuple(numbers))
+        recorder, numbers = active(self), []
+        y = batch_channel_norm(
+            x, estimates, *affine, **options, relu=relu_inside, data=data, numbers=None if recorder is None else numbers
+        )
+        if recorder is not None:
+            recorder.remember(y, partial(elementwise, relu=relu_inside), (x,), tuple(numbers))
         if relu_inside or (residual is None and activation.kind is ActivationKind.IDENTITY):
             return y
         result = activation(y if residual is None else y + residual)
-        if numbers:
+        if recorder is not None:
             sources = (x,) if residual is None else (x, residual)
-            remember(result, partial(_repeat, activation, len(sources)), sources, tuple(numbers))
+            recorder.remember(result, partial(_repeat, activation, len(sources)), sources, tuple(numbers))
         return result
 
     def _normalize_by_kernel(self, x: Tensor, activation: Activation, residual: Tensor | None) -> Tensor:
@@ -260,9 +262,10 @@ class BatchChannelNorm(BatchChannelNormState):
             parts=parts,
             from_batch=training and self.statistics == "batch",
         )
-        if active(self) is not None:
+        recorder = active(self)
+        if recorder is not None:
             sources = (x,) if residual is None else (x, residual)
-            remember(y, partial(elementwise_fused, activation=activation), sources, (numbers,))
+            recorder.remember(y, partial(elementwise_fused, activation=activation), sources, (numbers,))
         if training and self.statistics == "step":
             window, sizes = self._window, (x.shape[0], self.num_channels, elements, self.num_groups)
             state = (window.sums, window.lost, window.counter)

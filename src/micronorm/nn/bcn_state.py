@@ -154,9 +154,9 @@ class BatchChannelNormState(Fingerprinted, WideBuffers):
 class UnfusableEps(float):
     """A float that raises when it is added to a tensor.
 
-    Code that folds BatchNorm into convolutions (torch.nn.utils.fusion, Ultralytics' `fuse`, mmcv) recognizes a BatchNorm
-    by its running statistics, and computes `running_var + eps` first. Applied to Batch-Channel Normalization it would
-    give wrong results without an error. torch's operations call `__torch_function__` of every argument that has it.
+    Code that folds BatchNorm into convolutions (torch.nn.utils.fusion, Ultralytics' `fuse`, mmcv) recognizes a norm by
+    its running statistics, and computes `running_var + eps` first. Applied to Batch-Channel Normalization it would give
+    wrong results without an error. torch's operations call `__torch_function__` of every argument that has it.
 
     Example:
         >>> UnfusableEps(1e-5) == 1e-5

@@ -58,7 +58,7 @@ def gather_numbers(
     lost: Tensor,
     counter: Tensor,
 ) -> None:
-    """Do the same from the numbers that the kernels of a forward returned, by one more kernel."""
+    """Add one forward to the window, from the packed numbers that its kernels left, by one more kernel."""
     window = _gathering_window(counter, elements * (channels // groups))
     if window is not None:
         _count_forward(window, counter)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from micronorm.nn.backends import check_backend, resolve_backend
 from micronorm.nn.fingerprint import Fingerprinted
 from micronorm.nn.inputs import check_eps, check_input, check_residual
-from micronorm.nn.per_step.recorder import active, remember
+from micronorm.nn.per_step.recorder import active
 from micronorm.nn.spec import GroupedSpec, NormSpec
 from micronorm.ops.activation import IDENTITY, Activation, check_activation
 from micronorm.ops.bcn import elementwise_fused, group_norm_fused
@@ -42,8 +42,6 @@ class GroupNorm(Fingerprinted, nn.GroupNorm):
     """
 
     function = ("GN", "num_groups", "eps")
-    activation: None = None
-    """The layer has no activation of its own; a call may name one."""
 
     def __init__(
         self,
@@ -59,6 +57,11 @@ class GroupNorm(Fingerprinted, nn.GroupNorm):
         check_eps(eps)
         super().__init__(num_groups, num_channels, eps, affine, device, dtype)
         self.backend = check_backend(backend)
+
+    @property
+    def activation(self) -> None:
+        """Return None: the layer has no activation of its own; a call may name one."""
+        return None
 
     def forward(
         self,
@@ -93,9 +96,10 @@ class GroupNorm(Fingerprinted, nn.GroupNorm):
             return activation(self._by_kernel(x, IDENTITY, None) + residual)
         options = {"groups": self.num_groups, "eps": self.eps, "activation": activation, "residual": residual}
         y, numbers = group_norm_fused(x, self.weight, self.bias, **options)
-        if active(self) is not None:
+        recorder = active(self)
+        if recorder is not None:
             sources = (x,) if residual is None else (x, residual)
-            remember(y, partial(elementwise_fused, activation=activation), sources, (numbers,))
+            recorder.remember(y, partial(elementwise_fused, activation=activation), sources, (numbers,))
         return y
 
     def extra_repr(self) -> str:

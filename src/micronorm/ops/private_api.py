@@ -5,25 +5,8 @@ Private interfaces may change in any release. They are collected here so that a 
 objects (`Tensor._version`, `Node._saved_…`, `Module._buffers`) are used where they are needed. Tested with torch 2.11
 and Triton 3.6.
 
-| name here | private interface | if a release removes it |
-|---|---|---|
-| `functorch_transforms_active` | `torch._C._are_functorch_transforms_active` | ImportError that names it |
-| `is_legacy_batched` | `torch._C._functorch.is_legacy_batchedtensor` | ImportError that names it |
-| `forward_ad_level` | `torch.autograd.forward_ad._current_level` | ImportError that names it |
-| `graph_task_id` | `torch._C._current_graph_task_id` | ImportError that names it |
-| `top_saved_tensors_hooks` | `torch._C._autograd._top_saved_tensors_default_hooks` | None (torch 2.6 and 2.7) |
-| `disable_dynamo` | `torch._disable_dynamo` | `torch.compiler.disable` |
-| `mark_constant` | the attribute `_dynamo_marked_constant` | compiled code traces the function instead |
-| `has_global_hooks` | `torch.nn.modules.module._has_any_global_hook` | ImportError that names it |
-| `preserve_version` | `torch.autograd._unsafe_preserve_version_counter` | ImportError that names it |
-| `fast_apply` | `apply` of the base class of `torch.autograd.Function` | the public `apply` |
-| `DropoutNd`, `BatchNormBase`, `InstanceNormBase` | `_DropoutNd`, … in `torch.nn.modules` | ImportError |
-| `TorchDispatchMode` | `torch.utils._python_dispatch` | ImportError |
-| `tree_leaves`, `tree_map` | `torch.utils._pytree` | ImportError |
-| `foreach_add_`, `foreach_copy_`, `foreach_div_`, `foreach_mul_`, `foreach_norm` | `torch._foreach_*` | ImportError |
-| `current_stream` | `torch._C._cuda_getCurrentRawStream` | `torch.cuda.current_stream` |
-| `current_device` | `torch._C._cuda_getDevice` | `torch.cuda.current_device` |
-| `launch_hook_check`, `compiled_launcher` | Triton's launch hooks and compiled kernels | Triton's public launch |
+If a release removes an interface, importing this file raises an ImportError that names it. Those that are read by
+`getattr` with a default have a fallback instead, and so has the launch of compiled kernels.
 
 `compiled_launcher` calls a C function by position. A new order of its arguments could go unnoticed, so it is used up
 to `LAST_TRITON` only; newer versions take Triton's own, slower launch.

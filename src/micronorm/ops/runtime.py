@@ -95,7 +95,7 @@ def interpreted() -> bool:
 
 
 def _probe() -> None:
-    """A kernel without content, which shows what `triton.jit` makes of functions."""
+    """Do nothing. `interpreted` compiles this function to see which class `triton.jit` returns."""
 
 
 # --- may a backward be computed outside of autograd? ------------------------------------------------------------------

@@ -1,12 +1,14 @@
 """Which of the tensors that autograd saves are recognised, and which must not be."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import micronorm as mn
-from micronorm.nn.per_step.recorder import Spared, active, remember
+from micronorm.nn.per_step.recorder import Spared, active
 from tests.nn.per_step.storages import equal, gradients, kept
 
 
@@ -252,6 +254,12 @@ def test_a_weight_that_was_modified_before_the_backward_is_an_error_as_without_r
 
 
 # --- for other normalizations ----------------------------------------------------------------------------------------
+
+
+def remember(y: Tensor, compute: Callable[..., Tensor], sources: tuple[Tensor, ...]) -> None:
+    recorder = active()
+    assert recorder is not None
+    recorder.remember(y, compute, sources)
 
 
 class Twice(torch.autograd.Function):

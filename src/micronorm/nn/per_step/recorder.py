@@ -1,8 +1,8 @@
 """Replace normalized activations among the tensors that autograd saves by formulas that compute them again.
 
-During a forward under `mn.recompute`, a normalization layer calls `remember(y, compute, sources, numbers)` to state
-that y = compute(*sources, *numbers). Its sources are tensors that autograd keeps anyway, such as the layer's input.
-When a later operation saves y, `Recorder.pack` stores the formula instead, and the backward pass evaluates it.
+During a forward under `mn.recompute`, a normalization layer calls `Recorder.remember(y, compute, sources, numbers)` to
+state that y = compute(*sources, *numbers). Its sources are tensors that autograd keeps anyway, such as the layer's
+input. When a later operation saves y, `Recorder.pack` stores the formula instead, and the backward pass evaluates it.
 
 A tensor is recognised by its storage and its version counter. Each in-place write raises the version, also under
 `torch.no_grad`, so a modified tensor is saved as it is. The one operation that is followed is ReLU, see
@@ -166,9 +166,19 @@ class Recorder:
         return saved
 
     def remember(
-        self, y: Tensor, compute: Callable[..., Tensor], sources: tuple[Tensor, ...], numbers: tuple[Tensor, ...]
+        self, y: Tensor, compute: Callable[..., Tensor], sources: tuple[Tensor, ...], numbers: tuple[Tensor, ...] = ()
     ) -> None:
-        """Note that y = compute(*sources, *numbers); see the function `remember`."""
+        """Note how y can be computed again to the bit: y = compute(*sources, *numbers).
+
+        Call it after the operation has saved its tensors. The formula is used only if autograd keeps the sources, too.
+
+        Args:
+            y: the output of a normalization layer, with its graph.
+            compute: returns y in new memory, of the same layout. It runs in the backward pass without grad mode, and
+                must not hold large tensors itself.
+            sources: the tensors of y's size that it reads: the input, a residual.
+            numbers: the small tensors. Give copies: parameters and estimates change before the backward.
+        """
         self._drop_freed()
         if type(y) is not Tensor or y.grad_fn is None or not _fills_its_storage(y):
             return
@@ -296,22 +306,3 @@ def active(layer: nn.Module | None = None) -> Recorder | None:
 def activate(recorder: Recorder | None) -> None:
     """Make this the recorder of this thread's forward pass."""
     _local.recorder = recorder
-
-
-def remember(
-    y: Tensor, compute: Callable[..., Tensor], sources: tuple[Tensor, ...], numbers: tuple[Tensor, ...] = ()
-) -> None:
-    """Tell the current forward, if it runs under `mn.recompute`, how y can be computed again to the bit.
-
-    Call it after the operation has saved its tensors. The formula is used only if autograd keeps the sources anyway.
-
-    Args:
-        y: the output of a normalization layer, with its graph.
-        compute: returns y in new memory, of the same layout: compute(*sources, *numbers). It runs in the backward pass
-            without grad mode and must not hold large tensors itself.
-        sources: the tensors of y's size that it reads: the input, a residual.
-        numbers: the small tensors. Give copies: parameters and estimates change before the backward.
-    """
-    recorder = active()
-    if recorder is not None:
-        recorder.remember(y, compute, sources, numbers)

@@ -2,7 +2,7 @@
 
 from micronorm.ops.bcn.estimates import Sums, move_by_batch, move_by_window, scan, shift_sums, window_sums
 from micronorm.ops.bcn.fused import batch_channel_norm_fused, elementwise_fused, group_norm_fused, kernels
-from micronorm.ops.bcn.onepass import batch_channel_norm, batch_statistics, elementwise, watched_if_traced
+from micronorm.ops.bcn.onepass import batch_channel_norm, batch_statistics, elementwise, no_grad_unless_traced
 from micronorm.ops.bcn.reference import algorithm1, batch_channel_norm_reference
 
 __all__ = [
@@ -19,7 +19,7 @@ __all__ = [
     "group_norm_fused",
     "kernels",
     "scan",
-    "watched_if_traced",
+    "no_grad_unless_traced",
     "shift_sums",
     "window_sums",
 ]

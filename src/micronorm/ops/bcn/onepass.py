@@ -237,7 +237,7 @@ def batch_statistics(data: Moments) -> Moments:
     return Moments(*(s.unsqueeze(0) for s in pool(data, dim=0)))
 
 
-def watched_if_traced() -> contextlib.AbstractContextManager:
+def no_grad_unless_traced() -> contextlib.AbstractContextManager:
     """Return a context that disables autograd for the moments, except in code that is being traced.
 
     The backward of `_OnePass` computes their gradient itself. torch.export, however, differentiates the forward, and
@@ -284,7 +284,7 @@ def batch_channel_norm(
         >>> torch.allclose(y, torch.nn.functional.group_norm(x, 2), atol=1e-5)
         True
     """
-    with watched_if_traced():
+    with no_grad_unless_traced():
         data = bounded(moments(x) if data is None else data, x.dtype)
         wide = data.mean.dtype
         if estimates is None:

@@ -76,10 +76,10 @@ def _norm_key(rule: Rule, tensors: Tensors) -> tuple[Any, ...]:
 
 def _layer(x: Tensor, rule: Rule, tensors: Tensors) -> tuple[Layer, Strides]:
     """Return the layer of a new plan, and the strides of an `empty_like` of x."""
-    apart = next((t.device for t in tensors if t is not None and t.device != x.device), None)
-    if apart is not None:
+    other = next((t.device for t in tensors if t is not None and t.device != x.device), None)
+    if other is not None:
         raise ValueError(
-            f"a norm's parameters and estimates must be on the device of its input, {x.device}, got {apart}"
+            f"a norm's parameters and estimates must be on the device of its input, {x.device}, got {other}"
         )
     samples, channels = x.shape[:2]
     strides, output = strides_of(x), output_strides(x)
