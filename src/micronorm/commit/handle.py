@@ -69,6 +69,9 @@ class Handle:
         self._windows = list(windows)
         self._layers = [window.layer for window in windows]  # windows have only weak references to them
         self._controls = list(controls)
+        for window, control in zip(windows, controls, strict=True):
+            control.handle = weakref.ref(self)
+            window.attach(control)
 
     def __repr__(self) -> str:
         shown = ", ".join(control.name for control in self._controls[:3]) + (", …" if len(self._controls) > 3 else "")
@@ -203,23 +206,14 @@ def attach(
         )
     _warn_of_partly_held(layers, held)
     refs = tuple(weakref.ref(o) for o in optimizers)
-    windows = [layer._window for _, layer in layers]
     controls = []
-    for (name, layer), window in zip(layers, windows, strict=True):
-        mine = _holds(held, layer)
-        control = Control(
-            name=name or type(layer).__name__,
-            rate=rate,
-            learning_rate=partial(_current_learning_rate, refs, weakref.ref(window)) if mine else None,
-            optimizers=refs if mine else (),
-            process_group=process_group,
-            max_forwards=max_forwards,
-        )
+    for name, layer in layers:
+        control = Control(name or type(layer).__name__, rate, process_group=process_group, max_forwards=max_forwards)
+        if _holds(held, layer):
+            control.learning_rate = partial(_current_learning_rate, refs, weakref.ref(layer._window))
+            control.optimizers = refs
         controls.append(control)
-    handle = Handle(windows, controls)
-    for window, control in zip(windows, controls, strict=True):
-        control.handle = weakref.ref(handle)
-        window.attach(control)
+    handle = Handle([layer._window for _, layer in layers], controls)
     warn_of_zero_weights(_zero_weights(controls, [layer for _, layer in layers]))
     return handle
 

@@ -12,20 +12,7 @@ from typing import Any
 from torch import nn
 
 # Every attribute in which torch.nn.Module keeps hooks. The dictionaries themselves move, so that handles stay valid.
-_HOOKS = (
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_forward_hooks",
-    "_forward_hooks_always_called",
-    "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_is_full_backward_hook",
-    "_load_state_dict_post_hooks",
-    "_load_state_dict_pre_hooks",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-)
+_HOOKS = tuple(name for name in vars(nn.Module()) if "hook" in name)
 
 
 def refuse_wrappers(model: Any, advice: Mapping[str, str]) -> None:

@@ -25,7 +25,7 @@ from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.nn.fingerprint import unmark
 from micronorm.nn.group import GroupNorm
 from micronorm.nn.norm_act import ACTIVATION_LAYERS, BatchChannelNormAct, ChannelsLast, NormAct
-from micronorm.nn.weight import counterpart_kind
+from micronorm.nn.weight import counterpart_kind, recast
 from micronorm.ops.activation import KINDS
 
 _BCN = (BatchChannelNorm, BatchChannelNormAct)
@@ -250,6 +250,6 @@ def _has_hooks(module: nn.Module, *, before: bool = True) -> bool:
 
 
 def _as_group_norm(norm: Any) -> nn.GroupNorm:
-    made = object.__new__(nn.GroupNorm)
-    made.__dict__.update({name: value for name, value in norm.__dict__.items() if name != "backend"})
+    made = recast(norm, nn.GroupNorm)
+    del made.backend
     return made

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from micronorm.nn import weight as ours
-from micronorm.nn.batch import GhostBatchNorm
+from micronorm.nn.batch import TORCH_LAYERS, GhostBatchNorm
 from micronorm.nn.batch_renorm import BatchRenorm
 from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.nn.reparameterized import _SameConv
-from micronorm.nn.weight import PLAIN, counterpart_kind, is_standardized_by_timm
+from micronorm.nn.weight import PLAIN, counterpart_kind, is_standardized_by_timm, recast
 from micronorm.ops.moments import compute_dtype
 
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -121,10 +121,7 @@ def _scaled(layer: Any, weight: Tensor, scale_c: Tensor) -> Tensor:
 def _bare(layer: nn.Module, name: str) -> Any:
     """Return a layer of the plain class with the attributes and parameters of `layer` that this class has."""
     reparameterized = type(layer) in REPARAMETERIZED
-    made = object.__new__(_plain_class(layer, name) if reparameterized else type(layer))
-    made.__dict__.update(layer.__dict__)
-    for table in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
-        made.__dict__[table] = layer.__dict__[table].copy()
+    made = recast(layer, _plain_class(layer, name) if reparameterized else type(layer))
     if reparameterized:
         for attribute in ("center", "scale", "eps", "backend"):
             made.__dict__.pop(attribute, None)
@@ -153,13 +150,6 @@ def _plain_class(layer: Any, name: str) -> type[nn.Module]:
 
 # --- normalizations --------------------------------------------------------------------------------------------------
 
-_BATCH_NORMS: dict[int | None, type[nn.Module]] = {
-    2: nn.BatchNorm1d,
-    3: nn.BatchNorm1d,
-    4: nn.BatchNorm2d,
-    5: nn.BatchNorm3d,
-}
-
 
 def batch_norm(norm: BatchChannelNorm | GhostBatchNorm | BatchRenorm, rank: int | None) -> nn.Module:
     """Return an eval-mode BatchNorm with the statistics and channel affine of `norm`, for inputs with `rank` axes.
@@ -169,7 +159,8 @@ def batch_norm(norm: BatchChannelNorm | GhostBatchNorm | BatchRenorm, rank: int 
     half precision.
     """
     options = {"eps": float(norm.eps), "device": norm.weight.device, "dtype": compute_dtype(norm.weight.dtype)}
-    made: Any = _BATCH_NORMS.get(rank, nn.SyncBatchNorm)(norm.num_channels, **options)
+    layer = nn.SyncBatchNorm if rank is None else TORCH_LAYERS[rank - 2]
+    made: Any = layer(norm.num_channels, **options)
     with torch.no_grad():
         for parameter, value in zip((made.weight, made.bias), _channel_parameters(norm), strict=True):
             parameter.copy_(value).requires_grad_(norm.weight.requires_grad)

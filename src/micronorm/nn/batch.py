@@ -32,7 +32,8 @@ class GhostBatchNorm(RunningNorm):
         return batch_norm(x, self.weight, self.bias, self.running(), **self.options())
 
 
-_TORCH_LAYERS = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+TORCH_LAYERS: dict[int, type[nn.Module]] = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+"""torch's layer for inputs with so many spatial dimensions."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ class BN(NormSpec):
 
     def __call__(self, num_channels: int, *, dims: int = 2) -> nn.Module:
         """Return nn.BatchNorm1d (`dims` 0 or 1), 2d or 3d; with `micro_batch` a GhostBatchNorm for any rank."""
-        if dims not in _TORCH_LAYERS:
+        if dims not in TORCH_LAYERS:
             raise ValueError(f"BN needs 0 to 3 spatial dimensions, got dims={dims}")
         if self.micro_batch is None:
-            return _TORCH_LAYERS[dims](num_channels, eps=self.eps, momentum=self.momentum)
+            return TORCH_LAYERS[dims](num_channels, eps=self.eps, momentum=self.momentum)
         return GhostBatchNorm(num_channels, micro_batch=self.micro_batch, eps=self.eps, momentum=self.momentum)

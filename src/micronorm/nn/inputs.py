@@ -4,6 +4,8 @@ import math
 
 from torch import Tensor
 
+from micronorm.ops.group import check_count
+
 
 def check_input(x: Tensor, num_channels: int, name: str) -> None:
     """Raise if x is not floating-point N×C×… of rank 2 to 5 with `num_channels` channels; `name` is the layer's."""
@@ -38,14 +40,6 @@ def check_residual(residual: Tensor, x: Tensor) -> None:
             f"residual must have the shape of the input, {tuple(x.shape)}, got {tuple(residual.shape)}; "
             "what broadcasts is added afterwards"
         )
-
-
-def check_count(name: str, value: int) -> None:
-    """Raise if the value is not an int of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
 
 
 def check_groups(c: int, g: int) -> None:

@@ -54,18 +54,17 @@ class Reparameterized(Fingerprinted):
 
     def weight_in_use(self) -> Tensor:
         """Return the effective weight of this forward: the shared one, if there is one."""
-        weight = self._weight_in_use()
+        weight = self.shared_weight
+        # A weight that was shared in autocast's dtype is not used in forwards outside of autocast.
+        if weight is None or (weight.dtype != self.weight.dtype and not torch.is_autocast_enabled(weight.device.type)):
+            weight = self.new_weight()
         for observer in self.weight_observers:
             observer(weight)
         return weight
 
-    def _weight_in_use(self) -> Tensor:
-        shared = self.shared_weight
-        if shared is None:
-            return self.effective_weight()
-        # A weight that was shared in autocast's dtype is not used in forwards outside of autocast.
-        rounded = shared.dtype != self.weight.dtype
-        return self.effective_weight() if rounded and not torch.is_autocast_enabled(shared.device.type) else shared
+    def new_weight(self) -> Tensor:
+        """Return the effective weight, computed for this forward."""
+        return self.effective_weight()
 
 
 class _Conv(Reparameterized):
@@ -158,12 +157,8 @@ class _WS(Reparameterized):
         layer.register_buffer("absorbed_mean", None)
         layer.register_buffer("absorbed_scale", None)
 
-    def effective_weight(self) -> Tensor:
-        return self._effective_weight(None)
-
-    def _weight_in_use(self) -> Tensor:
-        dtype = None if self.shared_weight is not None else self._autocast_dtype()
-        return super()._weight_in_use() if dtype is None else self._effective_weight(dtype)
+    def new_weight(self) -> Tensor:
+        return self.effective_weight(self._autocast_dtype())
 
     def _autocast_dtype(self) -> torch.dtype | None:
         """Return the dtype that autocast would cast Ŵ to, if a kernel can write Ŵ in it directly; else None."""
@@ -176,7 +171,7 @@ class _WS(Reparameterized):
         plain = (self.center or self.scale) and self.absorbed_mean is None and self.rows(self.weight) is self.weight
         return plain and choose_backend(self.weight, self.backend) == "triton"
 
-    def _effective_weight(self, dtype: torch.dtype | None) -> Tensor:
+    def effective_weight(self, dtype: torch.dtype | None = None) -> Tensor:
         options: dict[str, Any] = {"center": self.center, "scale": self.scale, "eps": self.eps, "backend": self.backend}
         rows = self.rows(self.weight)
         if self.absorbed_mean is None or self.absorbed_scale is None:

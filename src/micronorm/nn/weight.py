@@ -114,12 +114,18 @@ def _counterpart(layer: nn.Module, prefix: str, **options: Any) -> Any:
     if kind is None:
         known = ", ".join(k.__name__ for k in PLAIN)
         raise TypeError(f"{prefix} has no counterpart for {type(layer).__name__}; it knows {known}")
-    made = object.__new__(globals()[prefix + kind])
+    made = recast(layer, globals()[prefix + kind])
+    made._standardize(**options)
+    return made
+
+
+def recast(layer: nn.Module, kind: type[nn.Module]) -> Any:
+    """Return a module of another class with the same parameters, buffers, hooks and attributes."""
+    made = object.__new__(kind)
     made.__dict__.update(layer.__dict__)
     # Both share their hooks, so that handles stay valid, but not the tables that registration changes.
     for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
         made.__dict__[table] = layer.__dict__[table].copy()
-    made._standardize(**options)
     return made
 
 

@@ -13,13 +13,18 @@ def choose_groups(num_channels: int, *, groups: int = 32, min_channels_per_group
         >>> choose_groups(64, min_channels_per_group=4)
         16
     """
-    given = {"num_channels": num_channels, "groups": groups, "min_channels_per_group": min_channels_per_group}
-    for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an int, got {value!r}")
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    check_count("num_channels", num_channels)
+    check_count("groups", groups)
+    check_count("min_channels_per_group", min_channels_per_group)
     if num_channels % groups == 0 and num_channels // groups >= min_channels_per_group:
         return groups
     limit = min(groups, num_channels // max(4, min_channels_per_group))
     return next((g for g in range(limit, 1, -1) if num_channels % g == 0), 1)
+
+
+def check_count(name: str, value: int) -> None:
+    """Raise if the value is not an int of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")

@@ -258,8 +258,8 @@ def test_a_weight_that_was_modified_before_the_backward_is_an_error_as_without_r
 
 def remember(y: Tensor, compute: Callable[..., Tensor], sources: tuple[Tensor, ...]) -> None:
     recorder = active()
-    assert recorder is not None
-    recorder.remember(y, compute, sources)
+    if recorder is not None:  # every body also runs without mn.recompute
+        recorder.remember(y, compute, sources)
 
 
 class Twice(torch.autograd.Function):

@@ -100,6 +100,9 @@ def _learn_shapes(flow: Flow, executed: Flow) -> None:
 
 def _guess_shapes(flow: Flow, stand_in: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> None:
     """Learn shapes from a guessed input on the meta device, where nothing is computed; keep what a failed run gives."""
+    for module in stand_in.modules():  # hooks of the user must not see this run
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
     runs: list[list[Node]] = [[]]
     with suppress(Exception), torch.device("meta"):
         for _, inputs in guesses(stand_in.to("meta")):
