@@ -52,7 +52,7 @@ def diagnose(
     ] = None,
     data: Annotated[
         str | None,
-        typer.Option(help="digits, random, a folder of pictures, or a file with a tensor N×C×H×W. Use real images."),
+        typer.Option(help="A folder of pictures, digits or random. Use images like those it was trained on."),
     ] = None,
     images: Annotated[int, typer.Option(min=1, help="The number of images; at least 32 to judge channels.")] = 128,
     size: Annotated[int | None, typer.Option(min=1, help="The height and width of the images.")] = None,
@@ -89,7 +89,7 @@ def diagnose(
     fresh = _is_fresh(model) and checkpoint is None
     if checkpoint is not None:
         _load(model, checkpoint)
-    source, batch = _images(subject, target, data, images, size, notes)
+    source, batch = _images(subject, target, data, images, size)
     collapse = None if checkpoint is None else _collapse(checkpoint)
     diagnosis = replace(_examine(model, batch, device, by=by, fresh=fresh), collapse=collapse)
     diagnosis.notes.extend(notes)
@@ -165,24 +165,20 @@ def _is_fresh(model: nn.Module) -> bool:
     return bool(kept) and all(bool((mean == 0).all() and (var == 1).all()) for mean, var in kept)
 
 
-def _images(
-    subject: _Subject, target: str, data: str | None, count: int, size: int | None, notes: list[str]
-) -> tuple[str, Tensor]:
-    """Return the source of the images and the images. Add assumptions about them to `notes`."""
+def _images(subject: _Subject, target: str, data: str | None, count: int, size: int | None) -> tuple[str, Tensor]:
+    """Return the source of the images, and the images."""
     if data is None and subject.images is not None:
         return "its own batch", subject.images[:count]
     source = data or subject.data or "random"
     known: Any = getattr(subject.model, "pretrained_cfg", None)  # timm's input size and standardization
     config = known if isinstance(known, Mapping) else {}
-    if size is None and source not in ("digits",) and not Path(source).is_file():
+    if size is None and source != "digits":
         size = config.get("input_size", (3, 224, 224))[-1] if target.startswith(("timm:", "torchvision:")) else 64
     standardization = None
     if config.get("mean") and config.get("std"):
         standardization = Standardization(*(tuple(255 * v for v in config[key]) for key in ("mean", "std")))
     channels = next((m.in_channels for m in subject.model.modules() if isinstance(m, nn.Conv2d)), 3)
-    return source, read_images(
-        source, count=count, size=size, channels=channels, standardization=standardization, notes=notes
-    )
+    return source, read_images(source, count=count, size=size, channels=channels, standardization=standardization)
 
 
 def _examine(model: nn.Module, images: Tensor, device: str, *, by: str, fresh: bool) -> Diagnosis:
