@@ -305,3 +305,10 @@ def test_importing_the_command_line_loads_nothing_heavy():
     loaded = json.loads(done.stdout)
     heavy = ("sklearn", "scipy", "triton", "torchvision", "timm", "torch._dynamo")
     assert [name for name in loaded if name.startswith(heavy)] == []
+
+
+def test_help_fills_the_lines_of_a_narrow_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text, _, _ = invoke("train", "--help").output.partition("Arguments")
+    paragraph = text[text.index("Several GPUs") : text.index("Exit code")].strip().splitlines()
+    assert all(len(line.strip()) > 60 for line in paragraph[:-1])

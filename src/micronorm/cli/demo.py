@@ -39,9 +39,8 @@ def demo(
     """Train a small network on scikit-learn's digits with five normalizations and compare them.
 
     WS is Weight Standardization, BCN is Batch-Channel Normalization. "1 at a time" is one image per micro-batch:
-    BatchNorm computes its statistics over that image alone. The 64 micro-batches of a step are computed at once in an
-    exact batched form, which is what the seconds measure. Nothing is downloaded. The demo takes about two minutes on
-    one CPU core.
+    BatchNorm computes its statistics over that image alone. To save time, the 64 micro-batches of a step are computed
+    together, with the same result. Nothing is downloaded. The demo takes about two minutes on one CPU core.
 
     Exit code 0: done. 2: an option is wrong, or --out contains other files. 130, 143: interrupted.
     """

@@ -44,12 +44,13 @@ _REQUIRED = ("matplotlib", "numpy", "rich", "safetensors", "scikit-learn", "torc
 
 
 def doctor(
-    data: Annotated[Path | None, typer.Option(help="The folder of data sets; default ./data and ~/data.")] = None,
+    data: Annotated[Path | None, typer.Option(help="The folder of data sets. Default: ./data and ~/data.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
     """Show installed packages, the implementation of each layer, and data sets found; then run the self-tests.
 
-    The self-tests check the law on a small network, and BCN by every implementation that this machine can run.
+    The self-tests check that a step of a small network does not depend on how its images are split, and that every
+    implementation of BCN that this machine can run computes the equations.
 
     Exit code 0: no self-test failed. 1: one failed, and is named. 2: an option is wrong.
     """

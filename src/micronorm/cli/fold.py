@@ -9,7 +9,7 @@ from torch import nn
 
 from micronorm.cli.faults import FAILED, one_line
 from micronorm.cli.specs import Groups, Statistics, norm_spec, weight_spec
-from micronorm.cli.targets import TargetError, resolve_model
+from micronorm.cli.targets import TargetError, input_channels, resolve_model
 from micronorm.convert import convert
 from micronorm.convert.checkpoint import load_state, pack_state, read_header, read_state
 from micronorm.engine.journal import WEIGHTS
@@ -23,21 +23,23 @@ from micronorm.records import write_atomically
 def fold(
     checkpoint: Annotated[
         Path,
-        typer.Argument(help="A run directory of `micronorm train`, or a state dict: .safetensors, .pt or .pth."),
+        typer.Argument(
+            metavar="CHECKPOINT", help="A run directory of `micronorm train`, or a state dict: .safetensors, .pt, .pth."
+        ),
     ],
     model: Annotated[
         str | None,
         typer.Option(help="The model it was saved from: recipe:NAME, timm:NAME, torchvision:NAME or module:factory."),
     ] = None,
-    norm: Annotated[str | None, typer.Option(help="The norm the model was converted to; default bcn.")] = None,
+    norm: Annotated[str | None, typer.Option(help="The norm the model was converted to. Default: bcn.")] = None,
     groups: Groups = None,
-    weight: Annotated[str | None, typer.Option(help="The weight it was converted to; default ws.")] = None,
+    weight: Annotated[str | None, typer.Option(help="The weight it was converted to. Default: ws.")] = None,
     statistics: Statistics = None,
     out: Annotated[Path | None, typer.Option(help="Write the folded state dict here (.safetensors).")] = None,
     onnx: Annotated[Path | None, typer.Option(help="Write an ONNX file here, verified by onnxruntime.")] = None,
     size: Annotated[tuple[int, int], typer.Option(help="Height and width of the example image.")] = (224, 224),
     channels: Annotated[
-        int | None, typer.Option(min=1, help="Channels of the example image; default those of the first convolution.")
+        int | None, typer.Option(min=1, help="Channels of the example image. Default: those of the first convolution.")
     ] = None,
 ) -> None:
     """Fold a trained checkpoint into plain layers, and write them as a state dict, as ONNX, or both.
@@ -101,8 +103,7 @@ def _rebuild(model: str | None, options: dict[str, Any], header: dict[str, str])
 
 
 def _write_onnx(model: nn.Module, path: Path, channels: int | None, size: tuple[int, int]) -> None:
-    first = next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), 3)
-    report = export_onnx(model, path, (torch.randn(2, channels or first, *size),))
+    report = export_onnx(model, path, (torch.randn(2, channels or input_channels(model), *size),))
     shapes = " and ".join("×".join(map(str, shape)) for shape in report.shapes)
     nodes = f"opset {report.opset}, {report.group_normalizations} GroupNormalization nodes"
     typer.echo(f"{path}: {nodes}; onnxruntime agrees to {report.worst:.1e} at {shapes}")

@@ -4,17 +4,23 @@ from dataclasses import fields, replace
 from typing import Annotated, Any
 
 import typer
+from torch import nn
 
 from micronorm.cli.targets import TargetError, import_object, unknown
+from micronorm.convert import convert
 from micronorm.nn import SPECS
 from micronorm.nn.spec import NormSpec, WeightSpec
 
 Norm = Annotated[
-    str, typer.Option(help="bcn, gn, bn, sn, …, or module:Spec for your own; none keeps the model's norms.")
+    str, typer.Option(help="Convert the norms to bcn, gn, bn, sn, …, or module:Spec of your own; none keeps them.")
 ]
-Groups = Annotated[int | None, typer.Option(help="Channel groups; fewer where they do not divide the channels.")]
-Weight = Annotated[str, typer.Option(help="ws, wn, cwn, or module:Spec for your own; none keeps the model's weights.")]
-Statistics = Annotated[str | None, typer.Option(help="BCN's statistics: step, sequential or batch.")]
+Groups = Annotated[
+    int | None, typer.Option(help="Groups of channels; fewer in layers whose channels they do not divide.")
+]
+Weight = Annotated[
+    str, typer.Option(help="Convert the weights to ws, wn, cwn, or module:Spec of your own; none keeps them.")
+]
+Statistics = Annotated[str | None, typer.Option(help="BCN's statistics: step, sequential or batch. Default: step.")]
 
 
 def norm_spec(name: str, **options: Any) -> NormSpec | None:
@@ -28,6 +34,12 @@ def norm_spec(name: str, **options: Any) -> NormSpec | None:
 def weight_spec(name: str) -> WeightSpec | None:
     """Return the weight spec of that name, as `norm_spec` does."""
     return _spec(name, WeightSpec, {})
+
+
+def converted(model: nn.Module, norm: str, groups: int | None, weight: str) -> nn.Module:
+    """Convert a model as the options say; return it as it is if both are "none"."""
+    wanted = norm_spec(norm, groups=groups), weight_spec(weight)
+    return convert(model, *wanted) if any(spec is not None for spec in wanted) else model
 
 
 def _spec(name: str, kind: type, options: dict[str, Any]) -> Any:
