@@ -1,4 +1,4 @@
-"""A training step of a network with BatchNorm or with BCN + WS, for steps_gpu.py and profile_steps.py.
+"""A training step of a network with BatchNorm or with BCN + WS, for steps_gpu.py.
 
 Forward, cross entropy, backward and SGD with momentum, in bfloat16 autocast and channels_last, on random images. The
 learning rate is a tensor on the device, as a captured step with a schedule needs it. All networks use the same

@@ -17,6 +17,7 @@ import micronorm
 from micronorm import records
 from micronorm.cli import app, bench, check, demo, diagnose, doctor, fold, plan, predict, report, reproduce, train
 from micronorm.cli.demo import RECIPES, make_room
+from micronorm.engine import Listener
 from tests.cli.few import TEST_IMAGES, keep_few_digits
 
 NAMES = [
@@ -71,11 +72,11 @@ def test_the_table_has_a_row_per_method_with_the_figures_of_its_record(shown):
     output, out = shown
     table = rows(output)
     assert list(table) == NAMES
-    for recipe, (epochs, loss, error, seconds) in zip(RECIPES, table.values(), strict=True):
+    for recipe, (loss, error, seconds) in zip(RECIPES, table.values(), strict=True):
         record = records.read(out / recipe.row)
         assert record.facts["recipe"] == recipe.name
         assert record.outcome is not None
-        assert (epochs, record.outcome["steps"]) == ("2", 4)
+        assert record.outcome["steps"] == 4
         assert error == f"{record.outcome['figures']['top1']:.2f}"
         assert loss == f"{record.epochs[-1]['train']['loss']:.4f}"
         assert seconds == f"{sum(row['seconds'] for row in record.steps):.1f}"
@@ -227,18 +228,18 @@ def test_a_full_disk_ends_the_demo_with_the_file_and_the_space_it_needed(monkeyp
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_within_a_run_leaves_what_has_finished(quick, monkeypatch, tmp_path, number, code):
-    class Press(demo.BoardRow):
+    class Press(Listener):
+        def on_start(self, total_steps, start_step, description):
+            self.description = description
+
         def on_step(self, row):
-            super().on_step(row)
-            if self.name == "GroupNorm + WS, 1 at a time" and self.steps == 1:
+            if self.description == "digits/gn-ws" and row["step"] == 1:
                 signal.raise_signal(number)
 
-    monkeypatch.setattr(demo, "BoardRow", Press)
+    monkeypatch.setattr(demo, "Listener", Press)
     result = invoke("demo", "--epochs", "2", "--out", str(tmp_path))
     assert result.exit_code == code
-    table = rows(result.output)
-    # the step was the last of its first epoch, which does not count: its evaluation was stopped
-    assert [cells[0] if cells else "" for cells in table.values()] == ["2", "2", "2", "0", ""]
+    assert list(errors_by_run(result.output)) == NAMES[:3]
     assert result.output.splitlines()[-1] == (
         f"Interrupted: 3 of 5 methods had finished. Records are in {tmp_path}; the next demo replaces them."
     )
@@ -255,8 +256,8 @@ def test_ctrl_c_between_runs_is_an_interruption_too(monkeypatch, tmp_path):
     assert not (tmp_path / "demo").exists()
 
 
-def test_a_terminal_gets_live_tables_and_no_lines_of_finished_runs(quick, monkeypatch, tmp_path):
-    monkeypatch.setattr(demo, "Console", partial(Console, force_terminal=True, force_interactive=True, width=100))
+def test_a_terminal_gets_live_progress_and_no_lines_of_finished_runs(quick, monkeypatch, tmp_path):
+    monkeypatch.setattr(demo, "Console", partial(Console, force_terminal=True, force_interactive=True, width=120))
     result = invoke("demo", "--epochs", "1", "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
     assert "━" in result.output
@@ -304,3 +305,10 @@ def test_importing_the_command_line_loads_nothing_heavy():
     loaded = json.loads(done.stdout)
     heavy = ("sklearn", "scipy", "triton", "torchvision", "timm", "torch._dynamo")
     assert [name for name in loaded if name.startswith(heavy)] == []
+
+
+def test_help_fills_the_lines_of_a_narrow_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text, _, _ = invoke("train", "--help").output.partition("Arguments")
+    paragraph = text[text.index("Several GPUs") : text.index("Exit code")].strip().splitlines()
+    assert all(len(line.strip()) > 60 for line in paragraph[:-1])

@@ -2,14 +2,11 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import save_file
 
 from micronorm.cli.pictures import random_images, read_images
-from micronorm.cli.targets import TargetError
 from micronorm.data.digits import read_digits
 from micronorm.data.pixels import Standardization
 
@@ -46,40 +43,6 @@ def test_a_picture_that_is_none_is_named(tmp_path):
     (tmp_path / "a.jpg").write_text("no picture")
     with pytest.raises(ValueError, match=r"a\.jpg is not a readable image"):
         read_images(str(tmp_path), count=1, size=8, channels=3)
-
-
-def test_tensors_are_taken_as_they_are_and_bytes_standardized(tmp_path):
-    images = torch.randn(6, 2, 4, 4)
-    torch.save({"labels": torch.zeros(6), "images": images}, tmp_path / "a.pt")
-    save_file({"images": images}, tmp_path / "a.safetensors")
-    np.save(tmp_path / "a.npy", images.numpy())
-    for name in ("a.pt", "a.safetensors", "a.npy"):
-        assert torch.equal(read_images(str(tmp_path / name), count=4, size=None, channels=2), images[:4])
-    torch.save(torch.full((3, 1, 4, 4), 7, dtype=torch.uint8), tmp_path / "bytes.pt")
-    found = read_images(
-        str(tmp_path / "bytes.pt"), count=3, size=None, channels=1, standardization=Standardization((5.0,), (2.0,))
-    )
-    assert found.unique().tolist() == [1.0]
-
-
-@pytest.mark.parametrize(
-    "value, message",
-    [
-        (torch.zeros(3), "no tensor of images"),
-        ({"a": 1}, "no tensor of images"),
-        (torch.zeros(0, 1, 2, 2), "no tensor"),
-    ],
-)
-def test_a_file_without_images_is_refused(tmp_path, value, message):
-    torch.save(value, tmp_path / "a.pt")
-    with pytest.raises(TargetError, match=message):
-        read_images(str(tmp_path / "a.pt"), count=1, size=None, channels=1)
-
-
-def test_channels_that_do_not_fit_are_refused(tmp_path):
-    torch.save(torch.zeros(3, 4, 2, 2), tmp_path / "a.pt")
-    with pytest.raises(TargetError, match="the images have 4 channels, the model takes 3"):
-        read_images(str(tmp_path / "a.pt"), count=1, size=None, channels=3)
 
 
 def test_random_images_have_the_spectrum_of_photographs():

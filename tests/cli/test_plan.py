@@ -115,7 +115,5 @@ def test_a_norm_of_ones_own_is_named_by_its_module_or_file(tmp_path, monkeypatch
         norm_spec(f"{source}:Tall", groups=4)
     with pytest.raises(TargetError, match=r"must be a NormSpec of micronorm\.nn, a class or a value; got 3"):
         norm_spec(f"{source}:number")
-    with pytest.raises(TargetError, match="no spec"):
-        norm_spec(f"{source}:Tall", from_file=True)
     result = run("recipe:digits", "--norm", f"{source}:small", "--weight", "none")
     assert result.exit_code == 0, result.stderr

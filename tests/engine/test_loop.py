@@ -2,7 +2,6 @@
 
 import copy
 import random
-from collections import deque
 
 import numpy
 import pytest
@@ -17,6 +16,8 @@ from micronorm import records
 from micronorm.engine.listener import Listener
 from micronorm.engine.loop import Diverged, _TrainingRun, train
 from micronorm.engine.optimization import SGD, ParameterGroup
+from micronorm.engine.parallel import OneRank
+from micronorm.engine.sampling import Sampler
 from micronorm.engine.schedules import Cosine, Poly
 from micronorm.engine.settings import Execution
 from tests.engine.ranks import Rows
@@ -38,11 +39,15 @@ class Listening(Rows):
         self.messages.append(text)
 
 
-def run_of(samples, *, rank=0, world=1, execution=HERE, **changes):
-    """A run that believes to be one of several ranks; nothing here speaks to the others."""
-    run = _TrainingRun(nn.Linear(1, 1), Toy(samples), settings(**changes), execution, None, Listener())
-    run.parallel.rank, run.parallel.world = rank, world
-    return run
+def run_of(samples, *, execution=HERE, **changes):
+    return _TrainingRun(nn.Linear(1, 1), Toy(samples), settings(**changes), execution, None, Listener())
+
+
+def sampler_of(samples, *, rank=0, world=1, **changes):
+    """The sampler of one of several ranks; nothing here speaks to the others."""
+    parallel = OneRank(CPU)
+    parallel.rank, parallel.world = rank, world
+    return Sampler(settings(**changes), parallel, samples)
 
 
 @profile(max_examples=25)
@@ -52,21 +57,19 @@ def test_every_epoch_takes_every_sample_once_over_all_ranks(samples, step_batch,
     done = data.draw(st.integers(0, -(-samples // step_batch)))  # resumed in mid-epoch
     taken = {0: [], 1: []}
     for rank in range(world):
-        run = run_of(samples, rank=rank, world=world, step_batch=step_batch, unit=unit, epochs=2)
-        run.done, upcoming = done, deque()
-        shares = list(run._shares(upcoming))
-        assert len(shares) == len(upcoming) == 2 * -(-samples // step_batch) - done
-        for (epoch, indices), position in zip(shares, upcoming, strict=True):
-            assert torch.equal(indices, position.indices)
-            assert len(indices) == max(position.own_samples, 1)
-            taken[epoch] += indices[: position.own_samples].tolist()
+        sampler = sampler_of(samples, rank=rank, world=world, step_batch=step_batch, unit=unit, epochs=2)
+        for epoch, indices in list(sampler.shares(done, 2 * -(-samples // step_batch))):  # all are read ahead
+            loaded = sampler.next_loaded()
+            assert torch.equal(indices, loaded.indices)
+            assert len(indices) == max(loaded.own_samples, 1)
+            taken[epoch] += indices[: loaded.own_samples].tolist()
     assert sorted(taken[1]) == list(range(samples))
     assert len(taken[0]) == len(set(taken[0])) == max(samples - done * step_batch, 0)
 
 
 def test_epochs_come_in_different_orders_and_seeds_too():
     def orders(**changes):
-        return [indices.tolist() for _, indices in run_of(20, step_batch=20, epochs=2, **changes)._shares(deque())]
+        return [indices.tolist() for _, indices in sampler_of(20, step_batch=20, **changes).shares(0, 2)]
 
     first, second = orders()
     assert first != second != orders(seed=1)[1]

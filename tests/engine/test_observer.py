@@ -63,13 +63,10 @@ def test_a_run_that_was_killed_and_resumed_has_the_looks_of_one_that_was_not(tmp
 def test_looks_are_events_too(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run(tmp_path, observe=EVERY, observer=mn.observe)
-    folder, keep_all = str(tmp_path / journal.EVENTS), {"scalars": 0, "histograms": 0}
-    events = accumulator.EventAccumulator(folder, size_guidance=keep_all).Reload()
+    events = accumulator.EventAccumulator(str(tmp_path / journal.EVENTS), size_guidance={"scalars": 0}).Reload()
     steps = list(range(1, STEPS + 1, EVERY))
     assert [event.step for event in events.Scalars("stat_diff/1")] == steps
     assert [event.step for event in events.Scalars("weight_rest/0")] == steps
-    assert [event.step for event in events.Histograms("weights/6")] == [1]
-    assert [event.step for event in events.Histograms("channel_means/1")] == [1]
 
 
 def seen_step(size: int, *fail_at: int, idle: bool = False) -> dict[str, Any]:

@@ -3,8 +3,7 @@ import json
 import pytest
 
 from micronorm import records
-from micronorm.records import Run, read
-from tests.records.rows import FACTS
+from micronorm.records import read
 
 
 def sample(**changes) -> dict:
@@ -33,9 +32,6 @@ def test_predictions_are_read_back_and_go_when_the_run_goes_on(run):
     assert read(run.path, rows=False).predictions == []
     run.rewind(0)
     assert read(run.path).predictions == []
-    records.write_predictions(run.path, [sample()])
-    again = Run.create(run.path, FACTS, replace=True)
-    assert read(again.path).predictions == []
 
 
 @pytest.mark.parametrize(

@@ -36,20 +36,12 @@ def test_a_resumed_run_that_repeats_steps_without_rewinding_is_refused(run):
     assert len(read(run.path).steps) == 2
 
 
-def test_a_run_is_not_overwritten_unless_asked(run):
+def test_a_run_is_not_overwritten(run):
     run.append_steps([step_row(1)])
     run.finish({"steps": 1})
-    (run.path / "notes.txt").write_text("mine")
     with pytest.raises(FileExistsError, match="already holds a run"):
         Run.create(run.path, FACTS)
     assert len(read(run.path).steps) == 1
-    with pytest.raises(TypeError, match="is no JSON value"):
-        Run.create(run.path, {**FACTS, "bad": object()}, replace=True)
-    assert len(read(run.path).steps) == 1
-    Run.create(run.path, {**FACTS, "recipe": "other"}, replace=True)
-    record = read(run.path)
-    assert (record.facts["recipe"], record.steps, record.outcome) == ("other", [], None)
-    assert (run.path / "notes.txt").read_text() == "mine"
 
 
 def test_a_run_may_begin_in_a_folder_that_holds_other_files(tmp_path):

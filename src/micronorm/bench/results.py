@@ -3,7 +3,6 @@
 import csv
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from micronorm.bench.cases import Case
 from micronorm.bench.methods import BN, BN_COMPILED, BN_GN, NormMethod, groups_for
 from micronorm.bench.timing import Spread
-from micronorm.engine.environment import environment
+from micronorm.engine.environment import environment, package_version
 
 ROUTES = ("eager", "graph")
 
@@ -215,7 +214,7 @@ def provenance(device: torch.device, command: str, *, packages: Sequence[str] = 
         "cores": found["cpu"]["threads"],
         "threads": found["cpu"]["torch_threads"],
         "torch": found["torch"],
-        **{package: _version(package) for package in packages},
+        **{package: package_version(package) for package in packages},
         "cuda": gpu.get("cuda"),
         "cudnn": gpu.get("cudnn"),
         "micronorm": found["micronorm"],
@@ -225,10 +224,3 @@ def provenance(device: torch.device, command: str, *, packages: Sequence[str] = 
         "command": command,
     }
     return {name: "" if value is None else value for name, value in facts.items()}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

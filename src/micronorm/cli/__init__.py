@@ -3,6 +3,7 @@
 What the commands compute is elsewhere, except the demo's comparison and the self-tests of `micronorm doctor`.
 """
 
+import inspect
 from typing import Annotated
 
 import typer
@@ -19,17 +20,28 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # errors of ours show Python's own traceback, which users can paste into a report
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(demo.demo)
-app.command()(train.train)
-app.command()(reproduce.reproduce)
-app.command()(check.check)
-app.command()(diagnose.diagnose)
-app.command()(plan.plan)
-app.command()(predict.predict)
-app.command()(fold.fold)
-app.command()(bench.bench)
-app.command()(report.report)
-app.command()(doctor.doctor)
+_COMMANDS = (
+    demo.demo,
+    train.train,
+    reproduce.reproduce,
+    check.check,
+    diagnose.diagnose,
+    plan.plan,
+    predict.predict,
+    fold.fold,
+    bench.bench,
+    report.report,
+    doctor.doctor,
+)
+
+
+def _reflow(text: str) -> str:
+    """Join the lines of each paragraph, so that a terminal of any width breaks them where it needs to."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in inspect.cleandoc(text).split("\n\n"))
+
+
+for _command in _COMMANDS:
+    app.command(help=_reflow(_command.__doc__ or ""))(_command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -31,12 +31,14 @@ def bench(
     case: Annotated[
         _Several, typer.Option(help="A group of cases (large, small, cpu) or a shape such as 16x64x56x56. Repeatable.")
     ] = None,
-    layout: Annotated[Literal["nhwc", "nchw"] | None, typer.Option(help="Default: both.")] = None,
+    layout: Annotated[
+        Literal["nhwc", "nchw"] | None, typer.Option(help="Memory layout: nhwc is channels last. Default: both.")
+    ] = None,
     method: Annotated[
         _Several, typer.Option(help="A key of --list, or module:Spec for your own norm. Repeatable.")
     ] = None,
     route: Annotated[
-        Literal["eager", "graph"] | None, typer.Option(help="graph is a CUDA graph. Default: what the device has.")
+        Literal["eager", "graph"] | None, typer.Option(help="Call by call, or as a CUDA graph. Default: both on a GPU.")
     ] = None,
     dtype: Annotated[
         Literal["bfloat16", "float16", "float32"] | None,
@@ -50,10 +52,10 @@ def bench(
 ) -> None:
     """Time norm + ReLU, forward and backward: our layer beside BatchNorm, GroupNorm and their compositions.
 
-    Our layer is first compared with the plain equations in float64 at each shape and dtype. Without a GPU the shapes
-    for the CPU are measured, and the output says what was skipped.
+    At each shape, our layer is first compared with the plain equations in float64. Without a GPU the command measures
+    the shapes for the CPU, and says what it skipped.
 
-    Exit code 0: every method of ours was timed. 1: one is wrong or failed. 2: an option is wrong.
+    Exit code 0: our layer was timed in every mode. 1: it is wrong or failed in one. 2: an option is wrong.
     """
     if listed:
         _list()

@@ -9,13 +9,12 @@ import torch
 import torch.nn.functional as F
 import typer
 from rich.console import Console
-from rich.text import Text
 from torch import Tensor, nn
 
-from micronorm.check import CutsReport, check_cuts, check_start
-from micronorm.cli.specs import Groups, Norm, Weight, norm_spec, weight_spec
-from micronorm.cli.targets import TargetError, resolve
-from micronorm.convert import convert
+from micronorm.check import check_cuts, check_start
+from micronorm.cli.progress import show_report
+from micronorm.cli.specs import Groups, Norm, Weight, converted
+from micronorm.cli.targets import TargetError, input_channels, resolve
 from micronorm.ops.private_api import DropoutNd
 
 DEPENDS = 1
@@ -26,14 +25,15 @@ def check(
     target: Annotated[
         str,
         typer.Argument(
+            metavar="MODEL",
             help="timm:NAME, torchvision:NAME, recipe:NAME or package.module:factory. A factory returns (model, batch, "
-            "loss) or a model. A model alone is checked with random images and a summed cross-entropy."
+            "loss) or a model. A model alone is checked with random images and a summed cross-entropy.",
         ),
     ],
     batch: Annotated[int, typer.Option(min=2, max=4096, help="The number of random images.")] = 6,
     size: Annotated[int, typer.Option(min=1, max=4096, help="The height and width of the images.")] = 64,
     classes: Annotated[
-        int | None, typer.Option(min=1, help="The number of labels; by default the number of outputs.")
+        int | None, typer.Option(min=1, help="The number of labels. Default: the number of outputs.")
     ] = None,
     norm: Norm = "none",
     groups: Groups = None,
@@ -47,17 +47,16 @@ def check(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Run one step whole, in halves and one image at a time. Name the first module that makes them differ, and why.
+    """Test whether a step depends on how its images are split, and name the module that makes it so.
 
-    With --norm or --weight the model is converted first. With --lr, a jump of the loss in the first steps is a note: it
-    does not change the exit code.
+    The check runs one optimizer step whole, in halves and one image at a time, in float64. With --norm or --weight the
+    model is converted first. With --lr, a jump of the loss in the first steps is a note: it does not change the exit
+    code.
 
-    Exit code 0: the step does not depend on the split. 1: it does. 2: the target or an option is wrong.
+    Exit code 0: the step does not depend on the split. 1: it does. 2: the model or an option is wrong.
     """
     model, data, loss = _subject(resolve(target), batch=batch, size=size, classes=classes)
-    wanted = norm_spec(norm, groups=groups), weight_spec(weight)
-    if any(spec is not None for spec in wanted):
-        model = convert(model, *wanted)
+    model = converted(model, norm, groups, weight)
     if no_dropout:
         _switch_dropout_off(model)
     report = check_cuts(model, data, loss)
@@ -66,7 +65,9 @@ def check(
     if as_json:
         typer.echo(json.dumps({"target": target, **report.to_dict()}, indent=2))
     else:
-        _print(Console(highlight=False), report)
+        words = [finding.where for finding in report.findings] + ["fix:", "evidence:"]
+        red, green = r"THE STEP DEPENDS ON THE SPLIT\.", r"the step does not depend on the split\."
+        show_report(Console(highlight=False), str(report), bold=words, red=red, green=green)
     raise typer.Exit(0 if report.ok else DEPENDS)
 
 
@@ -78,7 +79,7 @@ def _subject(made: nn.Module | tuple, *, batch: int, size: int, classes: int | N
         _try(lambda: loss(copy.deepcopy(model), data), "the loss fails on the whole batch", "correct it")
         return model, data, loss
     model = made.train()
-    channels = next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), 3)
+    channels = input_channels(model)
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(batch, channels, size, size, generator=generator)
     with torch.no_grad():
@@ -132,13 +133,3 @@ def summed_cross_entropy(model: nn.Module, part: tuple[Tensor, Tensor]) -> tuple
     """Return the sum of the cross-entropies and the number of labels."""
     images, labels = part
     return F.cross_entropy(_logits(model(images)), labels, reduction="sum"), labels.numel()
-
-
-def _print(console: Console, report: CutsReport) -> None:
-    text = Text(str(report))
-    if console.is_terminal:
-        text.highlight_words([f.where for f in report.findings] + ["fix:", "evidence:"], "bold")
-        text.highlight_words(["THE STEP DEPENDS ON THE SPLIT."], "bold red")
-        text.highlight_words(["the step does not depend on the split."], "green")
-    # Wrap lines in a terminal only: whole lines in a file are easier to search.
-    console.print(text, soft_wrap=not console.is_terminal)

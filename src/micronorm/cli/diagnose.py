@@ -9,14 +9,13 @@ from typing import Annotated, Any, Literal, NamedTuple
 import torch
 import typer
 from rich.console import Console
-from rich.text import Text
 from torch import Tensor, nn
 
 from micronorm import records
 from micronorm.cli.pictures import read_images
-from micronorm.cli.specs import Groups, Norm, Weight, norm_spec, weight_spec
-from micronorm.cli.targets import TargetError, resolve
-from micronorm.convert import convert
+from micronorm.cli.progress import show_report
+from micronorm.cli.specs import Groups, Norm, Weight, converted
+from micronorm.cli.targets import TargetError, input_channels, resolve
 from micronorm.convert.checkpoint import load_state, read_state
 from micronorm.data.pixels import Standardization
 from micronorm.diagnostics.diagnosis import Diagnosis
@@ -48,11 +47,11 @@ def diagnose(
         ),
     ],
     checkpoint: Annotated[
-        Path | None, typer.Option(help="A run directory, or a state dict: .safetensors, or a file of torch.save.")
+        Path | None, typer.Option(help="A run directory, or a state dict: .safetensors, .pt or .pth.")
     ] = None,
     data: Annotated[
         str | None,
-        typer.Option(help="digits, random, a folder of pictures, or a file with a tensor N×C×H×W. Use real images."),
+        typer.Option(help="A folder of pictures, digits, or random. Use images like those of its training."),
     ] = None,
     images: Annotated[int, typer.Option(min=1, help="The number of images; at least 32 to judge channels.")] = 128,
     size: Annotated[int | None, typer.Option(min=1, help="The height and width of the images.")] = None,
@@ -62,34 +61,30 @@ def diagnose(
     by: Annotated[
         Literal["auto", "estimates", "batch"],
         typer.Option(
-            help="Use batch normalization by running statistics or by each batch of 32. auto uses batches for a "
-            "network without --checkpoint that was never trained."
+            help="What BatchNorm uses: its running statistics (estimates), or those of each batch of 32 images. auto: "
+            "the batch if the network was never trained."
         ),
     ] = "auto",
     layers: Annotated[int, typer.Option(min=0, help="The number of worst layers to list.")] = 10,
     device: Annotated[str, typer.Option(help="The device to run on.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Run a network over images, and report layers near an elimination singularity with a remedy.
+    """Run a network over images, and report layers that lose channels, with a remedy.
 
     It finds channels that a ReLU keeps inactive, channels that are normalized together although their statistics differ
     too much (StatDiff), and running statistics that do not fit the images. With --norm or --weight the model is
-    converted before the checkpoint is loaded.
-
-    If the checkpoint lies in a run directory, a collapse at the start of its training is reported too.
+    converted before the checkpoint is loaded. For a run directory, it also reports a collapse at the start of training.
 
     Exit code 0: no problem. 1: a layer has one, or training collapsed. 2: the model, the checkpoint, the data or an
     option is wrong.
     """
     subject = _resolve(target)
-    model, wanted = subject.model, (norm_spec(norm, groups=groups), weight_spec(weight))
-    if any(spec is not None for spec in wanted):
-        model = convert(model, *wanted)
+    model = converted(subject.model, norm, groups, weight)
     notes = _other_groups(model, norm, groups)
     fresh = _is_fresh(model) and checkpoint is None
     if checkpoint is not None:
         _load(model, checkpoint)
-    source, batch = _images(subject, target, data, images, size, notes)
+    source, batch = _images(subject, target, data, images, size)
     collapse = None if checkpoint is None else _collapse(checkpoint)
     diagnosis = replace(_examine(model, batch, device, by=by, fresh=fresh), collapse=collapse)
     diagnosis.notes.extend(notes)
@@ -165,24 +160,20 @@ def _is_fresh(model: nn.Module) -> bool:
     return bool(kept) and all(bool((mean == 0).all() and (var == 1).all()) for mean, var in kept)
 
 
-def _images(
-    subject: _Subject, target: str, data: str | None, count: int, size: int | None, notes: list[str]
-) -> tuple[str, Tensor]:
-    """Return the source of the images and the images. Add assumptions about them to `notes`."""
+def _images(subject: _Subject, target: str, data: str | None, count: int, size: int | None) -> tuple[str, Tensor]:
+    """Return the source of the images, and the images."""
     if data is None and subject.images is not None:
         return "its own batch", subject.images[:count]
     source = data or subject.data or "random"
     known: Any = getattr(subject.model, "pretrained_cfg", None)  # timm's input size and standardization
     config = known if isinstance(known, Mapping) else {}
-    if size is None and source not in ("digits",) and not Path(source).is_file():
+    if size is None and source != "digits":
         size = config.get("input_size", (3, 224, 224))[-1] if target.startswith(("timm:", "torchvision:")) else 64
     standardization = None
     if config.get("mean") and config.get("std"):
         standardization = Standardization(*(tuple(255 * v for v in config[key]) for key in ("mean", "std")))
-    channels = next((m.in_channels for m in subject.model.modules() if isinstance(m, nn.Conv2d)), 3)
-    return source, read_images(
-        source, count=count, size=size, channels=channels, standardization=standardization, notes=notes
-    )
+    channels = input_channels(subject.model)
+    return source, read_images(source, count=count, size=size, channels=channels, standardization=standardization)
 
 
 def _examine(model: nn.Module, images: Tensor, device: str, *, by: str, fresh: bool) -> Diagnosis:
@@ -223,10 +214,6 @@ def _print(console: Console, head: str, diagnosis: Diagnosis, target: str, *, ro
         lines.insert(1, f"worst layers:\n{diagnosis.table(rows)}")
     if any(finding.remedy.startswith("mn.convert") for finding in diagnosis.findings):
         lines.append(f"preview the conversion: micronorm plan {target}")
-    text = Text("\n".join(lines))
-    if console.is_terminal:
-        text.highlight_words([finding.layer for finding in diagnosis.findings] + ["fix:", "effect:"], "bold")
-        text.highlight_regex(r"\d+ LAYERS? (ARE|IS) IN TROUBLE", "bold red")
-        text.highlight_regex("No layer is near an elimination singularity", "green")
-    # Wrap lines in a terminal only: whole lines in a file are easier to search.
-    console.print(text, soft_wrap=not console.is_terminal)
+    words = [finding.layer for finding in diagnosis.findings] + ["fix:", "effect:"]
+    red, green = r"\d+ LAYERS? (ARE|IS) IN TROUBLE", "No layer is near an elimination singularity"
+    show_report(console, "\n".join(lines), bold=words, red=red, green=green)

@@ -1,13 +1,15 @@
-"""The demo's findings as sentences computed from the measured figures, for its terminal output and its page."""
+"""The demo's findings as sentences computed from the measured figures, for the terminal and for the demo's page."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from micronorm import records
-from micronorm.recipes import Recipe
+from micronorm.recipes import Recipe, find_table
 from micronorm.recipes.digits import STEP_BATCH
 from micronorm.recipes.protocols import method
+from micronorm.report import Lead, Table, write_page
 
 ROUNDING = 1e-10
 """The largest difference between split and whole steps that rounding in float64 explains: the tests' tolerance."""
@@ -18,6 +20,11 @@ HOW_MEASURED = (
     "Weights are compared in float64, relative to the largest entry of each tensor.",
 )
 
+_MEASURED = (
+    "BCN is Batch-Channel Normalization, WS is Weight Standardization. A small ResNet learns handwritten digits of 8×8 "
+    f"pixels. Every optimizer step uses {STEP_BATCH} images; the methods differ in how many of them a normalization "
+    "layer sees at a time."
+)
 _WORDS = {"BN": "BatchNorm", "GN": "GroupNorm", "GN+WS": "GroupNorm + WS", "BCN+WS": "BCN + WS"}
 
 
@@ -28,6 +35,11 @@ class Errors:
     wrong: int
     images: int
 
+    @property
+    def percent(self) -> float:
+        """The test error."""
+        return 100 * self.wrong / self.images
+
     @classmethod
     def read(cls, folder: Path) -> "Errors":
         """Read them from the record of a finished run."""
@@ -35,6 +47,31 @@ class Errors:
         assert record.outcome is not None
         images = record.facts["data"]["test"]
         return cls(round(record.outcome["figures"]["top1"] * images / 100), images)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What the demo found: a sentence on each of three questions, and the numbers behind the second.
+
+    `differences` are, by recipe, the largest relative differences after `steps` steps with all images at once and with
+    `size` at a time. `number` says in few words what the split changes for BCN + WS.
+    """
+
+    errors: str
+    number: str
+    split: str
+    baseline: str
+    differences: Mapping[str, float]
+    steps: int
+    size: int
+
+
+def findings(errors: Mapping[str, Errors], differences: Mapping[str, float], *, steps: int, size: int) -> Findings:
+    """Return the findings from the errors and differences of each recipe, by its name."""
+    batch, single, ours = "digits/bn-64", "digits/bn", "digits/bcn-ws"
+    sentence = describe_errors(errors[ours], errors[single], errors[batch])
+    split = describe_split(differences[ours], steps=steps, size=size)
+    return Findings(sentence, *split, describe_baseline(differences[batch]), differences, steps, size)
 
 
 def name_of(recipe: Recipe) -> str:
@@ -84,3 +121,29 @@ def describe_baseline(difference: float) -> str:
     if not math.isfinite(difference):
         return "With BatchNorm the same split makes the training diverge."
     return f"With BatchNorm the same split changes weights or running statistics by {100 * difference:.0f} %."
+
+
+def write_demo_page(page: Path, found: Findings) -> Path:
+    """Write the page about the runs in the folder of `page`, and return its path."""
+    recipes = find_table("digits").rows
+    lead = Lead(
+        finding=found.errors,
+        picture="Test error, by normalization layer and images processed at a time",
+        number=found.number,
+        meaning=found.split,
+        measured=" ".join((_MEASURED, *HOW_MEASURED, found.baseline)),
+    )
+    split = Table(
+        "Does the result depend on how a step is split?",
+        ["method", "largest difference"],
+        [[name_of(recipe), _format_difference(found.differences[recipe.name])] for recipe in recipes],
+        f"{found.steps} steps in float64 with {STEP_BATCH} images at once, and again with {found.size} at a time: the "
+        "largest relative difference in any weight or running statistic. About 1e-14 is rounding. Rounding grows for "
+        "BatchNorm over one image, because some of its gradients cancel almost completely.",
+    )
+    runs = {name_of(recipe): page.parent / recipe.row for recipe in recipes}
+    return write_page(page, runs=runs, title="micronorm demo", lead=lead, tables=[split])
+
+
+def _format_difference(value: float) -> str:
+    return f"{value:.0e}" if value < 0.01 else f"{value:.2g}"

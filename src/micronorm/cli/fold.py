@@ -9,7 +9,7 @@ from torch import nn
 
 from micronorm.cli.faults import FAILED, one_line
 from micronorm.cli.specs import Groups, Statistics, norm_spec, weight_spec
-from micronorm.cli.targets import TargetError, resolve_model
+from micronorm.cli.targets import TargetError, input_channels, resolve_model
 from micronorm.convert import convert
 from micronorm.convert.checkpoint import load_state, pack_state, read_header, read_state
 from micronorm.engine.journal import WEIGHTS
@@ -19,35 +19,34 @@ from micronorm.export.fold import is_ours
 from micronorm.recipes.load import load as load_run
 from micronorm.records import write_atomically
 
-_HOW = ("model", "norm", "groups", "weight", "statistics")
-
 
 def fold(
     checkpoint: Annotated[
         Path,
-        typer.Argument(help="A run directory of `micronorm train`, or a state dict: .safetensors, .pt or .pth."),
+        typer.Argument(
+            metavar="CHECKPOINT", help="A run directory of `micronorm train`, or a state dict: .safetensors, .pt, .pth."
+        ),
     ],
     model: Annotated[
         str | None,
         typer.Option(help="The model it was saved from: recipe:NAME, timm:NAME, torchvision:NAME or module:factory."),
     ] = None,
-    norm: Annotated[str | None, typer.Option(help="The norm the model was converted to; default bcn.")] = None,
+    norm: Annotated[str | None, typer.Option(help="The norm the model was converted to. Default: bcn.")] = None,
     groups: Groups = None,
-    weight: Annotated[str | None, typer.Option(help="The weight it was converted to; default ws.")] = None,
+    weight: Annotated[str | None, typer.Option(help="The weight it was converted to. Default: ws.")] = None,
     statistics: Statistics = None,
     out: Annotated[Path | None, typer.Option(help="Write the folded state dict here (.safetensors).")] = None,
     onnx: Annotated[Path | None, typer.Option(help="Write an ONNX file here, verified by onnxruntime.")] = None,
     size: Annotated[tuple[int, int], typer.Option(help="Height and width of the example image.")] = (224, 224),
     channels: Annotated[
-        int | None, typer.Option(min=1, help="Channels of the example image; default those of the first convolution.")
+        int | None, typer.Option(min=1, help="Channels of the example image. Default: those of the first convolution.")
     ] = None,
 ) -> None:
     """Fold a trained checkpoint into plain layers, and write them as a state dict, as ONNX, or both.
 
     A run directory says itself what was trained. For a state dict, --model, --norm, --groups, --weight and --statistics
-    describe the model it was saved from. A .safetensors file may contain them as metadata of the same names; it may
-    name recipes and models of timm and torchvision, but no code of yours. A model that --model gives with layers of
-    micronorm is not converted again.
+    describe the model it was saved from. The metadata of a .safetensors file may name its model: a recipe, or a model
+    of timm or torchvision, but no code of yours. A model that already has layers of micronorm is not converted again.
 
     Exit code 0: written. 1: the checkpoint does not fit the model, or folding or export failed. 2: an option is wrong.
     """
@@ -56,8 +55,8 @@ def fold(
             raise TargetError("give --out FILE.safetensors, --onnx FILE.onnx, or both")
         if out is not None and out.suffix != ".safetensors":
             raise TargetError(f"--out writes safetensors, got {out.name!r}")
-        options = dict(zip(_HOW, (model, norm, groups, weight, statistics), strict=True))
-        network = _read(checkpoint, {key: value for key, value in options.items() if value is not None})
+        options = {"norm": norm, "groups": groups, "weight": weight, "statistics": statistics}
+        network = _read(checkpoint, model, {key: value for key, value in options.items() if value is not None})
         folded = network if out is None else fold_model(network)
         if onnx is not None:
             _write_onnx(folded, onnx, channels, size)
@@ -69,15 +68,15 @@ def fold(
         raise typer.Exit(FAILED) from None
 
 
-def _read(checkpoint: Path, options: dict[str, Any]) -> nn.Module:
+def _read(checkpoint: Path, model: str | None, options: dict[str, Any]) -> nn.Module:
     """Return the trained network in eval mode."""
     if checkpoint.is_dir():
-        if not options:
+        if model is None and not options:
             return load_run(checkpoint)
         checkpoint = checkpoint / WEIGHTS
     if not checkpoint.is_file():
         raise TargetError(f"no file {checkpoint}")
-    network, state = _rebuild(options, read_header(checkpoint)), read_state(checkpoint)
+    network, state = _rebuild(model, options, read_header(checkpoint)), read_state(checkpoint)
     has_bcn, saved_bcn = (any("group_weight" in key for key in keys) for keys in (network.state_dict(), state))
     if has_bcn and not saved_bcn:
         raise ValueError(f"{checkpoint} contains no group_weight: it was saved from the model before its conversion")
@@ -88,29 +87,23 @@ def _read(checkpoint: Path, options: dict[str, Any]) -> nn.Module:
     return network.eval()
 
 
-def _rebuild(options: dict[str, Any], header: dict[str, str]) -> nn.Module:
-    """Build the converted network with fresh weights from the command line, and from the file's metadata."""
-    how = {key: value for key, value in header.items() if key in _HOW} | options
-    if "model" not in how:
+def _rebuild(model: str | None, options: dict[str, Any], header: dict[str, str]) -> nn.Module:
+    """Build the converted network with fresh weights, from the options or, without a model, the file's metadata."""
+    target = model or header.get("model")
+    if target is None:
         raise TargetError("give the model: --model recipe:NAME, timm:NAME, torchvision:NAME or package.module:factory")
-    network = resolve_model(how["model"], from_file="model" not in options)
-    if how["model"].startswith("recipe:") or any(map(is_ours, network.modules())):
-        unused = [f"--{name}" for name in options if name != "model"]
-        if unused:
-            raise TargetError(f"{how['model']} gives a converted model: leave out {' and '.join(unused)}")
+    network = resolve_model(target, from_file=model is None)
+    if target.startswith("recipe:") or any(map(is_ours, network.modules())):
+        if options:
+            unused = " and ".join(f"--{name}" for name in options)
+            raise TargetError(f"{target} gives a converted model: leave out {unused}")
         return network
-    norm = norm_spec(
-        how.get("norm", "bcn"),
-        from_file="norm" not in options,
-        groups=int(how["groups"]) if "groups" in how else None,
-        statistics=how.get("statistics"),
-    )
-    return convert(network, norm, weight_spec(how.get("weight", "ws"), from_file="weight" not in options))
+    weight = weight_spec(options.pop("weight", "ws"))
+    return convert(network, norm_spec(options.pop("norm", "bcn"), **options), weight)
 
 
 def _write_onnx(model: nn.Module, path: Path, channels: int | None, size: tuple[int, int]) -> None:
-    first = next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), 3)
-    report = export_onnx(model, path, (torch.randn(2, channels or first, *size),))
+    report = export_onnx(model, path, (torch.randn(2, channels or input_channels(model), *size),))
     shapes = " and ".join("×".join(map(str, shape)) for shape in report.shapes)
     nodes = f"opset {report.opset}, {report.group_normalizations} GroupNormalization nodes"
     typer.echo(f"{path}: {nodes}; onnxruntime agrees to {report.worst:.1e} at {shapes}")

@@ -1,20 +1,15 @@
-"""Read the images that a command runs a model on: digits, a folder of pictures, a file of tensors, or random ones."""
+"""Read the images that a command runs a model on: digits, a folder of pictures, or random ones."""
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from micronorm.cli.targets import TargetError
-from micronorm.convert.checkpoint import loading_fault
 from micronorm.data.folders import SUFFIXES, decode
 from micronorm.data.pixels import IMAGENET, Standardization
-
-TENSORS = (".pt", ".pth", ".npy", ".safetensors")
 
 
 def read_images(
@@ -24,7 +19,6 @@ def read_images(
     size: int | None,
     channels: int,
     standardization: Standardization | None = None,
-    notes: list[str] | None = None,
 ) -> Tensor:
     """Return at most `count` images, N×channels×H×W in float32.
 
@@ -32,13 +26,11 @@ def read_images(
         source: one of
             "digits": the test images of scikit-learn's digits;
             "random": see `random_images`;
-            a folder: pictures at any depth, chosen evenly;
-            a file: a tensor N×C×H×W. Floats are used as they are, integers are standardized.
+            a folder: pictures at any depth, chosen evenly.
         count: how many images.
         size: height and width. None keeps those of the data, and means 224 for pictures and random images.
         channels: the model's input channels. Grey images are repeated, colours averaged.
-        standardization: of pictures and integers, in pixels from 0 to 255. None means ImageNet's.
-        notes: a list that gets a sentence on what was assumed about a file.
+        standardization: of pictures, in pixels from 0 to 255. None means ImageNet's.
 
     Raises:
         TargetError: the source does not exist, or contains no image.
@@ -51,16 +43,8 @@ def read_images(
         return random_images(count, channels=channels, size=size or 224)
     elif Path(source).is_dir():
         images = _standardize(_read_folder(Path(source), count, size or 224), standardization)
-    elif Path(source).is_file():
-        images = _read_tensors(Path(source))[:count]
-        if not images.is_floating_point():
-            if notes is not None:
-                kind = str(images.dtype).removeprefix("torch.")
-                taken = "taken as pixels from 0 to 255 and standardized; floats are used as they are"
-                notes.append(f"{source} holds {kind}: {taken}")
-            images = _standardize(images, standardization)
     else:
-        raise TargetError(f"no data {source!r}: give digits, random, a folder of pictures or a file of tensors")
+        raise TargetError(f"no data {source!r}: give digits, random or a folder of pictures")
     images = _with_channels(images.to(torch.float32), channels)
     if size is not None and tuple(images.shape[2:]) != (size, size):
         images = F.interpolate(images, size=(size, size), mode="bilinear", antialias=True)
@@ -105,43 +89,11 @@ def _read_folder(folder: Path, count: int, size: int) -> Tensor:
     return images
 
 
-def _read_tensors(file: Path) -> Tensor:
-    if file.suffix not in TENSORS:
-        raise TargetError(f"{file} is no file of tensors: its name must end in {', '.join(TENSORS)}")
-    try:
-        found: Any = _load(file)
-    except Exception as error:  # files without tensors raise many kinds of exceptions
-        raise TargetError(f"{file} cannot be read as tensors alone: {loading_fault(error)}") from error
-    values = list(found.values()) if isinstance(found, dict) else found if isinstance(found, Sequence) else [found]
-    images = next((value for value in values if isinstance(value, Tensor) and value.ndim == 4), None)
-    if images is None or not len(images):
-        raise TargetError(f"{file} holds no tensor of images, N×C×H×W")
-    return images
-
-
-def _load(file: Path) -> Any:
-    """Return what the file holds, without executing anything in it."""
-    if file.suffix == ".safetensors":
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        try:
-            return load_file(file)
-        except SafetensorError as error:
-            raise ValueError(str(error)) from error
-    if file.suffix == ".npy":
-        import numpy as np
-
-        return torch.from_numpy(np.load(file, allow_pickle=False))
-    return torch.load(file, map_location="cpu", weights_only=True)
-
-
 def _standardize(images: Tensor, standardization: Standardization | None) -> Tensor:
     mean, std = (torch.tensor(part) for part in standardization or IMAGENET)
-    images = images.to(torch.float32)
-    if images.shape[1] != len(mean):  # grey images: use the mean over the colours
+    if len(mean) != images.shape[1]:  # a model of grey images
         mean, std = mean.mean(0, keepdim=True), std.mean(0, keepdim=True)
-    return (images - mean[:, None, None]) / std[:, None, None]
+    return (images.to(torch.float32) - mean[:, None, None]) / std[:, None, None]
 
 
 def _with_channels(images: Tensor, channels: int) -> Tensor:

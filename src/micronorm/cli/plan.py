@@ -24,16 +24,17 @@ def plan(
     target: Annotated[
         str,
         typer.Argument(
+            metavar="MODEL",
             help="timm:NAME, torchvision:NAME, package.module:factory for a model of your own, or recipe:NAME for the "
-            "conversion of a recipe."
+            "conversion of a recipe.",
         ),
     ],
     norm: Annotated[
-        str | None, typer.Option(help="bcn, gn, bn, …, module:Spec or none; default bcn, of a recipe its own.")
+        str | None, typer.Option(help="bcn, gn, bn, …, module:Spec or none. Default: bcn, or the recipe's own.")
     ] = None,
     groups: Groups = None,
     weight: Annotated[
-        str | None, typer.Option(help="ws, wn, cwn, module:Spec or none; default ws, of a recipe its own.")
+        str | None, typer.Option(help="ws, wn, cwn, module:Spec or none. Default: ws, or the recipe's own.")
     ] = None,
     statistics: Statistics = None,
     absorb: Annotated[
@@ -50,7 +51,7 @@ def plan(
 ) -> None:
     """Show what converting a model would do to each convolution and normalization, and why. Nothing is changed.
 
-    Exit code 0: there is something to convert. 1: there is nothing. 2: the target or an option is wrong.
+    Exit code 0: there is something to convert. 1: there is nothing. 2: the model or an option is wrong.
     """
     try:
         made = make_plan(

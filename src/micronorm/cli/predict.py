@@ -29,16 +29,18 @@ _MOST_SHOWN = 20
 
 
 def predict(
-    run: Annotated[Path, typer.Argument(help="A run directory of `micronorm train`.")],
-    images: Annotated[list[Path], typer.Argument(help=f"Image files ({', '.join(SUFFIXES)}), or folders of them.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory of `micronorm train`.")],
+    images: Annotated[
+        list[Path], typer.Argument(metavar="IMAGES", help=f"Image files ({', '.join(SUFFIXES)}), or folders of them.")
+    ],
     out: Annotated[Path, typer.Option(help="Folder for the pictures and predictions.json.")] = Path("predictions"),
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default the GPU if there is one.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1. Default: the GPU if there is one.")] = None,
     recipe: Annotated[str | None, typer.Option(help="The recipe of the run, if it is yours: file.py:name.")] = None,
 ) -> None:
-    """Predict with the trained network of a run.
+    """Apply the trained network of a run to image files.
 
-    Classification writes the most probable classes, segmentation label maps and overlays, detection pictures with boxes
-    and masks. All answers are in predictions.json.
+    The answers are the most probable classes, label maps, or boxes and masks, depending on what was trained. All of
+    them are in predictions.json; label maps, boxes and masks are drawn as pictures, too.
 
     Exit code 0: all images were predicted. 1: an image could not be read. 2: a name or an option is wrong.
     """

@@ -2,12 +2,13 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
+from rich.text import Text
 
 from micronorm.engine.listener import Listener
 from micronorm.report.runs import title_of
@@ -22,6 +23,16 @@ _BAR_WIDTH, _WIDTH_FOR_BAR = 16, 110  # a narrower terminal has no room for the 
 def say(console: Console, text: str) -> None:
     """Print a text without markup. A terminal breaks lines between words; a file gets whole lines, easy to search."""
     console.print(text, markup=False, highlight=False, soft_wrap=not console.is_terminal)
+
+
+def show_report(console: Console, text: str, *, bold: Sequence[str], red: str, green: str) -> None:
+    """Print a report as `say` does. A terminal shows some words in bold, and what matches a pattern in its colour."""
+    report = Text(text)
+    if console.is_terminal:
+        report.highlight_words(bold, "bold")
+        report.highlight_regex(red, "bold red")
+        report.highlight_regex(green, "green")
+    console.print(report, soft_wrap=not console.is_terminal)
 
 
 class TrainingProgress(Listener):

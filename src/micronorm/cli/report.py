@@ -14,18 +14,19 @@ from micronorm.report import write_page, write_plots
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Run directories, or folders that contain some at any depth.")
+        list[Path], typer.Argument(metavar="RUN", help="Run directories, or folders that contain some at any depth.")
     ],
     out: Annotated[Path, typer.Option(help="The page to write; an existing file is replaced.")] = Path("report.html"),
     plots: Annotated[Path | None, typer.Option(help="A folder to write every chart to, as SVG and PNG.")] = None,
-    title: Annotated[str, typer.Option(help="The page's heading; by default the run's name or how many runs.")] = "",
+    title: Annotated[
+        str, typer.Option(help="The page's heading. Default: the run's name, or the number of runs.")
+    ] = "",
     browse: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
 ) -> None:
     """Write one self-contained HTML page about runs: results, the paper's figures, curves, layers, memory and speed.
 
-    The page makes no network requests and stays under 3 MB. It compares several runs, each in its own colour, and shows
-    unfinished runs up to their last step. If some of several records are damaged, the page leaves them out and names
-    them.
+    The page makes no network requests and stays under 3 MB. Unfinished runs are shown up to their last step. If the
+    records of some runs are damaged, the page names them and shows the others.
 
     Exit code 0: written. 1: the disk is full. 2: no readable run was found, or a path or an option is wrong.
     """

@@ -61,48 +61,48 @@ class TableRow:
 
 def reproduce(
     table: Annotated[
-        str | None, typer.Argument(help="A table or figure (fig:…) of the paper, or ours; without one all are listed.")
+        str | None,
+        typer.Argument(metavar="TABLE", help="A table or figure (fig:…) of the paper, or ours. Without one, list all."),
     ] = None,
-    rows: Annotated[str | None, typer.Option(help="Comma-separated row names.")] = None,
+    rows: Annotated[str | None, typer.Option(help="Comma-separated names of rows. Default: all.")] = None,
     epochs: Annotated[
         int | None,
-        typer.Option(min=1, help="Train for this many epochs instead; such runs are not counted."),
+        typer.Option(min=1, help="Train for this many epochs instead of the recipe's. Such runs never count."),
     ] = None,
     seed: Annotated[
         int | None, typer.Option(min=0, max=2**31, help="Run this seed even if other seeds have results.")
     ] = None,
     runs: Annotated[Path, typer.Option(help="Folder to read runs from and write runs to.")] = Path("runs"),
-    data: Annotated[Path | None, typer.Option(help="Folder of the data set.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder of the data set. Default: ./data and ~/data.")] = None,
     workers: Annotated[int, typer.Option(min=0, help="Processes that decode image files.")] = 0,
     minutes: Annotated[
         float | None,
         typer.Option(min=0.1, help="Stop after so many minutes and save; the same command resumes the queue."),
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}; the record keeps it.")] = None,
+    dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}. Default: the recipe's.")] = None,
     channels_last: Annotated[bool, typer.Option("--channels-last", help="Store images in NHWC.")] = False,
-    cuda_graph: Annotated[bool, typer.Option("--cuda-graph", help="Capture the whole step, one GPU only.")] = False,
-    evaluate_every: Annotated[int, typer.Option(min=1, help="Epochs between evaluations; the last is evaluated.")] = 1,
+    cuda_graph: Annotated[bool, typer.Option("--cuda-graph", help="Capture the whole step as a CUDA graph.")] = False,
+    evaluate_every: Annotated[int, typer.Option(min=1, help="Epochs between evaluations; always after the last.")] = 1,
     dataset: Annotated[
-        str | None, typer.Option(help="What a figure is measured on: digits, cifar10, …; the smallest by default.")
+        str | None, typer.Option(help="What to measure a figure on: digits, cifar10, …. Default: the smallest.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Run nothing; print what is recorded as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Train nothing; print what is recorded as JSON.")] = False,
 ) -> None:
     """Show a table of the paper with its results and ours, then train the rows that have no result of ours.
 
-    The rows to train are listed first, with their length. On a terminal the command then asks, unless an option such as
-    --rows, --seed or --minutes says that training is meant. Use --json to train nothing.
+    The rows to train are listed first, with their length. On a terminal the command then asks before it trains, unless
+    you give an option such as --rows, --seed or --minutes. Use --json to train nothing.
 
-    A run counts when it finished with the recipe's settings and data. Of several seeds the mean is shown. A run that
+    A run counts if it finished with the recipe's settings and data. The table shows the mean over seeds. A run that
     was stopped resumes from its checkpoint.
 
-    Rows run one after the other, in the order of --rows. So `--rows a,b,c --minutes 25` is a queue: it runs until the
-    minutes are over, and the same command continues it later, also on another machine with the same RUNS folder.
+    Rows are trained one after the other, in the order of --rows. So `--rows a,b,c --minutes 25` is a queue: it stops
+    after 25 minutes, and the same command continues it later, also on another machine with the same RUNS folder.
 
     A figure (fig:…) is drawn as SVG and PNG into RUNS/figures. Missing numbers are measured first.
 
-    Exit code 0: every row asked for has a figure or was run. 1: one could not be run, or the minutes were over (rows
-    that cannot be run at all count only if --rows names them). 2: a name or an option is wrong. 130, 143: stopped by a
-    signal.
+    Exit code 0: every requested row has a result. 1: one could not be run, or the minutes were over. (Rows that we
+    cannot run count only if --rows names them.) 2: a name or an option is wrong. 130, 143: stopped by a signal.
     """
     meant = {"--rows": rows, "--epochs": epochs, "--seed": seed, "--data": data, "--minutes": minutes, "--dtype": dtype}
     meant |= {"--channels-last": channels_last or None, "--cuda-graph": cuda_graph or None}

@@ -4,39 +4,51 @@ from dataclasses import fields, replace
 from typing import Annotated, Any
 
 import typer
+from torch import nn
 
 from micronorm.cli.targets import TargetError, import_object, unknown
+from micronorm.convert import convert
 from micronorm.nn import SPECS
 from micronorm.nn.spec import NormSpec, WeightSpec
 
 Norm = Annotated[
-    str, typer.Option(help="bcn, gn, bn, sn, …, or module:Spec for your own; none keeps the model's norms.")
+    str, typer.Option(help="Convert the norms to bcn, gn, bn, sn, …, or module:Spec of your own; none keeps them.")
 ]
-Groups = Annotated[int | None, typer.Option(help="Channel groups; fewer where they do not divide the channels.")]
-Weight = Annotated[str, typer.Option(help="ws, wn, cwn, or module:Spec for your own; none keeps the model's weights.")]
-Statistics = Annotated[str | None, typer.Option(help="BCN's statistics: step, sequential or batch.")]
+Groups = Annotated[
+    int | None, typer.Option(help="Groups of channels; fewer in layers whose channels they do not divide.")
+]
+Weight = Annotated[
+    str, typer.Option(help="Convert the weights to ws, wn, cwn, or module:Spec of your own; none keeps them.")
+]
+Statistics = Annotated[str | None, typer.Option(help="BCN's statistics: step, sequential or batch. Default: step.")]
 
 
-def norm_spec(name: str, *, from_file: bool = False, **options: Any) -> NormSpec | None:
+def norm_spec(name: str, **options: Any) -> NormSpec | None:
     """Return the norm spec of that name in any case, or None for "none". Options that are None keep their default.
 
-    `module:Spec` and `file.py:Spec` name a spec of the user's own code, unless the name was read `from_file`.
+    `module:Spec` and `file.py:Spec` name a spec of the user's own code.
     """
-    return _spec(name, NormSpec, options, from_file=from_file)
+    return _spec(name, NormSpec, options)
 
 
-def weight_spec(name: str, *, from_file: bool = False) -> WeightSpec | None:
-    """Return the weight spec of that name in any case, or None for "none". `from_file`: as in `norm_spec`."""
-    return _spec(name, WeightSpec, {}, from_file=from_file)
+def weight_spec(name: str) -> WeightSpec | None:
+    """Return the weight spec of that name, as `norm_spec` does."""
+    return _spec(name, WeightSpec, {})
 
 
-def _spec(name: str, kind: type, options: dict[str, Any], *, from_file: bool) -> Any:
+def converted(model: nn.Module, norm: str, groups: int | None, weight: str) -> nn.Module:
+    """Convert a model as the options say; return it as it is if both are "none"."""
+    wanted = norm_spec(norm, groups=groups), weight_spec(weight)
+    return convert(model, *wanted) if any(spec is not None for spec in wanted) else model
+
+
+def _spec(name: str, kind: type, options: dict[str, Any]) -> Any:
     if name.lower() == "none":
         return None
     known: dict[str, Any] = {key.lower(): spec for key, spec in SPECS.items() if issubclass(spec, kind)}
     source, colon, attribute = name.rpartition(":")
     spec: Any
-    if colon and source and attribute and not from_file:
+    if colon and source and attribute:
         spec = import_object(source, attribute)
         if not (isinstance(spec, kind) or (isinstance(spec, type) and issubclass(spec, kind))):
             raise TargetError(f"{name} must be a {kind.__name__} of micronorm.nn, a class or a value; got {spec!r}")

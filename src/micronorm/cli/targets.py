@@ -65,6 +65,11 @@ def resolve_model(target: str, *, from_file: bool = False) -> nn.Module:
     return model
 
 
+def input_channels(model: nn.Module) -> int:
+    """Return the input channels of a model's first convolution over images, or 3."""
+    return next((module.in_channels for module in model.modules() if isinstance(module, nn.Conv2d)), 3)
+
+
 def find_recipe(name: str) -> Recipe:
     """Return the recipe of that name, or the one that the user's own code defines: `file.py:name`, `module:name`.
 

@@ -16,60 +16,113 @@ from micronorm.cli.targets import find_recipe
 from micronorm.engine.settings import DTYPES, Execution, Outcome
 from micronorm.recipes.run import Variation, run_recipe
 
+_RUN, _DATA, _SPEED = "The run", "Data", "Speed and memory: the result changes by rounding only"
+
 
 def train(
     recipe: Annotated[
         str,
-        typer.Argument(help="digits, cifar1/c10-bcn-ws, …, see `reproduce`; or file.py:name for a recipe of your own."),
+        typer.Argument(
+            metavar="RECIPE",
+            help="digits, cifar1/c10-bcn-ws, …: `micronorm reproduce` lists them. Or file.py:name for one of your own.",
+        ),
     ],
-    step_batch: Annotated[int | None, typer.Option(min=1, help="Samples per optimizer step, over all ranks.")] = None,
-    micro_batch: Annotated[
-        str, typer.Option(help="Samples per forward and backward; auto starts with what fits into memory.")
-    ] = "auto",
-    steps: Annotated[int | None, typer.Option(min=1, help="Stop after so many steps; --resume continues.")] = None,
-    minutes: Annotated[
-        float | None, typer.Option(min=0.0, help="Save and stop after so many minutes; --resume continues.")
+    step_batch: Annotated[
+        int | None, typer.Option(min=1, help="Samples per optimizer step, over all ranks. Default: the recipe's.")
     ] = None,
-    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the training samples.")] = None,
-    lr: Annotated[float | None, typer.Option(min=0.0, help="Learning rate, which the schedule scales.")] = None,
-    dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}; half types use autocast.")] = None,
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="Passes over the training samples. Default: the recipe's.")
+    ] = None,
+    lr: Annotated[
+        float | None, typer.Option(min=0.0, help="Learning rate, which the schedule scales. Default: the recipe's.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help=f"{', '.join(DTYPES)}. The two half types keep parameters in float32.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(min=0, max=2**31, help="Seed of weights, order and augmentation.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Run directory; default runs/RECIPE-SEED.")] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the newest checkpoint in the directory.")
-    ] = False,
+    size: Annotated[int | None, typer.Option(min=1, help="Height and width of the training crops.")] = None,
     weights: Annotated[
         Path | None, typer.Option(help="Start from the weights of a checkpoint: safetensors, or a torch state dict.")
     ] = None,
-    data: Annotated[Path | None, typer.Option(help="Folder of the data set; default ./data and ~/data.")] = None,
-    download: Annotated[bool, typer.Option("--download", help="Download CIFAR if it is not found.")] = False,
-    unverified: Annotated[
-        bool, typer.Option("--unverified", help="Accept CIFAR files with other checksums, such as a miniature.")
+    out: Annotated[
+        Path | None, typer.Option(help="Run directory. Default: runs/RECIPE-SEED.", rich_help_panel=_RUN)
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Continue from the newest checkpoint in the directory.", rich_help_panel=_RUN),
     ] = False,
-    workers: Annotated[int, typer.Option(min=0, help="Processes that decode image files.")] = 0,
-    size: Annotated[int | None, typer.Option(min=1, help="Height and width of the training crops.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default the GPU if there is one.")] = None,
-    channels_last: Annotated[
-        bool, typer.Option("--channels-last", help="Store images in NHWC, volumes in NDHWC.")
-    ] = False,
-    compiled: Annotated[bool, typer.Option("--compile", help="Compile the model with torch.compile.")] = False,
-    cuda_graph: Annotated[bool, typer.Option("--cuda-graph", help="Capture the whole step, one GPU only.")] = False,
-    recompute: Annotated[
-        bool, typer.Option("--recompute", help="Recompute activations in the backward: less memory, the same bits.")
-    ] = False,
-    parallel: Annotated[str, typer.Option(help="How ranks share the model: ddp or fsdp.")] = "ddp",
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Save and stop after so many steps; --resume continues.", rich_help_panel=_RUN),
+    ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Save and stop after so many minutes; --resume continues.", rich_help_panel=_RUN),
+    ] = None,
     save_every: Annotated[
-        int | None, typer.Option(min=1, help="Steps between checkpoints; always after an evaluation.")
+        int | None,
+        typer.Option(
+            min=1, help="Steps between checkpoints. Default: ten minutes, and each evaluation.", rich_help_panel=_RUN
+        ),
     ] = None,
-    evaluate_every: Annotated[int, typer.Option(min=1, help="Epochs between evaluations; always after the last.")] = 1,
+    evaluate_every: Annotated[
+        int, typer.Option(min=1, help="Epochs between evaluations; always after the last.", rich_help_panel=_RUN)
+    ] = 1,
     observe: Annotated[
-        int | None, typer.Option(min=1, help="Measure the layers every so many steps: diagnostics.jsonl, events.")
+        int | None,
+        typer.Option(min=1, help="Measure the layers every so many steps, for the report.", rich_help_panel=_RUN),
     ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of the data set. Default: ./data and ~/data.", rich_help_panel=_DATA)
+    ] = None,
+    download: Annotated[
+        bool, typer.Option("--download", help="Download CIFAR if it is not found.", rich_help_panel=_DATA)
+    ] = False,
+    unverified: Annotated[
+        bool,
+        typer.Option(
+            "--unverified", help="Accept CIFAR files with other checksums, such as a miniature.", rich_help_panel=_DATA
+        ),
+    ] = False,
+    workers: Annotated[int, typer.Option(min=0, help="Processes that decode image files.", rich_help_panel=_DATA)] = 0,
+    micro_batch: Annotated[
+        str,
+        typer.Option(
+            help="Samples per forward and backward. auto: as many as fit into memory.", rich_help_panel=_SPEED
+        ),
+    ] = "auto",
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:1. Default: the GPU if there is one.", rich_help_panel=_SPEED)
+    ] = None,
+    channels_last: Annotated[
+        bool, typer.Option("--channels-last", help="Store images in NHWC, volumes in NDHWC.", rich_help_panel=_SPEED)
+    ] = False,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compile the model with torch.compile.", rich_help_panel=_SPEED)
+    ] = False,
+    cuda_graph: Annotated[
+        bool,
+        typer.Option(
+            "--cuda-graph", help="Capture the whole step as a CUDA graph, on one GPU.", rich_help_panel=_SPEED
+        ),
+    ] = False,
+    recompute: Annotated[
+        bool,
+        typer.Option(
+            "--recompute",
+            help="Recompute activations in the backward: less memory, the same bits.",
+            rich_help_panel=_SPEED,
+        ),
+    ] = False,
+    parallel: Annotated[
+        str, typer.Option(help="How ranks share the model: ddp (replicas) or fsdp (shards).", rich_help_panel=_SPEED)
+    ] = "ddp",
 ) -> None:
-    """Train a recipe. Micro-batch size, ranks, kills and out-of-memory errors change the result by rounding only.
+    """Train a recipe into a run directory, which `micronorm report` turns into a page.
 
-    Several GPUs: torchrun --nproc-per-node 4 -m micronorm train RECIPE. Ctrl-C and SIGTERM finish the
-    step or stop the evaluation, save a checkpoint and print the command that continues the run.
+    Several GPUs: torchrun --nproc-per-node 4 -m micronorm train RECIPE. Ctrl-C and SIGTERM finish the step or stop the
+    evaluation, save a checkpoint and print the command that continues the run. A step that runs out of memory is
+    repeated in smaller pieces.
 
     Exit code 0: trained as requested. 1: the run failed. 2: a name or an option is wrong. 3: the loss or a weight is
     not finite. 130, 143: interrupted.

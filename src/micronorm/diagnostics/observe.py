@@ -22,9 +22,6 @@ from micronorm.diagnostics.norms import as_norm_layer, refuse_compiled
 from micronorm.diagnostics.step_stats import Row, StepRecorder, StepStatistics, observable_weights
 from micronorm.ops.private_api import disable_dynamo
 
-_HISTOGRAMS_EVERY = 10  # observed steps; a histogram costs ten times what a scalar does, and changes slowly
-_BINS = 32
-
 _REFUSED = {
     "DataParallel": "its replicas run in other threads; use DistributedDataParallel",
     "OptimizedModule": "compiled code does not run hooks; observe the model for a while without torch.compile",
@@ -55,9 +52,7 @@ def observe(
     Args:
         model: the network, plain or in DistributedDataParallel.
         every: the number of steps between two observed steps.
-        writer: a torch.utils.tensorboard.SummaryWriter, or another object with its `add_scalar` and `add_histogram`.
-            It gets the numbers as scalars and, for every tenth row, histograms of weights (up to 1,024 per layer) and
-            of the channels' means before normalization.
+        writer: a torch.utils.tensorboard.SummaryWriter, or another object with its `add_scalar`.
         sink: called with each row. Rows are then not kept.
         start: the number of steps done before, for a resumed run.
 
@@ -266,8 +261,7 @@ class StepObserver:
         if recorder is None:
             return
         if recorder.forwards:
-            histograms = self._writer is not None and self.steps // self.every % _HISTOGRAMS_EVERY == 0
-            self._statistics = StepStatistics(recorder, scale=scale, weights=weights, histograms=histograms)
+            self._statistics = StepStatistics(recorder, scale=scale, weights=weights)
         elif not self._warned:
             self._warned = True
             warnings.warn(
@@ -278,7 +272,7 @@ class StepObserver:
             )
 
     def _emit(self, statistics: StepStatistics) -> None:
-        layers, histograms = statistics.read()
+        layers = statistics.read()
         row: Row = {"step": self.steps, "epoch": self.epoch, "layers": layers}
         self.latest = row
         if self._sink is None:
@@ -286,7 +280,7 @@ class StepObserver:
         else:
             self._sink(row)
         if self._writer is not None:
-            _write(self._writer, self.steps, layers, histograms)
+            _write(self._writer, self.steps, layers)
 
 
 def _skipped(optimizer: Optimizer) -> Tensor | None:
@@ -300,12 +294,9 @@ def _skipped(optimizer: Optimizer) -> Tensor | None:
     return (found.detach() > 0).int()
 
 
-def _write(writer: Any, step: int, layers: Mapping[str, Row], histograms: Mapping[str, Tensor]) -> None:
+def _write(writer: Any, step: int, layers: Mapping[str, Row]) -> None:
     for name, row in layers.items():
         prefix = "" if row["kind"] == "norm" else "weight_"
         for figure, value in row.items():
             if isinstance(value, float) or figure in ("dead", "rare"):
                 writer.add_scalar(f"{prefix}{figure}/{name}", value, step)
-    for name, values in histograms.items():
-        if values.isfinite().all():  # numpy raises for others
-            writer.add_histogram(name, values, step, bins=_BINS)

@@ -29,8 +29,6 @@ from micronorm.ops.bcn import batch_channel_norm
 from micronorm.ops.moments import Moments, as_ncs, compute_dtype, moments, wide_dtype
 from micronorm.ops.private_api import foreach_norm, functorch_transforms_active
 
-_HISTOGRAM_WEIGHTS = 1024  # weights of a layer in its histogram
-
 Row = dict[str, Any]
 
 
@@ -122,7 +120,7 @@ class WeightStatistics:
     Rows of equal length are processed together for all layers, because launching operations is what this costs.
     """
 
-    def __init__(self, layers: Mapping[str, Any], sums: Mapping[str, GradientSum], *, histograms: bool) -> None:
+    def __init__(self, layers: Mapping[str, Any], sums: Mapping[str, GradientSum]) -> None:
         self._reparameterized = set(sums)
         members: dict[Any, list[tuple[str, Tensor, Tensor]]] = {}
         for name, layer in layers.items():
@@ -139,11 +137,10 @@ class WeightStatistics:
         self._norms: list[Tensor] = []
         if weights:
             self._norms = [*foreach_norm(weights), *foreach_norm([weight.grad for weight in weights])]
-        self._samples = [_sample(weight) for weight in weights] if histograms else []
 
     def tensors(self) -> list[Tensor]:
-        """Return what `rows` and `histograms` need, on the device."""
-        return [*self._shares, *self._norms, *self._samples]
+        """Return what `rows` needs, on the device."""
+        return [*self._shares, *self._norms]
 
     def rows(self, numbers: Sequence[Tensor], *, loss_scale: float) -> dict[str, Row]:
         """Return the rows of kind "weight" of `micronorm.records` by layer, given the numbers on the host."""
@@ -163,11 +160,6 @@ class WeightStatistics:
             rows = {name: row for name, row in rows.items() if name not in self._reparameterized}
         return rows
 
-    def histograms(self, numbers: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return some weights of each layer, if they were requested."""
-        samples = numbers[len(self._shares) + len(self._norms) :]
-        return dict(zip(self._names, samples, strict=True)) if samples else {}
-
 
 def _shares(how: Standardization, parts: Sequence[tuple[str, Tensor, Tensor]]) -> Tensor:
     """Return the four shares of every row and its ‖∇Ŵ‖², 5×R."""
@@ -183,12 +175,6 @@ def _totals(shares: Tensor, sizes: Sequence[int]) -> list[list[float]]:
     weighed = torch.where(square == 0, 0.0, terms * square)  # a row without gradient has 0/0; other NaN stay
     sums = torch.zeros(len(terms), len(sizes), dtype=terms.dtype).index_add_(1, index, weighed)
     return (sums / torch.zeros(len(sizes), dtype=terms.dtype).index_add_(0, index, square)).T.tolist()
-
-
-def _sample(weight: Tensor) -> Tensor:
-    """Return a copy of up to `_HISTOGRAM_WEIGHTS` weights at equal distances."""
-    flat = weight.detach().flatten()
-    return flat[:: -(-flat.numel() // _HISTOGRAM_WEIGHTS)].clone()
 
 
 # --- one step --------------------------------------------------------------------------------------------------------
@@ -293,29 +279,25 @@ class StepStatistics:
         recorder: the record of the step.
         scale: the loss scale of the gradients, or None.
         weights: whether to compute statistics of the weights, which the optimizer must not have changed yet.
-        histograms: whether to keep values for histograms.
     """
 
-    def __init__(self, recorder: StepRecorder, *, scale: Tensor | None, weights: bool, histograms: bool) -> None:
+    def __init__(self, recorder: StepRecorder, *, scale: Tensor | None, weights: bool) -> None:
         self.norms = {name: sums for name, sums in recorder.norms.items() if not sums.is_empty}
-        self.weights = WeightStatistics(recorder.weights if weights else {}, recorder.gradients, histograms=histograms)
-        self.scale, self.with_histograms, self.forwards = scale, histograms, recorder.forwards
+        self.weights = WeightStatistics(recorder.weights if weights else {}, recorder.gradients)
+        self.scale, self.forwards = scale, recorder.forwards
         self.parts = [*(sums.tensors() for sums in self.norms.values()), self.weights.tensors()]
         self.order = list(recorder.names)
 
-    def read(self) -> tuple[dict[str, Row], dict[str, Tensor]]:
-        """Return the rows by layer, and the values for histograms. This waits for the devices once."""
+    def read(self) -> dict[str, Row]:
+        """Return the rows by layer. This waits for the devices once."""
         scales = [] if self.scale is None else [self.scale]
         flat = iter(_to_host([*(tensor for part in self.parts for tensor in part), *scales]))
         *of_norms, of_weights = [[next(flat) for _ in part] for part in self.parts]
         loss_scale = float(next(flat)) if scales else 1.0
         rows = self.weights.rows(of_weights, loss_scale=loss_scale)
-        histograms = {f"weights/{name}": values for name, values in self.weights.histograms(of_weights).items()}
         for (name, sums), numbers in zip(self.norms.items(), of_norms, strict=True):
             rows[name] = sums.row(numbers)
-            if self.with_histograms:
-                histograms[f"channel_means/{name}"] = numbers[0][: sums.norm.channels]
-        return {name: rows[name] for name in self.order if name in rows}, histograms
+        return {name: rows[name] for name in self.order if name in rows}
 
 
 def _to_host(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -8,10 +8,9 @@ import contextlib
 import math
 import signal
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,34 +24,21 @@ from micronorm.engine.graph import GraphedStep
 from micronorm.engine.journal import Journal
 from micronorm.engine.listener import Listener
 from micronorm.engine.meter import Meter
-from micronorm.engine.microbatch import MicroBatch
-from micronorm.engine.optimization import build_optimizer
-from micronorm.engine.parallel import Requests, ShardedRanks, open_ranks
+from micronorm.engine.parallel import Requests, open_ranks
+from micronorm.engine.sampling import Sampler
 from micronorm.engine.settings import Execution, Outcome, Settings, describe
 from micronorm.engine.signals import Signals
 from micronorm.engine.state import rest_of_state, whole_state
-from micronorm.engine.step import CHANNELS_LAST, ShardOutOfMemory, Step, StepInputs
-from micronorm.engine.task import Share, Task, check_task
+from micronorm.engine.step import ShardOutOfMemory, StepInputs, StepResult, build_step
+from micronorm.engine.task import Task, check_task
 from micronorm.engine.trial import check_loss_is_a_sum, choose_micro_batch
 from micronorm.nn.per_step.recompute import Recomputation, recompute
-from micronorm.ops.keyed import permutation, sample_keys
+from micronorm.ops.keyed import sample_keys
 from micronorm.records import CollapseWatch
 
 
 class Diverged(ArithmeticError):
     """The loss or a weight is not finite. The last checkpoint was written before that."""
-
-
-class _Position(NamedTuple):
-    """The samples of one step."""
-
-    epoch: int
-    step_samples: int
-    """Over all ranks."""
-    indices: torch.Tensor
-    """Of this rank."""
-    own_samples: int
-    """How many of the indices count."""
 
 
 def train(
@@ -93,8 +79,7 @@ def train(
     if execution.observe is not None and (observer is None or folder is None):
         lacking = "an observer, observer=mn.observe," if observer is None else "a run directory to write to"
         raise ValueError(f"observe={execution.observe} needs {lacking} as well")
-    run = _TrainingRun(model, task, settings, execution, folder, listener or Listener())
-    run.observer = observer
+    run = _TrainingRun(model, task, settings, execution, folder, listener or Listener(), observer)
     caller_state = RandomState.get(run.device)
     try:
         # For code that draws from the global generators: no two ranks may draw the same numbers.
@@ -122,15 +107,16 @@ class _TrainingRun:
         execution: Execution,
         out: Path | None,
         listener: Listener,
+        observer: Callable[..., Any] | None = None,
     ) -> None:
         check_task(task)
-        self.task, self.settings, self.execution = task, settings, execution
+        self.task, self.settings, self.execution, self.observer = task, settings, execution, observer
         self.parallel = open_ranks(execution.device, execution.parallel)
         self.is_first = self.parallel.rank == 0
         self.listener = listener if self.is_first else Listener()
         self.device = self.parallel.device
-        self.steps_per_epoch = math.ceil(len(task.train) / settings.step_batch)
-        self.total = settings.steps or self.steps_per_epoch * (settings.epochs or 0)
+        self.sampler = Sampler(settings, self.parallel, len(task.train))
+        self.total = settings.steps or self.sampler.steps_per_epoch * (settings.epochs or 0)
         self.last = min(self.total, execution.steps or self.total)
         self.deadline = math.inf if execution.minutes is None else time.monotonic() + 60 * execution.minutes
         self.done = 0
@@ -140,45 +126,14 @@ class _TrainingRun:
         self.evaluation_due = False
         """Whether the last step ended an epoch whose evaluation was stopped."""
         self.recomputation: Recomputation | None = None
-        self.observer: Callable[..., Any] | None = None
         self.already_complete = False
-        self.step = self._make_step(model)
+        self.randomness = describe_randomness(model, key_dropout(model))
+        self.step, self.lr_factors = build_step(model, task, settings, execution, self.parallel)
         self.take_step = GraphedStep(self.step, settings.step_batch) if execution.cuda_graph else self.step
         self.average = None if settings.ema is None else MovingAverage(self.step, settings.ema)
         self.meter = Meter(task, self.device)
         self.collapse_watch = CollapseWatch()
         self.journal = Journal(out, self.step, settings)
-
-    def _make_step(self, model: nn.Module) -> Step:
-        settings, execution = self.settings, self.execution
-        if isinstance(self.parallel, ShardedRanks) and settings.dtype == torch.float16:
-            raise ValueError("float16's loss scaling does not support shards; use bfloat16 or parallel='ddp'")
-        unkeyed = key_dropout(model)
-        self.randomness = describe_randomness(model, unkeyed)
-        wide = torch.float64 if settings.dtype == torch.float64 else torch.float32
-        model = model.to(self.device, wide)
-        if execution.channels_last:
-            for parameter in model.parameters():  # nn.Module.to raises if networks have weights of both ranks
-                if parameter.ndim in CHANNELS_LAST:
-                    parameter.data = parameter.data.to(memory_format=CHANNELS_LAST[parameter.ndim])
-        model = self.parallel.prepare(model.train())
-        if execution.compile:
-            model.compile()
-        optimizer, self.lr_factors = build_optimizer(
-            model, settings.optimizer, settings.groups, captured=execution.cuda_graph
-        )
-        whole = self.parallel.largest_share(settings.step_batch, unit=settings.unit)
-        size = MicroBatch(execution.micro_batch or whole, unit=settings.unit, largest=settings.largest)
-        return Step(
-            model,
-            self.task,
-            optimizer,
-            parallel=self.parallel,
-            micro_batch=size,
-            dtype=settings.dtype,
-            channels_last=execution.channels_last,
-            step_batch=settings.step_batch,
-        )
 
     def run(self, *, resume: bool, facts: dict[str, Any]) -> Outcome:
         """Take all steps and return the outcome."""
@@ -255,68 +210,52 @@ class _TrainingRun:
 
     def _all_steps(self) -> None:
         if self.evaluation_due:
-            self._end_epoch((self.done - 1) // self.steps_per_epoch)
+            self._end_epoch((self.done - 1) // self.sampler.steps_per_epoch)
             self.evaluation_due = False
             self._save()
-        upcoming: deque[_Position] = deque()
-        batches = self.task.train.load(self._shares(upcoming), seed=self.settings.seed)
         self.meter.restart()
         first_step = self.done + 1
-        for batch in batches:
-            if not upcoming:
-                raise ValueError("task.train.load yielded more batches than shares; yield one batch per share")
-            position = upcoming.popleft()
-            keys = sample_keys(position.indices, seed=self.settings.seed, epoch=position.epoch).to(self.device)
-            inputs = StepInputs(batch, keys, position.step_samples, position.own_samples)
+        shares = self.sampler.shares(self.done, self.last)
+        for batch in self.task.train.load(shares, seed=self.settings.seed):
+            samples = self.sampler.next_loaded()
+            keys = sample_keys(samples.indices, seed=self.settings.seed, epoch=samples.epoch).to(self.device)
+            inputs = StepInputs(batch, keys, samples.step_samples, samples.own_samples)
             if self.done == 0:
                 self._try_out(inputs)
-            rate = self._set_learning_rate()
-            if self.step.observation is not None:
-                self.step.observation.epoch = position.epoch
             out_of_time = time.monotonic() > self.deadline
-            stop = out_of_time or self.signals.received is not None
-            requests = Requests(stop=stop, save=self._checkpoint_is_due())
-            result = self.take_step(inputs, requests)
-            self.done += 1
-            if self.average is not None:
-                self.average.update()
-            row = {"step": self.done, "epoch": position.epoch, "lr": rate, "samples": position.step_samples}
-            self._log(self.meter.add(row, result))
-            for message in result.messages:
-                self.listener.on_message(message)
+            result = self._take_step(inputs, samples.epoch, stop=out_of_time or self.signals.received is not None)
             if self.recomputation is not None and self.is_first and self.done == first_step:
                 self.listener.on_message(f"{self.recomputation.report()}, but recomputed in the backward")
-            epoch_ended = self.done % self.steps_per_epoch == 0
-            evaluated = False
-            if epoch_ended or self.done == self.last:
-                evaluated = self._end_epoch(position.epoch)
-            # Not after every epoch: one of a small data set may take less time than its checkpoint.
+            epoch_ended = self.done % self.sampler.steps_per_epoch == 0
+            evaluated = self._end_epoch(samples.epoch) if epoch_ended or self.done == self.last else False
             if result.requests.stop:
                 self._stop(None if out_of_time else self.signals.received or signal.SIGTERM)
                 return
+            # Not after every epoch: one of a small data set may take less time than its checkpoint.
             if evaluated or result.requests.save:
                 self._save()
         if self.done < self.last:
             raise ValueError(f"task.train.load ended after {self.done} of {self.last} steps; yield one batch per share")
 
+    def _take_step(self, inputs: StepInputs, epoch: int, *, stop: bool) -> StepResult:
+        """Take one step and log it. `stop` requests that the run ends after it."""
+        rate = self._set_learning_rate()
+        if self.step.observation is not None:
+            self.step.observation.epoch = epoch
+        result = self.take_step(inputs, Requests(stop=stop, save=self._checkpoint_is_due()))
+        self.done += 1
+        if self.average is not None:
+            self.average.update()
+        row = {"step": self.done, "epoch": epoch, "lr": rate, "samples": inputs.step_samples}
+        self._log(self.meter.add(row, result))
+        for message in result.messages:
+            self.listener.on_message(message)
+        return result
+
     def _stop(self, received: int | None) -> None:
         """Save, and remember the signal that ends the run; None if its time is over."""
         self._save()
         self.signal = self.parallel.broadcast(received)
-
-    def _shares(self, upcoming: deque[_Position]) -> Iterator[Share]:
-        """Yield this rank's share of each remaining step, and append its position to `upcoming`."""
-        settings, order, order_epoch = self.settings, torch.empty(0), -1
-        for k in range(self.done, self.last):
-            epoch, within = divmod(k, self.steps_per_epoch)
-            if epoch != order_epoch:
-                order, order_epoch = permutation(len(self.task.train), seed=settings.seed, epoch=epoch), epoch
-            chosen = order[within * settings.step_batch : (within + 1) * settings.step_batch]
-            indices = chosen[self.parallel.share(len(chosen), unit=settings.unit)]
-            own = len(indices)
-            # A rank without samples loads one that does not count, so that no loader or collective forward gets none.
-            upcoming.append(_Position(epoch, len(chosen), indices if own else chosen[:1], own))
-            yield epoch, upcoming[-1].indices
 
     def _try_out(self, inputs: StepInputs) -> None:
         """Before the first step, find the micro-batch that fits, and check that the loss is a sum."""
@@ -328,7 +267,9 @@ class _TrainingRun:
 
     def _set_learning_rate(self) -> float:
         """Write the learning rate of the coming step to the optimizer; before the forward, which may read it."""
-        factor = self.settings.schedule.factor(self.done, steps_per_epoch=self.steps_per_epoch, total_steps=self.total)
+        factor = self.settings.schedule.factor(
+            self.done, steps_per_epoch=self.sampler.steps_per_epoch, total_steps=self.total
+        )
         rate = self.settings.optimizer.lr * factor
         for group, lr_factor in zip(self.step.optimizer.param_groups, self.lr_factors, strict=True):
             if isinstance(group["lr"], torch.Tensor):
@@ -354,7 +295,7 @@ class _TrainingRun:
         self.journal.write_epoch(row)
         self.listener.on_epoch(row)
         self.meter.restart()
-        if self.done % self.steps_per_epoch == 0:
+        if self.done % self.sampler.steps_per_epoch == 0:
             self.meter.end_epoch()
         return is_due
 

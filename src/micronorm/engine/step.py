@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from micronorm.commit.snapshot import Snapshot
 from micronorm.commit.transaction import Transaction
 from micronorm.engine.microbatch import MicroBatch, is_out_of_memory, release_memory
+from micronorm.engine.optimization import build_optimizer
 from micronorm.engine.parallel import NO_REQUESTS, AttemptStatus, OneRank, Requests, ShardedRanks
+from micronorm.engine.settings import Execution, Settings
 from micronorm.engine.task import Batch, Task, check_batch, check_loss
 from micronorm.nn.per_step.keyed_dropout import dropout_keys
 from micronorm.nn.per_step.shared_weights import SharedWeights
@@ -267,3 +269,33 @@ class Step:
         single = pieces + empty == 1 and self.dtype in HALF
         with weights.shared(dtype=self.dtype if single else None):
             yield
+
+
+def build_step(
+    model: nn.Module, task: Task, settings: Settings, execution: Execution, parallel: OneRank
+) -> tuple[Step, list[float]]:
+    """Move a model to its device and build its optimizer. Return its step, and each group's learning-rate factor."""
+    if isinstance(parallel, ShardedRanks) and settings.dtype == torch.float16:
+        raise ValueError("float16's loss scaling does not support shards; use bfloat16 or parallel='ddp'")
+    model = model.to(parallel.device, torch.float64 if settings.dtype == torch.float64 else torch.float32)
+    if execution.channels_last:
+        for parameter in model.parameters():  # nn.Module.to raises if networks have weights of both ranks
+            if parameter.ndim in CHANNELS_LAST:
+                parameter.data = parameter.data.to(memory_format=CHANNELS_LAST[parameter.ndim])
+    model = parallel.prepare(model.train())
+    if execution.compile:
+        model.compile()
+    optimizer, lr_factors = build_optimizer(model, settings.optimizer, settings.groups, captured=execution.cuda_graph)
+    whole = parallel.largest_share(settings.step_batch, unit=settings.unit)
+    size = MicroBatch(execution.micro_batch or whole, unit=settings.unit, largest=settings.largest)
+    step = Step(
+        model,
+        task,
+        optimizer,
+        parallel=parallel,
+        micro_batch=size,
+        dtype=settings.dtype,
+        channels_last=execution.channels_last,
+        step_batch=settings.step_batch,
+    )
+    return step, lr_factors

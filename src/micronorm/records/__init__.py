@@ -25,8 +25,7 @@ figures. Kind "norm": `norm` (the class), `channels`, `groups`, `stat_diff` and 
 and the largest over groups), `sigma_mean` and `sigma_std` (the spread of the normalized channels' means and
 deviations), `active` (the share of positive outputs), `dead` and `rare` (counts of channels that are never, or hardly
 ever, active). Kind "weight": `weight` (the reparameterization, "none" for a plain one), `along`, `mean`, `rest` and
-`residual` (the shares of the squared gradient), `use` (the least over the mean of the input channels' weights), `norm`
-and `grad` (of W). A figure that was not measured is absent.
+`residual` (the shares of the squared gradient), `norm` and `grad` (of W). A figure that was not measured is absent.
 
 Predictions: `samples`, a list of objects with `height`, `width` and `channels` (1 or 3) of a small picture, `pixels`
 (base64 of its bytes, row by row, the channels of a pixel together), `label` and `prediction` (str), and `probability`

@@ -4,16 +4,14 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
 
 PARTIAL = ".partial"
 """How the name of a file ends while `write_atomically` writes it."""
 
 
-def write_atomically(path: str | os.PathLike[str], content: bytes | Callable[[BinaryIO], object]) -> None:
+def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
     """Write a file so that, even after a power failure, it is complete: either the old one or the new one.
 
     After an exception only the old file remains. A killed process may leave a hidden file whose name ends in
@@ -21,20 +19,16 @@ def write_atomically(path: str | os.PathLike[str], content: bytes | Callable[[Bi
 
     Args:
         path: the file; its folder must exist.
-        content: the bytes, or a function that writes them into an open file.
+        content: the bytes.
 
     Raises:
         OSError: the file cannot be written. Names `path` and, if the disk is full, the bytes that it needs.
     """
     target = Path(path)
     partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}{PARTIAL}")
-    needed = "" if callable(content) else f"{len(content):,} bytes"
     try:
         with open(partial, "xb") as file:
-            if callable(content):
-                content(file)
-            else:
-                file.write(content)
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, target)
@@ -42,17 +36,17 @@ def write_atomically(path: str | os.PathLike[str], content: bytes | Callable[[Bi
         with suppress(OSError):
             partial.unlink()
         if isinstance(error, OSError) and error.filename in (None, str(partial)):
-            raise named_error(error, target, needed) from error
+            raise named_error(error, target, len(content)) from error
         raise
     sync_folder(target.parent)
 
 
-def named_error(error: OSError, file: Path, needed: str) -> OSError:
-    """Return the error of a write with the file's name and, if the disk is full, the space that was needed."""
+def named_error(error: OSError, file: Path, needed: int) -> OSError:
+    """Return the error of a write with the file's name and, if the disk is full, the bytes that were needed."""
     reason = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         free = shutil.disk_usage(file.parent).free
-        reason += f" ({needed or 'more'} needed, {free:,} free); free some space or choose another disk"
+        reason += f" ({needed:,} bytes needed, {free:,} free); free some space or choose another disk"
     return OSError(error.errno, reason, str(file))
 
 

@@ -54,30 +54,27 @@ class Run:
         self._last: dict[str, int] = {}  # the last step in each file, once known
 
     @classmethod
-    def create(cls, path: str | os.PathLike[str], facts: Mapping[str, Any], *, replace: bool = False) -> "Run":
+    def create(cls, path: str | os.PathLike[str], facts: Mapping[str, Any]) -> "Run":
         """Create the directory and write its facts; `format` is added.
 
         Args:
             path: the directory; it may exist, and hold other files.
             facts: the keys listed at the top of `micronorm.records`, and any others.
-            replace: delete the records of an existing run. Files of other names, such as checkpoints, stay.
 
         Raises:
-            FileExistsError: the directory holds a run, and `replace` is False.
+            FileExistsError: the directory holds a run.
             ValueError: a fact is missing or of the wrong type.
         """
         folder = Path(path)
         complete = {"format": FORMAT, **facts}
         check_facts(complete, folder / FACTS)
-        text = encode_document(complete)  # may raise, so before anything is deleted
+        text = encode_document(complete)
         present = [name for name in ALL if (folder / name).exists()]
-        if present and not replace:
+        if present:
             raise FileExistsError(
                 f"{folder} already holds a run ({', '.join(present)}): resume it or name another folder"
             )
         folder.mkdir(parents=True, exist_ok=True)
-        for name in present:  # the facts first: without them the rest is not a run
-            (folder / name).unlink()
         write_atomically(folder / FACTS, text)
         return cls(folder, parse(text, str(folder / FACTS)))
 
@@ -155,7 +152,7 @@ class Run:
             except BaseException as error:
                 out.truncate(before)  # the next row must not follow half a line
                 if isinstance(error, OSError):
-                    raise named_error(error, file, f"{len(data):,} bytes") from error
+                    raise named_error(error, file, len(data)) from error
                 raise
         self._last[name] = last
 

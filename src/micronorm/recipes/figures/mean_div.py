@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from micronorm.diagnostics.lipschitz import gradient_shares
+from micronorm.diagnostics.lipschitz import TERMS, effective_gradients, weight_shares
 from micronorm.nn import WS
-from micronorm.nn.per_step.shared_weights import SharedWeights
+from micronorm.nn.reparameterized import Reparameterized
 from micronorm.ops.keyed import permutation
 from micronorm.recipes.figures.figure import Figure, Measurement, add_caption, add_title
 from micronorm.recipes.figures.methods import (
@@ -32,7 +32,6 @@ METHODS: Mapping[str, Specs] = {
 }
 NETWORKS = {"digits": "digits", "cifar10": "cifar-resnet20"}
 EPOCHS = {"digits": 15, "cifar10": 30}
-PARTS = ("along", "mean", "rest", "residual")
 PAPER_LIMIT = 0.02
 """The paper reports that the share of (1/I)⟨Ŵ, ∇Ŵ⟩² stays below this."""
 
@@ -68,14 +67,11 @@ class FirstGradients:
 def effective_gradient_shares(model: nn.Module, loss: Any) -> dict[str, float]:
     """Return the shares of ‖∇Ŵ‖² by part: means over the channels of a layer, then over layers.
 
-    Channels and layers without a gradient are left out. The model keeps the gradients of the loss.
+    Channels and layers without a gradient are left out. Without standardized weights the result is empty.
 
     Args:
-        model: its effective weights become leaves during one forward and backward.
+        model: it keeps the gradients of the loss.
         loss: returns the loss to differentiate.
-
-    Raises:
-        RuntimeError: no effective weight has a gradient.
 
     Example:
         >>> from micronorm.nn import WSConv2d
@@ -84,21 +80,14 @@ def effective_gradient_shares(model: nn.Module, loss: Any) -> dict[str, float]:
         >>> abs(sum(shares.values()) - 1) < 1e-5
         True
     """
-    weights = SharedWeights(model)
-    if not weights.layers:
+    standardized = {name for name, module in model.named_modules() if isinstance(module, Reparameterized)}
+    if not standardized:
         return {}
-    found: list[list[float]] = []
-    with weights.shared():
+    with effective_gradients(model) as gradients:
         loss().backward()
-        for layer in weights.layers:
-            if layer.shared_weight.grad is None:
-                continue
-            options = {"center": layer.center, "scale": layer.scale, "eps": layer.eps}
-            means = gradient_shares(layer.weight.detach(), layer.shared_weight.grad, **options).channel_means()
-            found.append([means[part] for part in PARTS])
-    if not found:
-        raise RuntimeError("no layer with a standardized weight has a gradient, so there are no shares")
-    return dict(zip(PARTS, torch.tensor(found, dtype=torch.float64).nanmean(0).tolist(), strict=True))
+    shares = weight_shares(model, gradients)
+    means = [list(found.channel_means().values()) for name, found in shares.items() if name in standardized]
+    return dict(zip(TERMS, torch.tensor(means, dtype=torch.float64).nanmean(0).tolist(), strict=True))
 
 
 def measure(measurement: Measurement) -> None:
