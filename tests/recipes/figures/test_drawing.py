@@ -20,14 +20,15 @@ def read(name) -> dict:
 def test_every_figure_is_drawn_from_its_recorded_numbers(name):
     figure = figures.find(name)
     found = read(name)
-    assert found["figure"] == name
-    # or the recipe has changed since it was measured
-    assert data.same_settings(found["settings"], figure.settings(Request()))
+    if figure.measure is not None:
+        assert found["figure"] == name
+        # or the recipe has changed since it was measured
+        assert data.same_settings(found["settings"], figure.settings(Request()))
     figure.draw(found).draw_without_rendering()
 
 
 def test_a_figure_is_saved_as_svg_and_png(tmp_path):
-    written = figures.find("fig:dist_exp").save(read("fig:dist_exp"), tmp_path / "out", "x")
+    written = figures.find("fig:all").save({}, tmp_path / "out", "x")
     assert [path.name for path in written] == ["x.svg", "x.png"]
     assert all(path.stat().st_size > 5000 for path in written)
 

@@ -52,7 +52,7 @@ class Figure:
         paper: what the paper shows there, and what its text says about it.
         ours: what we chose because the paper does not say, or because the data are smaller; a sentence each.
         settings: returns everything that decides the numbers, in JSON's types.
-        measure: fills `measurement.data.numbers`.
+        measure: fills `measurement.data.numbers`; None for a drawing, which has no numbers.
         draw: returns a matplotlib figure of the content of the data file.
         datasets: data sets it can be measured on, the default first.
         from_records: whether it is drawn from recorded runs; such a figure is measured again each time.
@@ -62,8 +62,8 @@ class Figure:
     title: str
     paper: str
     ours: tuple[str, ...] = ()
-    settings: Callable[[Request], dict[str, Any]]
-    measure: Callable[[Measurement], None]
+    settings: Callable[[Request], dict[str, Any]] = lambda request: {}
+    measure: Callable[[Measurement], None] | None = None
     draw: Callable[[Mapping[str, Any]], Any]
     datasets: tuple[str, ...] = ()
     from_records: bool = False
@@ -92,8 +92,10 @@ class Figure:
         """Measure the numbers into the data file `path` and return its content. Continue an interrupted measurement.
 
         Raises:
-            ValueError: the figure does not accept the request.
+            ValueError: the figure is a drawing, or does not accept the request.
         """
+        if self.measure is None:
+            raise ValueError(f"{self.name} is a drawing: there is nothing to measure")
         self.check(request)
         settings = self.settings(request)
         facts = {
