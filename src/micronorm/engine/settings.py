@@ -89,12 +89,12 @@ class Execution:
         cuda_graph: capture the whole step, commit included, and replay it.
         recompute: store less for the backward, see `mn.recompute`. Not with `compile`, which decides that itself.
         parallel: how several ranks share the model: replicated ("ddp") or sharded ("fsdp").
-        steps: stop after so many optimizer steps; None for the whole run.
-        minutes: save and stop after so many minutes of training; None for no limit.
+        steps: stop after this many optimizer steps; None for the whole run.
+        minutes: save and stop after this many minutes of training; None for no limit.
         save_steps: steps between checkpoints; None for ten minutes between them. There is always one after an
             evaluation.
-        evaluate_epochs: evaluate after every so many epochs, and after the last step.
-        observe: measure the layers every so many steps; None for never. Not with `compile` and `cuda_graph`.
+        evaluate_epochs: epochs between evaluations; the last step is always evaluated.
+        observe: steps between measurements of the layers; None for never. Not with `compile` and `cuda_graph`.
     """
 
     micro_batch: int | None = None
