@@ -1,4 +1,4 @@
-"""What a run computes, and how: two values, because only the first may change its result."""
+"""The settings of a run, which say what it computes, and its execution, which changes speed and memory only."""
 
 import reprlib
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ DTYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is computed. Runs with equal settings and models give the same result up to rounding.
+    """What a run computes. Runs with equal settings and models give the same result up to rounding.
 
     Args:
         epochs: passes over the training samples. Give either `epochs` or `steps`.
@@ -79,7 +79,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How it is computed: for speed and memory. Nothing here changes the result beyond rounding.
+    """How a run computes it: speed and memory. Nothing here changes the result beyond rounding.
 
     Args:
         micro_batch: samples per forward and backward; None starts with what fits and halves it when memory runs out.
