@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def command(arguments: Sequence[str], *, ranks: int = 1) -> list[str]:
-    """Return the command `micronorm ARGUMENTS` on so many ranks."""
+    """Return the command `micronorm ARGUMENTS` on this many ranks."""
     launcher = ["torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone", "-m"] if ranks > 1 else []
     return [sys.executable, "-m", *launcher, "micronorm", *arguments]
 

@@ -30,7 +30,7 @@ ONE = (1, "ddp")
 # (ranks, parallel) before and after
 CHANGES = [((4, "ddp"), ONE), ((4, "ddp"), (2, "ddp")), (ONE, (2, "ddp")), ((2, "ddp"), (4, "ddp"))]
 CHANGES += [((4, "fsdp"), ONE), ((4, "fsdp"), (2, "fsdp")), (ONE, (2, "fsdp"))]
-EARLY = 5  # one kill in so many comes before training begins
+EARLY = 5  # one kill in five comes before training begins
 LIMIT = 1e-10
 COMMAND = shlex.join(["python", "benchmarks/kills.py", *sys.argv[1:]])
 SIGNALS = {"KILL": signal.SIGKILL, "TERM": signal.SIGTERM, "INT": signal.SIGINT}

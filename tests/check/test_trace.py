@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from micronorm.check.runs import Tracer
+from micronorm.check.trace import Tracer
 
 DRAWS = {"torch": lambda: torch.rand(1), "numpy": lambda: np.random.rand(), "random": random.random}
 

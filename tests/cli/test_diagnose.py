@@ -182,6 +182,7 @@ def test_a_recipe_is_a_target_with_its_own_data():
         (["groups", "--checkpoint", "factories_of_diagnose.py"], "cannot be read as tensors alone"),
         (["groups", "--size", "2"], "the model fails on images of 128×1×2×2"),
         (["groups", "--norm", "bcm"], "no spec 'bcm'; near it: bcn"),
+        (["groups", "--groups", "4"], "--groups needs another norm than none"),
         (["groups", "--device", "abacus"], "--device abacus"),
     ],
 )
@@ -210,13 +211,6 @@ def test_a_run_directory_stands_for_its_weights():
     result = invoke("groups", *DIGITS, "--checkpoint", "run")
     assert result.exit_code == 1, result.output
     assert "4 (GroupNorm)" in result.output
-
-
-def test_groups_that_are_not_those_asked_for_are_told():
-    result = invoke("network", *DIGITS, "--norm", "gn", "--groups", "7")
-    assert "note: --groups 7 does not divide the channels of all layers; groups used: " in result.output
-    assert "--groups" not in invoke("network", *DIGITS, "--norm", "gn", "--groups", "4").output
-    assert "note: --groups has no effect without --norm" in invoke("network", *DIGITS, "--groups", "4").output
 
 
 def test_nothing_in_a_checkpoint_is_executed():

@@ -129,7 +129,7 @@ def remarks(results: Sequence[BenchResult]) -> list[str]:
 
 
 def number(value: float | None, digits: int = 6) -> str:
-    """Return a number with so many digits after the point; None gives the empty string.
+    """Return a number with this many digits after the point, or an empty string for None.
 
     Example:
         >>> number(0.5, 2), number(None)

@@ -10,7 +10,8 @@ from torch import nn
 from micronorm.check.compare import Leaf, Match, Tree, TreePath, aligned, compare, relative
 from micronorm.check.inputs import named_members
 from micronorm.check.report import Finding, finding
-from micronorm.check.runs import Call, Experiment, Run
+from micronorm.check.runs import Experiment, Run
+from micronorm.check.trace import Call
 from micronorm.nn.batch import GhostBatchNorm
 from micronorm.nn.batch_renorm import BatchRenorm
 from micronorm.nn.bcn import BatchChannelNorm

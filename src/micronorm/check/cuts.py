@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from micronorm.check.causes import CauseFinder, Comparison, Fault, uses_batch_statistics
 from micronorm.check.inputs import check_batch, check_model
 from micronorm.check.report import CutsReport, Difference, Finding, finding
-from micronorm.check.runs import Call, Experiment, Run
+from micronorm.check.runs import Experiment, Run
+from micronorm.check.trace import Call
 from micronorm.nn.bcn import BatchChannelNorm
 
 # For one step, relative to each tensor's maximum, if the model computes in float64 or float32. Narrower types are
@@ -247,27 +248,27 @@ class _Check:
 
     def _without_a_call(self) -> Finding:
         """Return the finding if all calls and the loss agree: a count, a buffer or the backward pass differs."""
-        by_kind = {
-            d.kind: d for d in sorted(self.differences, key=lambda d: (-self._place(self._owner(d.name)[0]), d.error))
-        }
-        if "count" in by_kind:
-            d = by_kind["count"]
-            return finding(
-                "loss", "loss function", "loss_count", **{"whole": self.whole.count, "cut": d.cut, "off by": d.error}
-            )
-        for kind in ("buffer", "estimate"):
-            if kind in by_kind:
-                d = by_kind[kind]
-                where, type_name = self._owner(d.name)
-                known = uses_batch_statistics(self._module(where))
-                cause = "batch_statistics" if known else "buffer"
-                return finding(where, type_name, cause, buffer=d.name, cut=d.cut, **{"relative error": d.error})
+
+        def first(kind: str) -> Difference | None:
+            """Return the difference of this kind in the module that runs first."""
+            found = [d for d in self.differences if d.kind == kind]
+            return min(found, key=lambda d: (self._place(self._owner(d.name)[0]), -d.error), default=None)
+
+        d = first("count")
+        if d is not None:
+            evidence: dict[str, Any] = {"whole": self.whole.count, "cut": d.cut, "off by": d.error}
+            return finding("loss", "loss function", "loss_count", **evidence)
+        d = first("buffer") or first("estimate")
+        if d is not None:
+            where, type_name = self._owner(d.name)
+            cause = "batch_statistics" if uses_batch_statistics(self._module(where)) else "buffer"
+            return finding(where, type_name, cause, buffer=d.name, cut=d.cut, **{"relative error": d.error})
         # The backward pass reaches the last module in execution order first.
         gradients = [d for d in self.differences if d.kind == "gradient"]
         if gradients:
             d = max(gradients, key=lambda d: (d.name in self.aliased, self._place(self._owner(d.name)[0])))
             where, type_name = self._owner(d.name)
-            evidence: dict[str, Any] = {"parameter": d.name, "cut": d.cut, "relative error": d.error}
+            evidence = {"parameter": d.name, "cut": d.cut, "relative error": d.error}
             if d.name in self.aliased:
                 return finding(where, type_name, "shared_gradient", **evidence, **{"shared with": self.aliased[d.name]})
             return finding(where, type_name, "gradient", **evidence)

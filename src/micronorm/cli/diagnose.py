@@ -80,14 +80,12 @@ def diagnose(
     """
     subject = _resolve(target)
     model = converted(subject.model, norm, groups, weight)
-    notes = _other_groups(model, norm, groups)
     fresh = _is_fresh(model) and checkpoint is None
     if checkpoint is not None:
         _load(model, checkpoint)
     source, batch = _images(subject, target, data, images, size)
     collapse = None if checkpoint is None else _collapse(checkpoint)
     diagnosis = replace(_examine(model, batch, device, by=by, fresh=fresh), collapse=collapse)
-    diagnosis.notes.extend(notes)
     if checkpoint is None and (fresh or target.split(":")[0] in ("torchvision", "timm", "recipe")):
         by_batches = ", and batch normalization used its batches" if fresh else ""
         diagnosis.notes.append(
@@ -116,18 +114,6 @@ def _resolve(target: str) -> _Subject:
     while isinstance(first, tuple | list) and first:
         first = first[0]
     return _Subject(model, images=first if isinstance(first, Tensor) and first.ndim > 1 else None)
-
-
-def _other_groups(model: nn.Module, norm: str, groups: int | None) -> list[str]:
-    """Return a note if some layers have another number of groups than requested."""
-    if groups is None:
-        return []
-    if norm.lower() == "none":
-        return ["--groups has no effect without --norm"]
-    found = [taken for m in model.modules() if isinstance(taken := getattr(m, "num_groups", None), int)]
-    taken = {number: found.count(number) for number in sorted({*found} - {groups})}
-    layers = ", ".join(f"{number} in {count} {'layer' if count == 1 else 'layers'}" for number, count in taken.items())
-    return [f"--groups {groups} does not divide the channels of all layers; groups used: {layers}"] if layers else []
 
 
 def _collapse(checkpoint: Path) -> str | None:

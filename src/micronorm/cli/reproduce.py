@@ -77,7 +77,7 @@ def reproduce(
     workers: Annotated[int, typer.Option(min=0, help="Processes that decode image files.")] = 0,
     minutes: Annotated[
         float | None,
-        typer.Option(min=0.1, help="Stop after so many minutes and save; the same command resumes the queue."),
+        typer.Option(min=0.1, help="Stop after this many minutes and save; the same command resumes the queue."),
     ] = None,
     dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}. Default: the recipe's.")] = None,
     channels_last: Annotated[bool, typer.Option("--channels-last", help="Store images in NHWC.")] = False,
@@ -115,7 +115,7 @@ def reproduce(
     if table.startswith("fig:"):
         _reproduce_figure(table, Request(dataset=dataset, epochs=epochs, data=data, runs=runs), as_json=as_json)
         return
-    chosen, asked = _choose(table, rows)
+    chosen, required = _choose(table, rows)
     if dtype is not None and dtype not in DTYPES:
         raise TargetError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     found = _find_rows(chosen, runs)
@@ -132,14 +132,14 @@ def reproduce(
         workers=workers,
     )
     missing = [row.recipe for row in found if _is_missing(row, epochs=epochs, seed=seed)]
-    _show_and_run(find_table(table), found, missing, asked, queue, confirm=not given and sys.stdin.isatty())
+    _show_and_run(find_table(table), found, missing, required, queue, confirm=not given and sys.stdin.isatty())
 
 
 def _show_and_run(
     table: Table,
     found: Sequence[TableRow],
     missing: Sequence[Recipe],
-    asked: set[str],
+    required: set[str],
     queue: RowQueue,
     *,
     confirm: bool,
@@ -147,10 +147,10 @@ def _show_and_run(
     """Print the table, train what is missing, and print the table again if a row was trained."""
     _print_rows(queue.console, table, found)
     _print_remarks(queue.console, found)
-    failed = queue.run(missing, asked, confirm=confirm)
+    failed = queue.run(missing, required, confirm=confirm)
     if len(failed) < len(missing):
         _print_rows(queue.console, table, _find_rows([row.recipe for row in found], queue.runs, tell=False))
-    if failed & asked:
+    if failed & required:
         raise typer.Exit(INCOMPLETE)
 
 
@@ -203,7 +203,7 @@ def _list_tables(*, as_json: bool) -> None:
 
 
 def _choose(name: str, rows: str | None) -> tuple[tuple[Recipe, ...], set[str]]:
-    """The recipes to show, and the names of those without which the command has failed.
+    """Return the recipes to show, and the names of those without which the command has failed.
 
     Rows that cannot be run are among the latter only if --rows names them.
     """

@@ -48,7 +48,7 @@ class RowQueue:
         self.console, self.runs, self.data, self.workers = console, runs, data, workers
         self.variation, self.execution = variation, execution
 
-    def run(self, missing: Sequence[Recipe], asked: set[str], *, confirm: bool) -> set[str]:
+    def run(self, missing: Sequence[Recipe], required: set[str], *, confirm: bool) -> set[str]:
         """Announce the rows, ask if `confirm`, and train until the minutes are over.
 
         Returns:
@@ -60,7 +60,7 @@ class RowQueue:
         for recipe in missing:
             if recipe.name in places:
                 say(self.console, self._announcement(recipe, places[recipe.name]))
-            elif recipe.name in asked:
+            elif recipe.name in required:
                 say(self.console, f"{recipe.name} cannot be run: {recipe.unavailable}.")
         failed = {recipe.name for recipe in missing} - set(places)
         if places and confirm and not typer.confirm(f"Train {'these rows' if len(places) > 1 else 'this row'} now?"):

@@ -43,7 +43,10 @@ def converted(model: nn.Module, norm: str, groups: int | None, weight: str) -> n
 
 
 def _spec(name: str, kind: type, options: dict[str, Any]) -> Any:
+    given = {key: value for key, value in options.items() if value is not None}
     if name.lower() == "none":
+        if given:
+            raise TargetError(f"--{', --'.join(given)} needs another norm than none; name it with --norm")
         return None
     known: dict[str, Any] = {key.lower(): spec for key, spec in SPECS.items() if issubclass(spec, kind)}
     source, colon, attribute = name.rpartition(":")
@@ -56,7 +59,6 @@ def _spec(name: str, kind: type, options: dict[str, Any]) -> Any:
         spec = known[name.lower()]
     else:
         raise TargetError(unknown(f"no spec {name!r}", name.lower(), [*known, "none"]))
-    given = {key: value for key, value in options.items() if value is not None}
     foreign = sorted(given.keys() - {field.name for field in fields(spec)})
     if foreign:
         raise TargetError(f"{name} takes no --{', --'.join(foreign)}")

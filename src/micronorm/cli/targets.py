@@ -157,7 +157,7 @@ def _import_file(path: Path) -> Any:
 
 
 def _call(target: str, factory: Any) -> Any:
-    """Return what a factory makes. A recipe gives its network; a model or a tuple stands for itself."""
+    """Return what a factory makes. A recipe gives its network; a model or a tuple is returned as it is."""
     try:
         if isinstance(factory, Recipe):
             return factory.build(seed=0)

@@ -4,6 +4,7 @@ import os
 import shlex
 import sys
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +17,9 @@ from micronorm.cli.targets import find_recipe
 from micronorm.engine.settings import DTYPES, Execution, Outcome
 from micronorm.recipes.run import Variation, run_recipe
 
-_RUN, _DATA, _SPEED = "The run", "Data", "Speed and memory: the result changes by rounding only"
+_run = partial(typer.Option, rich_help_panel="The run")
+_data = partial(typer.Option, rich_help_panel="Data")
+_speed = partial(typer.Option, rich_help_panel="Speed and memory: the result changes by rounding only")
 
 
 def train(
@@ -27,102 +30,51 @@ def train(
             help="digits, cifar1/c10-bcn-ws, …: `micronorm reproduce` lists them. Or file.py:name for one of your own.",
         ),
     ],
-    step_batch: Annotated[
-        int | None, typer.Option(min=1, help="Samples per optimizer step, over all ranks. Default: the recipe's.")
-    ] = None,
-    epochs: Annotated[
-        int | None, typer.Option(min=1, help="Passes over the training samples. Default: the recipe's.")
-    ] = None,
-    lr: Annotated[
-        float | None, typer.Option(min=0.0, help="Learning rate, which the schedule scales. Default: the recipe's.")
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help=f"{', '.join(DTYPES)}. The two half types keep parameters in float32.")
-    ] = None,
+    step_batch: Annotated[int | None, typer.Option(min=1, help="Samples per optimizer step, over all ranks.")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the training samples.")] = None,
+    lr: Annotated[float | None, typer.Option(min=0.0, help="Learning rate, which the schedule scales.")] = None,
+    dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}; half types use autocast.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, max=2**31, help="Seed of weights, order and augmentation.")] = None,
     size: Annotated[int | None, typer.Option(min=1, help="Height and width of the training crops.")] = None,
     weights: Annotated[
         Path | None, typer.Option(help="Start from the weights of a checkpoint: safetensors, or a torch state dict.")
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Run directory. Default: runs/RECIPE-SEED.", rich_help_panel=_RUN)
-    ] = None,
-    resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Continue from the newest checkpoint in the directory.", rich_help_panel=_RUN),
-    ] = False,
-    steps: Annotated[
-        int | None,
-        typer.Option(min=1, help="Save and stop after so many steps; --resume continues.", rich_help_panel=_RUN),
-    ] = None,
-    minutes: Annotated[
-        float | None,
-        typer.Option(min=0.0, help="Save and stop after so many minutes; --resume continues.", rich_help_panel=_RUN),
-    ] = None,
+    out: Annotated[Path | None, _run(help="Run directory. Default: runs/RECIPE-SEED.")] = None,
+    resume: Annotated[bool, _run("--resume", help="Continue from the newest checkpoint in the directory.")] = False,
+    steps: Annotated[int | None, _run(min=1, help="Stop after this many steps; --resume continues.")] = None,
+    minutes: Annotated[float | None, _run(min=0.0, help="Stop after this many minutes; --resume continues.")] = None,
     save_every: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Steps between checkpoints. Default: ten minutes, and each evaluation.", rich_help_panel=_RUN
-        ),
+        int | None, _run(min=1, help="Steps between checkpoints. Default: ten minutes, and each evaluation.")
     ] = None,
-    evaluate_every: Annotated[
-        int, typer.Option(min=1, help="Epochs between evaluations; always after the last.", rich_help_panel=_RUN)
-    ] = 1,
+    evaluate_every: Annotated[int, _run(min=1, help="Epochs between evaluations; always after the last.")] = 1,
     observe: Annotated[
-        int | None,
-        typer.Option(min=1, help="Measure the layers every so many steps, for the report.", rich_help_panel=_RUN),
+        int | None, _run(min=1, help="Steps between measurements of the layers, for the report.")
     ] = None,
-    data: Annotated[
-        Path | None, typer.Option(help="Folder of the data set. Default: ./data and ~/data.", rich_help_panel=_DATA)
-    ] = None,
-    download: Annotated[
-        bool, typer.Option("--download", help="Download CIFAR if it is not found.", rich_help_panel=_DATA)
-    ] = False,
+    data: Annotated[Path | None, _data(help="Folder of the data set. Default: ./data and ~/data.")] = None,
+    download: Annotated[bool, _data("--download", help="Download CIFAR if it is not found.")] = False,
     unverified: Annotated[
-        bool,
-        typer.Option(
-            "--unverified", help="Accept CIFAR files with other checksums, such as a miniature.", rich_help_panel=_DATA
-        ),
+        bool, _data("--unverified", help="Accept CIFAR files with other checksums, such as a miniature.")
     ] = False,
-    workers: Annotated[int, typer.Option(min=0, help="Processes that decode image files.", rich_help_panel=_DATA)] = 0,
+    workers: Annotated[int, _data(min=0, help="Processes that decode image files.")] = 0,
     micro_batch: Annotated[
-        str,
-        typer.Option(
-            help="Samples per forward and backward. auto: as many as fit into memory.", rich_help_panel=_SPEED
-        ),
+        str, _speed(help="Samples per forward and backward. auto: as many as fit into memory.")
     ] = "auto",
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, cuda:1. Default: the GPU if there is one.", rich_help_panel=_SPEED)
-    ] = None,
-    channels_last: Annotated[
-        bool, typer.Option("--channels-last", help="Store images in NHWC, volumes in NDHWC.", rich_help_panel=_SPEED)
-    ] = False,
-    compiled: Annotated[
-        bool, typer.Option("--compile", help="Compile the model with torch.compile.", rich_help_panel=_SPEED)
-    ] = False,
+    device: Annotated[str | None, _speed(help="cpu, cuda, cuda:1. Default: the GPU if there is one.")] = None,
+    channels_last: Annotated[bool, _speed("--channels-last", help="Store images in NHWC, volumes in NDHWC.")] = False,
+    compiled: Annotated[bool, _speed("--compile", help="Compile the model with torch.compile.")] = False,
     cuda_graph: Annotated[
-        bool,
-        typer.Option(
-            "--cuda-graph", help="Capture the whole step as a CUDA graph, on one GPU.", rich_help_panel=_SPEED
-        ),
+        bool, _speed("--cuda-graph", help="Capture the whole step as a CUDA graph, on one GPU.")
     ] = False,
     recompute: Annotated[
-        bool,
-        typer.Option(
-            "--recompute",
-            help="Recompute activations in the backward: less memory, the same bits.",
-            rich_help_panel=_SPEED,
-        ),
+        bool, _speed("--recompute", help="Recompute activations in the backward: less memory, the same bits.")
     ] = False,
-    parallel: Annotated[
-        str, typer.Option(help="How ranks share the model: ddp (replicas) or fsdp (shards).", rich_help_panel=_SPEED)
-    ] = "ddp",
+    parallel: Annotated[str, _speed(help="How ranks share the model: ddp (replicas) or fsdp (shards).")] = "ddp",
 ) -> None:
     """Train a recipe into a run directory, which `micronorm report` turns into a page.
 
-    Several GPUs: torchrun --nproc-per-node 4 -m micronorm train RECIPE. Ctrl-C and SIGTERM finish the step or stop the
-    evaluation, save a checkpoint and print the command that continues the run. A step that runs out of memory is
-    repeated in smaller pieces.
+    The first options replace what the recipe says. Several GPUs: torchrun --nproc-per-node 4 -m micronorm train
+    RECIPE. Ctrl-C and SIGTERM finish the step or stop the evaluation, save a checkpoint and print the command that
+    continues the run. A step that runs out of memory is repeated in smaller pieces.
 
     Exit code 0: trained as requested. 1: the run failed. 2: a name or an option is wrong. 3: the loss or a weight is
     not finite. 130, 143: interrupted.

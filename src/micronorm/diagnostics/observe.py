@@ -1,4 +1,4 @@
-"""`mn.observe`: record statistics of a network while it trains, every so many optimizer steps.
+"""`mn.observe`: record statistics of a network while it trains, at every Nth optimizer step.
 
 Only observed steps have hooks on modules. A hook that returns at once costs 1.2 µs, since torch calls a module with
 hooks by a slower path. For the 43 layers of a ResNet-20 that is 2.6 ms in fifty steps, times the number of
@@ -36,7 +36,7 @@ def observe(
     sink: Callable[[Row], object] | None = None,
     start: int = 0,
 ) -> "StepObserver":
-    """Record statistics of a network every so many optimizer steps of any training loop.
+    """Record statistics of a network at every Nth optimizer step, in any training loop.
 
     For each norm layer: StatDiff, the distance of its normalized channels to BN, the share of positive outputs, and the
     number of dead and rare channels. For each convolution and linear layer: the shares of its gradient that Weight

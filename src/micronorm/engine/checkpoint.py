@@ -22,7 +22,7 @@ FORMAT = "micronorm checkpoint"
 VERSION = 1
 KEPT = 2
 SHARDED = ".sharded"
-"""How the names of folders end in which earlier revisions saved sharded runs. They are refused, and never read."""
+"""The ending of folders in which earlier revisions saved sharded runs. They are refused, and never read."""
 _NAME = re.compile(r"step-(\d+)\.([0-9a-f]{16})\.pt")
 
 

@@ -12,7 +12,7 @@ from micronorm.engine.task import Score, check_score
 
 
 class EvaluationStopped(Exception):
-    """The process was told to end during an evaluation."""
+    """A signal or another rank stopped the evaluation."""
 
 
 def _never() -> bool:
@@ -38,7 +38,7 @@ def evaluate(step: Step, *, seed: int, stop: Callable[[], bool] = _never) -> dic
         stopped = True
     except Exception as caught:
         if isinstance(step.parallel, ShardedRanks):
-            raise  # the others are in a collective forward, and cannot be told
+            raise  # the other ranks are in a collective forward, and cannot agree on a status
         error = caught
     finally:
         step.model.train(was_training)

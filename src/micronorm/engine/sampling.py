@@ -1,4 +1,4 @@
-"""Which samples each step takes on each rank: a function of the seed, the epoch and the step's number."""
+"""Choose the samples of each step and rank, from the seed, the epoch and the step's number alone."""
 
 import math
 from collections import deque

@@ -1,4 +1,4 @@
-"""What a run computes, and how: two values, because only the first may change its result."""
+"""The settings of a run, which say what it computes, and its execution, which changes speed and memory only."""
 
 import reprlib
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ DTYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is computed. Runs with equal settings and models give the same result up to rounding.
+    """What a run computes. Runs with equal settings and models give the same result up to rounding.
 
     Args:
         epochs: passes over the training samples. Give either `epochs` or `steps`.
@@ -79,7 +79,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How it is computed: for speed and memory. Nothing here changes the result beyond rounding.
+    """How a run computes it: speed and memory. Nothing here changes the result beyond rounding.
 
     Args:
         micro_batch: samples per forward and backward; None starts with what fits and halves it when memory runs out.
@@ -89,12 +89,12 @@ class Execution:
         cuda_graph: capture the whole step, commit included, and replay it.
         recompute: store less for the backward, see `mn.recompute`. Not with `compile`, which decides that itself.
         parallel: how several ranks share the model: replicated ("ddp") or sharded ("fsdp").
-        steps: stop after so many optimizer steps; None for the whole run.
-        minutes: save and stop after so many minutes of training; None for no limit.
+        steps: stop after this many optimizer steps; None for the whole run.
+        minutes: save and stop after this many minutes of training; None for no limit.
         save_steps: steps between checkpoints; None for ten minutes between them. There is always one after an
             evaluation.
-        evaluate_epochs: evaluate after every so many epochs, and after the last step.
-        observe: measure the layers every so many steps; None for never. Not with `compile` and `cuda_graph`.
+        evaluate_epochs: epochs between evaluations; the last step is always evaluated.
+        observe: steps between measurements of the layers; None for never. Not with `compile` and `cuda_graph`.
     """
 
     micro_batch: int | None = None

@@ -28,7 +28,7 @@ class Signals:
         self.received = number
         self._restore()
         if self._verbose:  # os.write, because the signal may have interrupted a write to sys.stderr
-            os.write(2, b"\nfinishing the step, then saving; the same again ends at once\n")
+            os.write(2, b"\nfinishing the step, then saving; the same signal again ends at once\n")
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

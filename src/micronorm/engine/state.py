@@ -1,7 +1,7 @@
 """The state of a run between two steps: model, optimizer, loss scale, statistics, random states and position.
 
 Optimizer state is stored by the names of parameters, not by their numbers. So a run can be resumed replicated if it was
-sharded before, or the other way round, on any number of ranks. Learning rates and the like come from the settings.
+sharded before, or the other way round, on any number of ranks. Learning rates and other options come from the settings.
 """
 
 from collections.abc import Mapping, Sequence

@@ -2,7 +2,7 @@
 
 A *sample* is what one index stands for: an image, a clip, a volume. A *batch* is a tuple of columns: tensors or lists
 that are indexed by sample. Images of different sizes come as a list. A *share* is (epoch, indices): the samples of
-one rank in one optimizer step. The engine needs to know nothing else about a task.
+one rank in one optimizer step. The engine uses nothing else of a task.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

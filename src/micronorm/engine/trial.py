@@ -32,7 +32,7 @@ class MemoryProbe:
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def end(self, samples: int) -> None:
-        """Call after a trial run with so many samples."""
+        """Call after a trial run with this many samples."""
         torch.cuda.synchronize(self.device)
         self.readings.append((samples, torch.cuda.max_memory_allocated(self.device)))
 
@@ -73,7 +73,7 @@ def largest_fitting(
 
 
 def _try(step: Step, inputs: StepInputs, trial: int, probe: MemoryProbe) -> bool:
-    """Return whether so many samples fit at once."""
+    """Return whether this many samples fit at once."""
     step.savepoint.take()
     probe.begin()
     part = StepInputs(tuple(c[:trial] for c in inputs.batch), inputs.keys[:trial], trial, trial)

@@ -16,7 +16,7 @@ from micronorm.records import write_atomically
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """What a model took from a file, by the names of tensors."""
+    """The result of `load_weights`, by the names of tensors."""
 
     loaded: tuple[str, ...]
     missing: tuple[str, ...]

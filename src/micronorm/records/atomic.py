@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 PARTIAL = ".partial"
-"""How the name of a file ends while `write_atomically` writes it."""
+"""The ending of a file's name while `write_atomically` writes it."""
 
 
 def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:

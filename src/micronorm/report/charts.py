@@ -14,8 +14,8 @@ from micronorm.report.plots import LIGHT, apply_style, load_matplotlib, plot_sty
 LOG_RATIO = 30
 """A value axis is logarithmic if its largest value is at least this many times its smallest."""
 MARKED = 40
-"""A line with at most this many points shows a marker at each. A longer one has as many invisible hover targets, and
-further ones at its least and largest value."""
+"""The most points of a line that shows a marker at each. A longer line has this many invisible hover targets, and two
+more at its least and largest value."""
 
 CHART_STYLE = {"text_parse_math": False, "font_size": 12}  # a name such as "$a$" is text, not a formula
 _DASHES = {"solid": "solid", "dashed": (0, (3, 1.5)), "dotted": (0, (0.8, 1.8)), "area": "solid"}

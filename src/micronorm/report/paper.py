@@ -19,7 +19,7 @@ _HEADER = ["row", "figure", "paper", "ours", "over seeds", "runs", "ours − pap
 
 
 def paper(runs: Sequence[NamedRun], limit: int) -> Section:
-    """Return a table for each of the paper's tables that the runs belong to; runs that differ alike share a row."""
+    """Return a table for each of the paper's tables. Runs that differ from their recipe in the same way share a row."""
     groups: dict[tuple[str, str], list[NamedRun]] = {}
     for run in runs:
         if numbers(run.record.facts.get("paper")):

@@ -64,7 +64,7 @@ def _describe_one(run: NamedRun, key: str) -> str:
 
 
 def _describe_several(runs: Sequence[NamedRun], finite: dict[str, float], key: str) -> str:
-    # Figures that read alike count as equal: the reader could not tell which is the lowest.
+    # Figures that are printed with the same digits count as equal: readers could not tell which is lowest.
     by_value: dict[str, list[str]] = {}
     for name in sorted(finite, key=lambda name: finite[name]):
         by_value.setdefault(_format(finite[name], key), []).append(name)
