@@ -1,9 +1,9 @@
 """Gradient accumulation in Accelerate: eight images per step, one at a time.
 
-    pip install 'micronorm[accelerate]'
+    pip install -e '.[accelerate]'
     python examples/accelerate_loop.py
 
-Nothing but `mn.convert` is added. `main(accumulate=8, micro_batch=1)` and `main(accumulate=1, micro_batch=8)` train the
+`mn.convert` is the only new line. `main(accumulate=8, micro_batch=1)` and `main(accumulate=1, micro_batch=8)` train the
 same network: `accelerator.backward` divides each loss by `gradient_accumulation_steps`, so with batches of equal size a
 mean over the batch is right. `drop_last=True` keeps the sizes equal.
 """

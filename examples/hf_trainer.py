@@ -1,11 +1,11 @@
 """Gradient accumulation in the Hugging Face Trainer: eight images per step, one at a time.
 
-    pip install 'micronorm[transformers]'
+    pip install -e '.[transformers]'
     python examples/hf_trainer.py
 
 `main(accumulate=8, micro_batch=1)` and `main(accumulate=1, micro_batch=8)` train the same network. The Trainer counts
-the labels of all batches of a step and hands the count to `compute_loss_func`, so the loss can be what it should: a sum
-over samples divided by the step's count. That also holds for the last, smaller step of an epoch.
+the labels of all batches of a step and passes the count to `compute_loss_func`. So the loss is a sum over samples,
+divided by the step's count. That also holds for the last, smaller step of an epoch.
 """
 
 import tempfile

@@ -1,9 +1,9 @@
 """Gradient accumulation in Lightning: eight images per step, one at a time.
 
-    pip install 'micronorm[lightning]'
+    pip install -e '.[lightning]'
     python examples/lightning_loop.py
 
-Nothing but `mn.convert` is added. `main(accumulate=8, micro_batch=1)` and `main(accumulate=1, micro_batch=8)` train the
+`mn.convert` is the only new line. `main(accumulate=8, micro_batch=1)` and `main(accumulate=1, micro_batch=8)` train the
 same network: Lightning divides the loss of each batch by `accumulate_grad_batches`, so with batches of equal size a
 mean over the batch is right. `drop_last=True` keeps the sizes equal.
 """

@@ -1,7 +1,7 @@
 """Image classification in the manner of torchvision's references/classification, on scikit-learn's digits.
 
-A script as one finds it: nothing in it knows micronorm but the line behind `--micronorm`. A step's batch is cut into
-micro-batches of `--micro-batch` images. With BatchNorm the result depends on that number; with the line it does not.
+An ordinary script: only the line behind `--micronorm` uses micronorm. The images of a step are split into micro-batches
+of `--micro-batch` images. With BatchNorm the result depends on that number; with the line it does not.
 
     python examples/train_reference.py --micro-batch 1
     python examples/train_reference.py --micro-batch 1 --micronorm
@@ -48,7 +48,7 @@ def train_one_epoch(
         optimizer.zero_grad()
         total = 0.0
         for image, target in zip(images.split(args.micro_batch), targets.split(args.micro_batch), strict=True):
-            # a sum over samples, divided once by the count of the step: also right where the last piece is smaller
+            # a sum over samples, divided once by the count of the step: also right if the last piece is smaller
             loss = criterion(model(image), target).sum() / len(images)
             loss.backward()
             total += loss.item()
