@@ -70,7 +70,7 @@ def run_case(kind: str, seed: int, number: int) -> Failure | None:
     with tempfile.TemporaryDirectory(prefix="micronorm-fuzz-") as place, _inside(Path(place)), _quick_work():
         case = KINDS[kind](chance, Path(place))
         try:
-            with _alarm(PATIENCE):
+            with _alarm(PATIENCE), case.around(Path(place)):
                 result = CliRunner().invoke(app, case.arguments)
                 what = _fault(result)
                 if what is None and result.exit_code == 0:
