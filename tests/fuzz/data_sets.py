@@ -122,7 +122,7 @@ def _edit(chance: random.Random, file: Path, folder: Path) -> None:
     names = (*_NAMES, str(folder / OUTSIDE / "a.jpg"), str(folder / OUTSIDE / "a"))
     text = file.read_text("utf-8", errors="replace")
     if file.suffix == ".json":
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             file.write_text(json.dumps(values.changed(chance, json.loads(text), (*values.VALUES, *_SHAPES, *names))))
         return
     lines = text.splitlines() or [""]
