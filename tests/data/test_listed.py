@@ -139,6 +139,16 @@ def test_a_video_that_names_other_files_or_addresses_is_not_followed(tmp_path, c
         decode_video(tmp_path / "bad.mp4")
 
 
+def test_a_video_whose_metadata_are_no_text_is_named(tmp_path):
+    pytest.importorskip("av")
+    miniature.write_video(tmp_path / "a.mp4")
+    content = (tmp_path / "a.mp4").read_bytes()
+    assert b"VideoHandler" in content
+    (tmp_path / "a.mp4").write_bytes(content.replace(b"VideoHandler", b"Video\xffandler"))
+    with pytest.raises(ValueError, match=r"a\.mp4 is not a readable video"):
+        decode_video(tmp_path / "a.mp4")
+
+
 def test_a_list_that_is_no_text_is_named(tmp_path):
     miniature.write_voc(tmp_path / "voc")
     miniature.write_label_maps(tmp_path / "maps")
