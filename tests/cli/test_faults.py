@@ -68,3 +68,44 @@ def test_a_long_message_keeps_its_two_ends():
     assert len(text) < LONGEST + 5
     assert text.startswith("begin")
     assert text.endswith("end")
+
+
+OWN = """
+from dataclasses import dataclass
+from torch import nn
+import micronorm as mn
+
+class Fails(nn.Module):
+    def __init__(self, num_channels):
+        raise KeyError(num_channels)
+
+@dataclass(frozen=True)
+class Failing(mn.NormSpec):
+    layer = Fails
+
+@dataclass(frozen=True)
+class Nothing(mn.NormSpec):
+    def __call__(self, num_channels, *, dims=2):
+        return None
+
+def make():
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+"""
+
+
+@pytest.mark.parametrize(
+    "norm, reason", [("Failing", "fails (KeyError: 1)"), ("Nothing", "must build an nn.Module, got NoneType")]
+)
+def test_a_norm_of_the_users_own_that_fails_ends_in_one_line(tmp_path, norm, reason):
+    (tmp_path / "own_norms.py").write_text(OWN)
+    file = tmp_path / "own_norms.py"
+    result = CliRunner().invoke(app, ["plan", f"{file}:make", "--norm", f"{file}:{norm}"])
+    assert (result.exit_code, result.exception.__class__) == (2, SystemExit)
+    assert result.stderr == f"micronorm plan: {file}:{norm} {reason}\n"
+
+
+def test_a_pipe_as_the_table_of_a_benchmark_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    result = CliRunner().invoke(app, ["bench", "--out", str(tmp_path / "pipe")])
+    assert result.exit_code == 2
+    assert result.stderr == f"micronorm bench: --out must be a file, {tmp_path / 'pipe'} is something else\n"

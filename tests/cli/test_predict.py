@@ -1,6 +1,7 @@
 """`micronorm predict`: what a trained network answers for image files."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 import micronorm as mn
 from micronorm import recipes
 from micronorm.cli import app
-from micronorm.cli.predict import find_images
+from micronorm.cli.predict import _output_names, find_images
 from micronorm.data.digits import open_digits
 from micronorm.data.pixels import IMAGENET, Standardizer
 from micronorm.engine.settings import Execution
@@ -143,3 +144,34 @@ def test_objects_are_written_in_the_format_of_coco(tmp_path):
         assert 0 <= top <= top + height <= 48
         assert encoded.decode(found["segmentation"]).shape == (48, 64)
     assert prediction.pictures["-objects"].size == (64, 48)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"definition": None},
+        {"definition": {}},
+        {"definition": {"classes": "10"}},
+        {"definition": {"classes": -1}},
+        {"definition": {"classes": 2**60}},  # a list of so many names would not fit into memory
+        {"data": {"name": ["digits"]}},
+        {"variation": 7},
+        {"variation": {"size": 2**60}},
+        {"variation": {"size": "8"}},
+    ],
+    ids=str,
+)
+def test_a_record_from_a_stranger_ends_in_one_line(digits_run, tmp_path, facts):
+    shutil.copytree(digits_run, tmp_path / "run")
+    known = json.loads((tmp_path / "run/run.json").read_text())
+    (tmp_path / "run/run.json").write_text(json.dumps({**known, **facts}))
+    write_image(tmp_path / "a.png")
+    found = predict(tmp_path / "run", tmp_path / "a.png", "--out", tmp_path / "out", *CPU)
+    assert found.exit_code == 2, found.output
+    assert found.stderr.startswith("micronorm predict: the run's record does not say what was trained")
+    assert found.stderr.count("\n") == 1
+
+
+def test_no_picture_is_written_over_another(tmp_path):
+    names = _output_names([tmp_path / name for name in ("x/a.png", "y/a.png", "z/a-1.png", "z/a-2.png")])
+    assert len(set(names.values())) == 4

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.nn.utils import parametrize, prune
 
 import micronorm as mn
@@ -89,6 +90,15 @@ def test_a_teacher_in_train_mode_is_named(frozen):
     with pytest.warns(UserWarning, match=r"the running estimates do not move.*teacher.*average its buffers") as caught:
         train(model, sgd(*model.parameters()), also=lambda y: teacher(y.detach()))
     assert len(caught) == 1
+
+
+def test_a_compiled_frozen_teacher_is_named_too_and_compiled_once():
+    counter = CompileCounter()
+    model = network()
+    teacher = torch.compile(copy.deepcopy(model["norm"]).requires_grad_(False), backend=counter, fullgraph=True)
+    with pytest.warns(UserWarning, match=r"the running estimates do not move.*teacher.*average its buffers") as caught:
+        train(model, sgd(*model.parameters()), also=lambda y: teacher(y.detach()))
+    assert (len(caught), counter.frame_count) == (1, 1)
 
 
 def test_what_moves_or_is_meant_to_stay_is_not_named(monkeypatch):

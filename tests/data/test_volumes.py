@@ -114,7 +114,7 @@ def test_a_smaller_volume_lies_in_the_middle_of_its_patch():
          r"imagesTr/v3\.nii\.gz is not a readable NIfTI file"),
         (lambda r: (r / "imagesTr/v3.nii.gz").write_bytes(b"no volume"), ValueError, r"v3\.nii\.gz is not a readable"),
         (lambda r: (r / "labelsTr/v5.nii.gz").unlink(), FileNotFoundError, r"labelsTr/v5\.nii\.gz is listed in .*json"),
-        (lambda r: (r / "dataset.json").write_text("{"), ValueError, r"dataset\.json must have labels"),
+        (lambda r: (r / "dataset.json").write_text("{"), ValueError, r"dataset\.json is not a JSON file"),
         (lambda r: (r / "dataset.json").write_text(json.dumps({"labels": {"1": "a"}, "training": []})), ValueError,
          r"dataset\.json must have labels, numbered from 0"),
         (lambda r: (r / "dataset.json").unlink(), FileNotFoundError, "hippocampus was looked for in"),

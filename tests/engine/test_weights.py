@@ -1,5 +1,6 @@
 """A model takes from a file what fits by name and shape, and says what does not."""
 
+import copy
 import pickle
 from typing import Any
 
@@ -8,6 +9,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
+import micronorm as mn
 from micronorm.convert.checkpoint import pack_state
 from micronorm.engine.weights import load_weights, read_weights
 
@@ -77,3 +79,21 @@ def test_what_holds_no_weights_is_refused_and_not_executed(tmp_path):
 def test_equal_weights_with_equal_metadata_give_equal_bytes():
     model, metadata = network(), {name: name for name in "abcdef"}
     assert len({pack_state(model, metadata) for _ in range(8)}) == 1
+
+
+@pytest.mark.parametrize("weight", [None, mn.WS(scale=False)], ids=str)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_weights_of_layers_that_compute_something_else_give_a_warning(weight, wrapped):
+    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+    saved = mn.convert(copy.deepcopy(network), None, mn.WS()).state_dict()
+    model = network if weight is None else mn.convert(network, None, weight)
+    with pytest.warns(UserWarning, match=r"was saved from WS\(center=True, scale=True"):
+        load_weights(nn.ModuleDict({"backbone": model}) if wrapped else model, saved)
+
+
+def test_weights_of_the_same_layers_give_none():
+    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+    for spec in (mn.WS(), None):
+        model = mn.convert(copy.deepcopy(network), mn.BCN(), spec)
+        load_weights(nn.ModuleDict({"backbone": model}), copy.deepcopy(model).state_dict())
+    load_weights(model, network.state_dict())

@@ -438,6 +438,21 @@ def test_tools_that_fold_batch_norm_fail_loudly_on_bcn(fuse):
     fuse(nn.Conv2d(3, 8, 3).eval(), nn.BatchNorm2d(8).eval())  # which they may fold
 
 
+def add_a_bias(conv: nn.Module, norm: nn.Module) -> None:
+    """Do what Ultralytics' fuse does with a convolution that has no bias, after scaling its weight."""
+    conv.register_parameter("bias", nn.Parameter(torch.zeros_like(norm.running_mean)))
+
+
+@pytest.mark.parametrize("fuse", [fuse_conv_bn_eval, add_a_bias])
+@pytest.mark.parametrize("weight", [mn.WS(), mn.WN(), mn.CWN()], ids=str)
+def test_tools_that_fold_batch_norm_fail_loudly_on_a_standardized_weight(fuse, weight):
+    model = mn.convert(nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8)), None, weight).eval()
+    with pytest.raises(RuntimeError, match=r"mn\.fold\(model\)"):
+        fuse(*model)
+    assert_folds(model.double(), image(channels=3))
+    mn.nn.WSConv2d(3, 8, 3).bias = nn.Parameter(torch.ones(8))  # a layer with a bias may get another one
+
+
 def test_eps_is_a_number_for_everything_else():
     norm = mn.nn.BatchChannelNorm(8, eps=1e-3)
     assert (norm.eps, repr(norm.eps), norm.eps * 2, type(float(norm.eps))) == (1e-3, "0.001", 2e-3, float)

@@ -70,9 +70,9 @@ def run_case(kind: str, seed: int, number: int) -> Failure | None:
     with tempfile.TemporaryDirectory(prefix="micronorm-fuzz-") as place, _inside(Path(place)), _quick_work():
         case = KINDS[kind](chance, Path(place))
         try:
-            with _alarm(PATIENCE):
+            with _alarm(PATIENCE), case.around(Path(place)):
                 result = CliRunner().invoke(app, case.arguments)
-                what = _fault(result)
+                what = _fault(result, Path(place))
                 if what is None and result.exit_code == 0:
                     case.check(Path(place))
         except _Hangs:
@@ -82,10 +82,12 @@ def run_case(kind: str, seed: int, number: int) -> Failure | None:
     return None if what is None else Failure(kind, number, case.arguments, what)
 
 
-def _fault(result: Any) -> str | None:
+def _fault(result: Any, place: Path) -> str | None:
     """Return what is wrong with the end of a command, or None."""
     if result.exception is not None and not isinstance(result.exception, SystemExit):
-        return _describe(result.exception)
+        last = traceback.extract_tb(result.exception.__traceback__)[-1]
+        by_user = Path(last.filename).is_relative_to(place)  # the traceback of a user's layer shows the user's line
+        return None if by_user else _describe(result.exception)
     lines = [line for line in result.stderr.splitlines() if line.strip()]
     if any(line.startswith("Usage:") for line in lines):
         return None  # typer's own message

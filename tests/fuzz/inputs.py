@@ -21,6 +21,7 @@ from safetensors.torch import save as to_safetensors
 from micronorm.cli import app
 from micronorm.engine import checkpoint
 from micronorm.recipes import find
+from tests.fuzz import data_sets, trained_runs
 from tests.report.build import full_run
 from tests.report.parsed import Parsed
 
@@ -33,6 +34,8 @@ class Case:
 
     arguments: list[str]
     check: Callable[[Path], None] = lambda folder: None
+    around: Callable[[Path], contextlib.AbstractContextManager[None]] = lambda folder: contextlib.nullcontext()
+    """What is replaced or watched while the command runs."""
 
 
 # --- command lines ----------------------------------------------------------------------------------------------------
@@ -46,6 +49,16 @@ FACTORIES = {
     "strange": "make = 7\ndef none(): return None\ndef empty(): return ()\ndef text(): return ('a', 1, None)\n"
     "def fails(): raise KeyError('x')\ndef asks(argument): return argument\n",
     "null": "\0",
+    "own": "from dataclasses import dataclass\nimport micronorm as mn\nfrom torch import nn\n"
+    "from micronorm.recipes import find\none = find('digits')\nmany = [one]\n"
+    "class Fails(nn.Module):\n    def __init__(self, num_channels):\n        raise KeyError(num_channels)\n"
+    "class Wrong(nn.Module):\n    def __init__(self, num_channels):\n        super().__init__()\n"
+    "    def forward(self, x):\n        return x.no_such_attribute\n"
+    "@dataclass(frozen=True)\nclass Failing(mn.NormSpec):\n    layer = Fails\n"
+    "@dataclass(frozen=True)\nclass Wrongs(mn.NormSpec):\n    layer = Wrong\n"
+    "@dataclass(frozen=True)\nclass Nothing(mn.NormSpec):\n    def __call__(self, c, *, dims=2): return None\n"
+    "@dataclass(frozen=True)\nclass Plain(mn.NormSpec):\n    def __call__(self, c, *, dims=2): return nn.Identity()\n"
+    "class Loose(mn.NormSpec):\n    pass\n",
 }
 _NUMBERS = (*"0 1 1 2 2 3 8 -1 0.5 2147483648 9223372036854775808 1e400 nan inf".split(), "1" * 400)  # noqa: SIM905
 _PATHS = (
@@ -66,14 +79,25 @@ _WORDS = (
     *"float32 ddp fsdp estimates".split(),  # noqa: SIM905
     *"bcn gn bn sn ws wn step sequential batch nchw eager graph 16x64x7x7 1x1 large mn-bcn".split(),  # noqa: SIM905
 )
+_OWN_NORMS = ("own:Failing", "own:Wrongs", "own.py:Nothing", "own:Plain", "own:Loose", "own:Fails", "own.py:no")
 _DEVICES = ("cpu", "cuda", "cuda:7", "cuda:-1", "meta", "mps", "vulkan", "cpu:1", "cuda:x")
 _USUAL = {
     "target": ("good:make",) * 20 + _TARGETS,
-    "recipe": ("digits", "digits/gn", "shapes", "cifar1", "imagenet"),
+    "recipe": (
+        "digits",
+        "digits/gn",
+        "shapes",
+        "cifar1",
+        "imagenet",
+        "own:one",
+        "own.py:one",
+        "own.py:many",
+        "own:Fails",
+    ),
     "table": ("digits", "cifar1", "imagenet", "fig:dist", "fig:stat_diff"),
     "device": _DEVICES,
     "dtype": ("float32", "float64", "bfloat16", "float16", "int8", "complex64"),
-    "norm": ("bcn", "gn", "bn", "sn", "frn", "none", "good:make", "strange:make", "wrong_syntax:x"),
+    "norm": ("bcn", "gn", "bn", "sn", "frn", "none", "good:make", "strange:make", "wrong_syntax:x", *_OWN_NORMS),
     "weight": ("ws", "wn", "cwn", "none", "good:make"),
     "statistics": ("step", "sequential", "batch", "x"),
 }
@@ -313,9 +337,26 @@ def hostile_names(chance: random.Random, folder: Path) -> Case:
     return Case(["report", "runs", "--out", "page.html", f"--title={title}", *plots], _check_page)
 
 
+# --- data sets and trained runs ---------------------------------------------------------------------------------------
+
+
+def data_set(chance: random.Random, folder: Path) -> Case:
+    """Return the training on a data set in which something was changed."""
+    return Case(data_sets.write(chance, folder), around=data_sets.reading)
+
+
+def trained_run(chance: random.Random, folder: Path) -> Case:
+    """Return a command that loads the network of a run directory in which something was changed."""
+    _furnish(folder)
+    shutil.rmtree(folder / "run")
+    return Case(trained_runs.write(chance, folder))
+
+
 KINDS: Mapping[str, Callable[[random.Random, Path], Case]] = {
     "command-line": command_line,
     "run-directory": run_directory,
     "checkpoint": crafted_checkpoint,
     "names": hostile_names,
+    "data-set": data_set,
+    "trained-run": trained_run,
 }

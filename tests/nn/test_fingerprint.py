@@ -138,3 +138,10 @@ def test_damaged_metadata_are_named(tmp_path, text):
     file.write_bytes(pack_state(plain(), {"micronorm": text}))
     with pytest.raises(ValueError, match=r"model\.safetensors: its metadata 'micronorm'"):
         read_state(file)
+
+
+def test_our_loaders_refuse_a_network_that_was_never_converted(tmp_path):
+    model = mn.convert(plain(), None, WS)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    with pytest.raises(ValueError, match=r"0\.conv: its weight was saved from WS\(.* but the model has Conv2d"):
+        load_state(plain(), read_state(tmp_path / "model.pt"))

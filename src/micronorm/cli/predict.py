@@ -21,11 +21,13 @@ from micronorm.engine.parallel import own_device
 from micronorm.recipes.load import load
 from micronorm.recipes.recipe import DATA
 from micronorm.records import write_atomically
+from micronorm.records.encoding import is_count
 from micronorm.tasks import open_predictor
 from micronorm.tasks.prediction import Prediction, Predictor
 
 ANSWERS = "predictions.json"
 _MOST_SHOWN = 20
+_LARGEST = 100_000
 
 
 def predict(
@@ -46,6 +48,7 @@ def predict(
     """
     files = find_images(images)
     facts = records.read(run, rows=False).facts
+    _check(facts)
     predictor = _open_predictor(facts)
     own = None if recipe is None else find_recipe(recipe).build(seed=0, classes=len(_names(facts)))
     model = load(run, model=own).to(own_device(None if device is None else find_device(device)))
@@ -89,7 +92,9 @@ def find_images(paths: Sequence[Path]) -> list[Path]:
 def _output_names(files: Sequence[Path]) -> dict[Path, str]:
     """Return the stem of the pictures of each file; with a number if two files have the same one."""
     often = Counter(path.stem for path in files)
-    return {path: path.stem if often[path.stem] == 1 else f"{path.stem}-{k + 1}" for k, path in enumerate(files)}
+    if max(often.values()) == 1:
+        return {path: path.stem for path in files}
+    return {path: f"{path.stem}-{k + 1}" for k, path in enumerate(files)}
 
 
 def _names(facts: dict[str, Any]) -> list[str]:
@@ -99,14 +104,25 @@ def _names(facts: dict[str, Any]) -> list[str]:
 
 
 def _open_predictor(facts: dict[str, Any]) -> Predictor:
-    definition, data = facts.get("definition"), facts["data"].get("name")
-    if not isinstance(definition, dict) or data not in DATA:
-        raise ValueError("the run's record does not say what was trained: it was not written by micronorm train")
+    definition, variation, data = facts["definition"], facts.get("variation") or {}, facts["data"]["name"]
     # A classifier may have more outputs than its folder has classes.
-    names, outputs = _names(facts), definition["classes"]
-    names += [str(k) for k in range(len(names), outputs)]
-    size = (facts.get("variation") or {}).get("size") or DATA[data].shape[1]
+    names = _names(facts)
+    names += [str(k) for k in range(len(names), definition["classes"])]
+    size = variation.get("size") or DATA[data].shape[1]
     return open_predictor(definition.get("task", "classification"), data, names=names, size=size)
+
+
+def _check(facts: dict[str, Any]) -> None:
+    """Raise ValueError if the record does not say what was trained. It may come from a stranger."""
+    definition, variation = facts.get("definition"), facts.get("variation") or {}
+    parts = isinstance(definition, dict) and isinstance(variation, dict) and str(facts["data"].get("name")) in DATA
+    if not parts or not _is_size(definition.get("classes")) or not _is_size(variation.get("size") or 0):
+        raise ValueError("the run's record does not say what was trained: it was not written by micronorm train")
+
+
+def _is_size(value: Any) -> bool:
+    """Return whether this can be a number of classes or pixels. A larger one would only exhaust the memory."""
+    return is_count(value) and value <= _LARGEST
 
 
 def _show(console: Console, found: dict[Path, Prediction], out: Path) -> None:

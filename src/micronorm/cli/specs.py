@@ -11,6 +11,8 @@ from micronorm.convert import convert
 from micronorm.nn import SPECS
 from micronorm.nn.spec import NormSpec, WeightSpec
 
+_CHANNELS = 64  # of the layer that a spec of the user's code is tried on
+
 Norm = Annotated[
     str, typer.Option(help="Convert the norms to bcn, gn, bn, sn, …, or module:Spec of your own; none keeps them.")
 ]
@@ -62,4 +64,17 @@ def _spec(name: str, kind: type, options: dict[str, Any]) -> Any:
     foreign = sorted(given.keys() - {field.name for field in fields(spec)})
     if foreign:
         raise TargetError(f"{name} takes no --{', --'.join(foreign)}")
-    return spec(**given) if isinstance(spec, type) else replace(spec, **given)
+    own = colon and source and attribute
+    return _build_own(name, spec, given) if own else spec(**given)
+
+
+def _build_own(name: str, spec: Any, given: dict[str, Any]) -> Any:
+    """Return a spec of the user's code, which may raise anything; build one layer to see it here and not later."""
+    try:
+        made = spec(**given) if isinstance(spec, type) else replace(spec, **given)
+        layer = made(_CHANNELS) if isinstance(made, NormSpec) else made(nn.Conv2d(_CHANNELS, _CHANNELS, 3))
+    except Exception as error:
+        raise TargetError(f"{name} fails ({type(error).__name__}: {error})") from error
+    if not isinstance(layer, nn.Module):
+        raise TargetError(f"{name} must build an nn.Module, got {type(layer).__name__}")
+    return made

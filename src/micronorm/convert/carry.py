@@ -58,6 +58,8 @@ def build(spec: NormSpec, norm: SourceNorm, *, like: Tensor, trainable: bool, wa
     reference = next((t for t in (norm.tensor("weight"), norm.tensor("running_var")) if t is not None), like)
     with torch.device(reference.device):
         bare = spec(norm.channels, dims=norm.dims)
+    if not isinstance(bare, nn.Module):
+        raise TypeError(f"{spec} must build an nn.Module for {norm.channels} channels, got {type(bare).__name__}")
     bare.to(reference.dtype)
     whole = _with_tail(bare, norm.tail) if norm.tail else bare
     made = whole if isinstance(whole, BatchChannelNorm) else bare

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from micronorm.nn.fingerprint import KEY, MISMATCH, fingerprints, with_fingerprints
+from micronorm.nn.fingerprint import KEY, MISMATCH, fingerprints, layer_of_torch, with_fingerprints
 
 _WRAPPERS = ("state_dict", "model", "model_state_dict")  # keys under which training scripts save a state dict
 _PREFIXES = ("module.", "_orig_mod.")  # of DataParallel and DistributedDataParallel, and of torch.compile
@@ -92,6 +92,9 @@ def load_state(model: nn.Module, state: dict[str, Tensor]) -> None:
     """
     expected = model.state_dict()
     state, _ = strip_prefixes(state, expected)
+    other = layer_of_torch(model, state)
+    if other is not None:
+        raise ValueError(f"it does not fit the model: {other}")
     places = {key: (tensor.data_ptr(), tensor.shape) for key, tensor in expected.items() if tensor.numel()}
     given = {places[key]: state[key] for key in state.keys() & places.keys()}
     for key, tensor in expected.items():

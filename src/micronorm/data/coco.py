@@ -3,7 +3,6 @@
 Files are checked when the set is opened, so that a broken one is named before the training starts.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from micronorm.data.detection import DetectionSamples, DetectionSet, Target, flip_sample, load_mask_library
 from micronorm.data.folders import decode, require_torchvision
+from micronorm.data.listed import find_listed, read_json
 from micronorm.data.loading import Order
 from micronorm.data.masks import check_picture
 from micronorm.data.memory import FLIP
@@ -112,21 +112,21 @@ def _read_annotations(file: Path, folder: Path, *, masks: bool) -> dict[str, Any
 
 def _read_json(file: Path) -> dict[str, list[Mapping[str, Any]]]:
     """Return the content of a file of annotations. Raise an error with its name if a part is missing."""
-    if not file.is_file():
-        raise FileNotFoundError(f"no annotations at {file}")
-    try:
-        content = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{file} is not a JSON file ({error}); replace it") from error
+    content = read_json(file)
     for part, types in _KEYS.items():
         entries = content.get(part) if isinstance(content, dict) else None
         if not isinstance(entries, list):
             raise ValueError(f"{file} is not a COCO file of instances: it has no list {part!r}")
         for k, entry in enumerate(entries):
             for key, wanted in types.items():
-                if not isinstance(entry, dict) or not isinstance(entry.get(key), wanted):
+                if not isinstance(entry, dict) or not _fits(entry.get(key), wanted):
                     raise ValueError(f"{file} is not a COCO file of instances: {part}[{k}] has no valid {key!r}")
     return content
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    """Return whether a value has the type and, if it is a number, fits into 63 bits, as the score needs it."""
+    return isinstance(value, wanted) and not (isinstance(value, (int, float)) and abs(value) >= 2**63)
 
 
 def _check_annotation(entry: Mapping[str, Any], image: Mapping[str, Any], *, masks: bool) -> dict[str, Any]:
@@ -136,6 +136,8 @@ def _check_annotation(entry: Mapping[str, Any], image: Mapping[str, Any], *, mas
         raise ValueError(
             f"bbox must be x, y, width and height in or near the image, the last two not negative, got {box}"
         )
+    if not entry["area"] >= 0:  # false for NaN
+        raise ValueError(f"area must be a number from 0 on, got {entry['area']}")
     kept = {key: entry[key] for key in _KEYS["annotations"]}
     return {**kept, "segmentation": _encode_outline(entry, image)} if masks else kept
 
@@ -181,9 +183,9 @@ def _encode_runs(runs: Any, image: Mapping[str, Any]) -> str:
     if isinstance(counts, list):
         if not all(isinstance(run, int) and run >= 0 for run in counts) or sum(counts) != size[0] * size[1]:
             raise ValueError(f"the runs of pixels must add up to the {size[0] * size[1]} of the image")
-        return library.frPyObjects(runs, *size)["counts"].decode()
+        return library.frPyObjects({"counts": counts, "size": size}, *size)["counts"].decode()
     try:
-        library.decode([runs])
+        library.decode([{"counts": counts, "size": size}])
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"the compressed runs of pixels do not fill the image ({error})") from error
     return counts
@@ -192,7 +194,7 @@ def _encode_runs(runs: Any, image: Mapping[str, Any]) -> str:
 def _check_images(images: list[Mapping[str, Any]], folder: Path, file: Path) -> None:
     """Raise an error for the first image that is missing, cut short, or of another size than the file says."""
     for image in images:
-        path = folder / image["file_name"]
+        path = find_listed(folder, image["file_name"], file)
         size = check_picture(path)
         if size != (image["width"], image["height"]):
             raise ValueError(

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from micronorm.data.listed import open_picture
 from micronorm.data.loading import FileSamples, Order
 from micronorm.data.memory import CROP, FLIP
 from micronorm.data.pixels import IMAGENET, Standardization, Standardizer
@@ -221,10 +222,8 @@ def crop_centre(image: Any, size: int) -> Any:
 
 def decode(path: Path) -> Any:
     """Return the image as a PIL image, in RGB. Raise ValueError with its name if it cannot be read."""
-    from PIL import Image
-
     try:
-        with Image.open(path) as image:
+        with open_picture(path) as image:
             return image.convert("RGB")
     except Exception as error:  # PIL's decoders raise many kinds of errors
         raise ValueError(

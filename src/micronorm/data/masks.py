@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from micronorm.data.folders import SUFFIXES, decode, require_torchvision
+from micronorm.data.listed import find_listed, open_picture, read_list
 from micronorm.data.loading import FileSamples, Order
 from micronorm.data.memory import CROP, FLIP
 from micronorm.data.pixels import IMAGENET, Standardizer
@@ -127,7 +128,7 @@ def _find_classes(listed: Path, masks: Sequence[Path]) -> tuple[tuple[str, ...],
             where |= {label: path for label in labels.tolist() if label not in where}
     if not listed.is_file():
         return tuple(f"class {k}" for k in range(max((k for k in where if k != VOC_VOID), default=-1) + 1)), VOC_VOID
-    names = tuple(line.strip() for line in listed.read_text(encoding="utf-8").splitlines() if line.strip())
+    names = tuple(line.strip() for line in read_list(listed) if line.strip())
     beyond = sorted(label for label in where if label >= len(names))
     if len(beyond) > 1:
         raise ValueError(
@@ -170,12 +171,11 @@ def pair_files(images: Path, masks: Path) -> list[MaskedImage]:
 
 def _voc_list(root: Path, name: str, masks: str) -> list[MaskedImage]:
     path = root / "ImageSets" / "Segmentation" / f"{name}.txt"
-    if not path.is_file():
-        raise FileNotFoundError(f"no list {path}")
-    names = path.read_text(encoding="utf-8").split()
+    names = [name for line in read_list(path) for name in line.split()]
     if not names:
         raise ValueError(f"{path} lists no image")
-    return [MaskedImage(root / "JPEGImages" / f"{n}.jpg", root / masks / f"{n}.png") for n in names]
+    folders = ((root / "JPEGImages", ".jpg"), (root / masks, ".png"))
+    return [MaskedImage(*(find_listed(folder, n + suffix, path) for folder, suffix in folders)) for n in names]
 
 
 class MaskSamples(FileSamples):
@@ -231,12 +231,10 @@ def check_picture(path: Path) -> tuple[int, int]:
 
     Reads the header and the end of the file, so that a hundred thousand files take seconds.
     """
-    from PIL import Image
-
     if not path.is_file():
         raise FileNotFoundError(f"no image at {path}")
     try:
-        with Image.open(path) as image:
+        with open_picture(path) as image:
             size = image.size
     except Exception as error:  # PIL's decoders raise many kinds of errors
         raise ValueError(f"{path} is not a readable image ({error}); replace it or delete it") from error
@@ -313,10 +311,8 @@ def scale_and_crop(
 
 
 def _decode_mask(path: Path) -> np.ndarray:
-    from PIL import Image
-
     try:
-        with Image.open(path) as image:
+        with open_picture(path) as image:
             mode, values = image.mode, np.array(image)
     except Exception as error:  # PIL's decoders raise many kinds of errors
         raise ValueError(f"{path} is not a readable mask ({error}); replace it or delete it") from error

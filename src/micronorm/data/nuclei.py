@@ -15,6 +15,7 @@ from torch import Tensor
 
 from micronorm.data.detection import DetectionSamples, DetectionSet, Target, flip_sample, load_mask_library
 from micronorm.data.folders import decode, require_torchvision
+from micronorm.data.listed import open_picture
 from micronorm.data.loading import Order
 from micronorm.data.masks import MaskedImage, check_picture, pair_files
 from micronorm.data.memory import CROP, FLIP
@@ -145,13 +146,11 @@ class _NucleiDecoder:
 
 def _read(pair: MaskedImage) -> _Picture:
     """Read an image and its labels, completely. Raise an error with the name of a broken file."""
-    from PIL import Image
-
     for path in pair:
         check_picture(path)
     image = np.array(decode(pair.image))
     try:
-        with Image.open(pair.mask) as file:
+        with open_picture(pair.mask) as file:
             mode, nuclei = file.mode, np.array(file)
     except Exception as error:  # PIL's decoders raise many kinds of errors
         raise ValueError(f"{pair.mask} is not a readable image ({error}); replace it or delete it") from error

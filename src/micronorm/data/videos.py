@@ -19,6 +19,8 @@ FOLDS = 5
 MARGIN = 9 / 8
 """Height and width of the stored frames, as a multiple of the crop."""
 
+# FFmpeg looks at the content, and would follow a playlist or a script of other files and addresses.
+_CONTAINERS_ONLY = {"format_whitelist": "mov,mp4,avi,matroska,webm", "protocol_whitelist": "file"}
 _MOST = 8 << 30  # bytes of all frames
 
 
@@ -119,15 +121,17 @@ def decode_video(path: Path) -> Tensor:
         ValueError: the file is no readable video, or was cut short.
         ImportError: neither is installed.
     """
+    if path.exists() and not path.is_file():  # a pipe could be read forever
+        raise ValueError(f"{path} is not a regular file; replace it or delete it")
     try:
         import av
     except ImportError:
         return _decode_by_torchcodec(path)
     try:
-        with av.open(str(path)) as video:
+        with av.open(str(path), options=_CONTAINERS_ONLY) as video:
             expected = video.streams.video[0].frames  # 0 if the file does not say it
             frames = [frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]
-    except (av.FFmpegError, IndexError) as error:  # IndexError: no video stream
+    except Exception as error:  # of FFmpeg, for no video stream, for names of streams that are no text, …
         raise _unreadable(path, error) from error
     if not frames or len(frames) < expected:
         raise ValueError(

@@ -4,7 +4,6 @@ All volumes are read when the set is opened, and kept in memory. The 260 volumes
 """
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from micronorm.data.listed import find_listed, read_json
 from micronorm.data.memory import CROP, FLIP, check_indices
 from micronorm.ops.keyed import sample_keys, uniforms
 
@@ -21,6 +21,8 @@ SCALE, SHIFT, NOISE = 0.25, 0.25, 0.1
 """Largest change of a training volume's contrast (a factor 1 ± 0.25), brightness and noise, in standard deviations."""
 
 _INTENSITY, _NOISE = (int.from_bytes(name, "big") for name in (b"tone", b"nois"))
+
+_MOST_CLASSES = 256  # labels are kept as bytes
 
 Size = tuple[int, int, int]
 
@@ -89,17 +91,22 @@ def fold_of(name: str) -> int:
 
 def _read_index(path: Path) -> tuple[tuple[str, ...], list[tuple[Path, Path]]]:
     """Return the names of the classes, and the image and label file of each training volume."""
+    content = read_json(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
         names = tuple(str(content["labels"][str(k)]) for k in range(len(content["labels"])))
-        pairs = [(path.parent / entry["image"], path.parent / entry["label"]) for entry in content["training"]]
-    except (ValueError, KeyError, TypeError) as error:
+        files = [(entry["image"], entry["label"]) for entry in content["training"]]
+        pairs = [
+            (find_listed(path.parent, image, path), find_listed(path.parent, label, path)) for image, label in files
+        ]
+    except (KeyError, TypeError) as error:
         raise ValueError(
             f"{path} must have labels, numbered from 0, and training, a list of image and label files; "
             f"{type(error).__name__}: {error}"
         ) from error
-    if len(names) < 2:
-        raise ValueError(f"{path} must name a background and at least one class, got {names}")
+    if not 2 <= len(names) <= _MOST_CLASSES:
+        raise ValueError(f"{path} must name a background and 1 to {_MOST_CLASSES - 1} classes, got {len(names)} names")
+    if len({name.lower() for name in names}) < len(names):  # figures are by name, in lower case
+        raise ValueError(f"{path} must give each label a name of its own, got {', '.join(names)}")
     return names, pairs
 
 
@@ -132,6 +139,8 @@ def _read_nifti(path: Path) -> np.ndarray:
         raise ImportError("NIfTI files need nibabel: pip install nibabel") from error
     try:
         opened: Any = nibabel.load(path)  # type: ignore[attr-defined]
+        if opened.get_data_dtype().kind not in "iuf":
+            raise TypeError(f"voxels must be real numbers, got {opened.get_data_dtype()}")
         return np.asarray(opened.dataobj, dtype=np.float64)
     except Exception as error:  # nibabel and gzip raise many kinds of errors
         raise ValueError(

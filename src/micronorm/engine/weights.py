@@ -1,5 +1,6 @@
 """Weights in files: `model.safetensors` at the end of a run, and a checkpoint of any origin to start from."""
 
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from micronorm.convert.checkpoint import header_of, pack_state, read_state, stri
 from micronorm.engine.parallel import ShardedRanks
 from micronorm.engine.state import whole_state
 from micronorm.engine.step import Step
+from micronorm.nn.fingerprint import fingerprints, layer_of_torch, with_fingerprints
 from micronorm.records import write_atomically
 
 
@@ -58,6 +60,9 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> LoadedWeigh
     part of the model that has their names: `layer1.0.conv1.weight` of a classifier is
     `backbone.body.layer1.0.conv1.weight` in a detector of torchvision.
 
+    Warn if a layer of the model computes something else with the weight that it gets, as with Weight Standardization
+    and without.
+
     Raises:
         ValueError: nothing matches.
 
@@ -67,8 +72,9 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> LoadedWeigh
         1 tensors loaded; 1 dropped for their shape: bias
     """
     own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    tensors, _ = strip_prefixes(dict(tensors), own)
+    tensors, _ = strip_prefixes(with_fingerprints(tensors, fingerprints(tensors)), own)
     part = _find_part(tensors, own)
+    layers = {part + name: text for name, text in fingerprints(tensors).items()}
     tensors = {part + name: value for name, value in tensors.items()}
     common = own.keys() & tensors.keys()
     fitting = {name: tensors[name] for name in common if tensors[name].shape == own[name].shape}
@@ -77,7 +83,11 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> LoadedWeigh
             f"none of the {len(tensors)} tensors fits the model: the file has {next(iter(tensors), 'nothing')!r}, the "
             f"model {next(iter(own), 'nothing')!r}, for example"
         )
-    model.load_state_dict(fitting, strict=False)
+    fitting = with_fingerprints(fitting, layers)
+    other = layer_of_torch(model, fitting)
+    if other is not None:
+        warnings.warn(other, UserWarning, stacklevel=2)
+    model.load_state_dict(fitting, strict=False)  # warns if a layer computes something else
     return LoadedWeights(
         loaded=tuple(sorted(fitting)),
         missing=tuple(sorted(own.keys() - tensors.keys())),

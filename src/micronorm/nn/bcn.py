@@ -308,8 +308,8 @@ class BatchChannelNorm(BatchChannelNormState):
     def _gathers(self) -> bool:
         """Return whether a training forward is gathered. A frozen layer only notes that it ran, for a warning."""
         trainable = self.is_trainable()
-        if not trainable and not torch.compiler.is_compiling() and not self._window.paused:
-            self._window.ran = True
+        if not trainable and not self._window.paused:
+            self._window.ran = True  # compiled code repeats this assignment in each forward
         return trainable
 
     def _empty(self, x: Tensor) -> Tensor:

@@ -49,9 +49,13 @@ class Fingerprinted:
 
 def mark_plain(layer: nn.Module) -> None:
     """Let a convolution that conversion left as it was write and compare the fingerprint of a plain weight."""
-    if _write_plain not in layer._state_dict_hooks.values():
+    if not _is_marked(layer):
         layer._register_state_dict_hook(_write_plain)
         layer._register_load_state_dict_pre_hook(_compare_plain)
+
+
+def _is_marked(layer: nn.Module) -> bool:
+    return _write_plain in layer._state_dict_hooks.values()
 
 
 def unmark(layer: nn.Module) -> None:
@@ -73,6 +77,21 @@ def with_fingerprints(tensors: Mapping[str, Tensor], found: Mapping[str, str]) -
     made: Any = OrderedDict(tensors)
     made._metadata = OrderedDict((name, {KEY: text}) for name, text in found.items())
     return made
+
+
+def layer_of_torch(model: nn.Module, state: Mapping[str, Tensor]) -> str | None:
+    """Return a message if a layer of torch would load the weight of a layer that computes something else, else None.
+
+    Layers of torch do not compare fingerprints themselves. Those of a network that was never converted are compared
+    here, for the loaders of micronorm.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name, saved in fingerprints(state).items():
+        layer = modules.get(name)
+        compared = layer is None or isinstance(layer, Fingerprinted) or _is_marked(layer)
+        if saved != _PLAIN and not compared:
+            return f"{name}: its weight {MISMATCH} {saved}, but the model has {type(layer).__name__}; convert it first"
+    return None
 
 
 def _write_plain(layer: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any]) -> None:

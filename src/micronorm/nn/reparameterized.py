@@ -36,6 +36,21 @@ class Reparameterized(Fingerprinted):
     weight_observers: tuple[PassiveHook, ...] = ()
     """Called with the effective weight of every forward, for example to read its gradient in the backward."""
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter. Refuse a bias for a layer that was made without one.
+
+        Tools that fold BatchNorm into convolutions (torch.nn.utils.fusion) scale `weight` and add a bias. Here the
+        layer would standardize the scaled weight, which removes the scale without a word.
+        """
+        layer: Any = self
+        if name == "bias" and param is not None and layer._parameters.get(name, param) is None:
+            raise RuntimeError(
+                f"{type(self).__name__} computes with another weight than `weight`, so BatchNorm cannot be folded into "
+                "it: fold the whole model with mn.fold(model) before other tools see it. For a layer with a bias, "
+                "give bias=True when you make it."
+            )
+        super().register_parameter(name, param)  # type: ignore[misc]
+
     def rows(self, weight: Tensor) -> Tensor:
         """Return `weight` as O×…."""
         return weight
