@@ -19,7 +19,7 @@ from torch import Tensor
 from micronorm.data.clips import FRAMES, choose_frames
 from micronorm.data.folders import decode, require_torchvision
 from micronorm.data.loading import FileSamples, Order
-from micronorm.data.masks import check_picture
+from micronorm.data.masks import check_picture, read_lines
 from micronorm.data.memory import CROP
 from micronorm.data.pixels import IMAGENET, Standardizer
 from micronorm.ops.keyed import sample_keys, uniforms
@@ -70,7 +70,7 @@ def open_frame_folders(folder: Path | str, *, name: str, size: int = 224, worker
             f"{prefix} was looked for in {', '.join(map(str, places))}: a folder with {prefix}-labels.csv, "
             f"{prefix}-train.csv, {prefix}-validation.csv and the frames in 20bn-{prefix}/ID/00001.jpg, …"
         )
-    classes = tuple(_read_lines(root / f"{prefix}-labels.csv"))
+    classes = tuple(read_lines(root / f"{prefix}-labels.csv"))
     if len(set(classes)) < len(classes):
         raise ValueError(f"{root / f'{prefix}-labels.csv'} has a class twice")
     train, test = (
@@ -89,7 +89,7 @@ def read_split(path: Path, frames: Path, classes: Sequence[str]) -> list[FrameFo
     """Return the videos that a file lists as ID;class, one per line. Raise an error if a video is not complete."""
     labels = {name: label for label, name in enumerate(classes)}
     found = []
-    for number, line in enumerate(_read_lines(path), 1):
+    for number, line in enumerate(read_lines(path), 1):
         identity, _, name = line.partition(";")
         if name not in labels or not identity.isalnum():
             raise ValueError(f"{path}, line {number}: an ID, a semicolon and a class were expected, got {line!r}")
@@ -116,15 +116,6 @@ def count_frames(folder: Path) -> int:
 def frame_name(number: int) -> str:
     """Return the file name of a frame; numbers begin at 1."""
     return f"{number:05d}.jpg"
-
-
-def _read_lines(path: Path) -> list[str]:
-    if not path.is_file():
-        raise FileNotFoundError(f"no list {path}")
-    lines = path.read_text(encoding="utf-8").splitlines()
-    if not lines:
-        raise ValueError(f"{path} is empty")
-    return lines
 
 
 class FrameSamples(FileSamples):
