@@ -136,6 +136,30 @@ def test_a_mask_of_another_size_is_named_before_training(files):
         MaskSamples(files, classes=3, void=VOID)
 
 
+@pytest.mark.parametrize(
+    "opener, write, mask",
+    [(open_voc, write_voc, "SegmentationClass/c.png"), (open_camvid, write_camvid, "testannot/1.png")],
+)
+def test_wrong_labels_and_colours_of_a_data_set_are_named_before_training(tmp_path, opener, write, mask):
+    write(tmp_path)
+    with Image.open(tmp_path / mask) as picture:
+        size, values = picture.size, np.array(picture)
+    values[3] = 77
+    Image.fromarray(values).save(tmp_path / mask)
+    with pytest.raises(ValueError, match=rf"{mask} has the label 77; labels must be below"):
+        opener(tmp_path)
+    Image.new("RGB", size).save(tmp_path / mask)
+    with pytest.raises(ValueError, match=rf"one byte per pixel .*{mask} has mode RGB"):
+        opener(tmp_path)
+
+
+def test_a_list_that_is_no_text_is_named(tmp_path):
+    write_voc(tmp_path)
+    (tmp_path / "ImageSets/Segmentation/val.txt").write_bytes(b"\xe9")
+    with pytest.raises(ValueError, match=r"val\.txt must be text in UTF-8"):
+        open_voc(tmp_path)
+
+
 def test_a_label_beyond_the_classes_is_named(files):
     write_masked(*files[0], SIZES[0], labels=7)
     with pytest.raises(ValueError, match=r"m0\.png has the label 7; labels must be below 3"):

@@ -1,7 +1,10 @@
 """nnU-Net finds our trainer through its environment variable, and builds the same network to train and to predict."""
 
 import contextlib
+import importlib.util
+import inspect
 import io
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +15,19 @@ from torch import nn
 import micronorm as mn
 from micronorm.integrations.nnunet import TRAINERS
 
-pytestmark = [
+real = [
     pytest.mark.slow,  # importing nnU-Net takes seconds
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of what nnU-Net imports
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
+
+
+def with_nnunet(test):
+    """Mark a test that imports the real package."""
+    for mark in real:
+        test = mark(test)
+    return test
+
 
 RESIDUAL = {
     "n_stages": 3,
@@ -58,6 +69,7 @@ def build(trainer, *, deep_supervision: bool) -> nn.Module:
     return trainer.build_network_architecture(None, CONFIGURATION, 1, 3, enable_deep_supervision=deep_supervision)
 
 
+@with_nnunet
 def test_training_and_prediction_build_the_same_converted_network(trainer):
     trained, predicting = (build(trainer, deep_supervision=flag) for flag in (True, False))
     kinds = {type(module) for module in trained.modules()}
@@ -72,6 +84,7 @@ def test_training_and_prediction_build_the_same_converted_network(trainer):
     assert any(norm.running_mean.any() for norm in predicting.modules() if isinstance(norm, mn.nn.BatchChannelNorm))
 
 
+@with_nnunet
 def test_a_step_of_the_network_does_not_depend_on_its_split(trainer):
     batch = (torch.randn(3, 1, 8, 8, 8, dtype=torch.float64), torch.randint(0, 3, (3, 8, 8, 8)))
 
@@ -84,8 +97,46 @@ def test_a_step_of_the_network_does_not_depend_on_its_split(trainer):
     assert report.worst <= 1e-10
 
 
+@with_nnunet
 def test_a_derived_trainer_may_have_another_norm(trainer):
     derived = type("nnUNetTrainerGN", (trainer,), {"norm": mn.GN(), "weight": None})
     kinds = {type(module) for module in build(derived, deep_supervision=False).modules()}
     assert mn.nn.GroupNorm in kinds
     assert mn.nn.WSConv3d not in kinds
+
+
+class NewTrainer:
+    """Calls `build_network_architecture` as nnU-Net 2.8 does, by what its signature says."""
+
+    @staticmethod
+    def build_network_architecture(plans_manager, configuration, inputs, outputs, enable_deep_supervision=True):
+        return nn.Sequential(nn.Conv3d(inputs, 8, 3), nn.InstanceNorm3d(8, affine=True), nn.Conv3d(8, outputs, 1))
+
+    def initialize(self):
+        if "plans_manager" in inspect.signature(self.build_network_architecture).parameters:
+            return self.build_network_architecture("plans", "configuration", 1, 3, False)
+        return self.build_network_architecture("class name", {}, [], 1, 3, False)
+
+
+class OldTrainer(NewTrainer):
+    """Calls it as older versions do."""
+
+    @staticmethod
+    def build_network_architecture(name, options, imports, inputs, outputs, enable_deep_supervision=True):
+        return NewTrainer.build_network_architecture(name, options, inputs, outputs, enable_deep_supervision)
+
+    def initialize(self):
+        return self.build_network_architecture("class name", {}, [], 1, 3, enable_deep_supervision=False)
+
+
+@pytest.mark.parametrize("trainer_class", [NewTrainer, OldTrainer])
+def test_both_forms_of_nnunet_s_call_build_a_converted_network(monkeypatch, trainer_class):
+    place = "nnunetv2.training.nnUNetTrainer.nnUNetTrainer"
+    for name in (place.rsplit(".", k)[0] for k in range(4)):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+    monkeypatch.setitem(sys.modules, place, SimpleNamespace(nnUNetTrainer=trainer_class))
+    spec: Any = importlib.util.spec_from_file_location("trainers_on_trial", TRAINERS / "micronorm_trainers.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    kinds = {type(part) for part in module.nnUNetTrainerBCN().initialize().modules()}
+    assert {mn.nn.BatchChannelNorm, mn.nn.WSConv3d} <= kinds

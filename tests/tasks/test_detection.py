@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torchvision.models.detection.keypoint_rcnn import KeypointRCNNHeads, KeypointRCNNPredictor
+from torchvision.ops import MultiScaleRoIAlign
 
 import micronorm as mn
 from micronorm.engine.dropout import key_dropout
@@ -66,6 +68,25 @@ def test_dropout_in_backbone_and_heads_is_keyed_by_image():
         found.append({name: sum(part[name] for part in losses) for name in TERMS})
     for other in found[1:]:
         assert_same_state(other, found[0], tol=TOLERANCE)
+
+
+def test_a_keypoint_rcnn_in_float64_does_not_depend_on_the_cut():
+    model = small_detector(mn.BCN(), mn.WS(), masks=False)
+    model.roi_heads.keypoint_roi_pool = MultiScaleRoIAlign(["0", "1", "2", "3"], output_size=14, sampling_ratio=2)
+    model.roi_heads.keypoint_head = KeypointRCNNHeads(16, (16,))
+    model.roi_heads.keypoint_predictor = KeypointRCNNPredictor(16, num_keypoints=3)
+    images, targets, keys = scenes(DOUBLE)
+    for target in targets:
+        middle = (target["boxes"][:, :2] + target["boxes"][:, 2:]) / 2
+        points = middle[:, None] + torch.tensor([-1.0, 0.0, 1.0])[:, None]  # K×3×2
+        target["keypoints"] = torch.cat([points, torch.ones_like(points[..., :1])], 2)
+    whole, *parts = (
+        detection_losses(model.double(), *cut((images, targets, keys), part))
+        for part in (slice(0, 4), slice(0, 1), slice(1, 4))
+    )
+    assert whole["loss_keypoint"].item() > 0
+    for name, value in whole.items():
+        assert_close_to_max(sum(part[name] for part in parts), value, tol=TOLERANCE)
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ A mask is a PNG of palette or grey values, as large as its image. The value is t
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,7 +75,8 @@ def open_voc(folder: Path | str, *, crop: int = 513, workers: int = 0) -> MaskSe
     augmented = (root / "ImageSets/Segmentation/trainaug.txt").is_file() and (root / "SegmentationClassAug").is_dir()
     train = _voc_list(root, *(("trainaug", "SegmentationClassAug") if augmented else ("train", "SegmentationClass")))
     test = _voc_list(root, "val", "SegmentationClass")
-    return _mask_set(train, test, VOC_CLASSES, VOC_VOID, crop=crop, workers=workers)
+    opened = _mask_set(train, test, VOC_CLASSES, VOC_VOID, crop=crop, workers=workers)
+    return _check_labels(opened, [*train, *test])
 
 
 def open_camvid(folder: Path | str, *, crop: int = 180, workers: int = 0) -> MaskSet:
@@ -94,7 +95,8 @@ def open_camvid(folder: Path | str, *, crop: int = 180, workers: int = 0) -> Mas
             "testannot, as in the SegNet tutorial"
         )
     train, test = (pair_files(root / part, root / f"{part}annot") for part in ("train", "test"))
-    return _mask_set(train, test, CAMVID_CLASSES, CAMVID_VOID, crop=crop, workers=workers)
+    opened = _mask_set(train, test, CAMVID_CLASSES, CAMVID_VOID, crop=crop, workers=workers)
+    return _check_labels(opened, [*train, *test])
 
 
 def open_label_maps(folder: Path | str, *, crop: int | None = None, workers: int = 0) -> MaskSet:
@@ -115,17 +117,36 @@ def open_label_maps(folder: Path | str, *, crop: int | None = None, workers: int
     """
     root = Path(folder)
     train, test = (pair_files(root / part / "images", root / part / "masks") for part in ("train", "val"))
-    names, void = _find_classes(root / "classes.txt", [pair.mask for pair in (*train, *test)])
+    names, void = _find_classes(root / "classes.txt", _find_labels([*train, *test]))
     crop = crop or min(513, max(check_picture(train[0].image)))
     return _mask_set(train, test, names, void, crop=crop, workers=workers)
 
 
-def _find_classes(listed: Path, masks: Sequence[Path]) -> tuple[tuple[str, ...], int]:
-    """Return the names of the classes and the void label, from classes.txt if it exists, and from all masks."""
+def _find_labels(files: Sequence[MaskedImage]) -> dict[int, Path]:
+    """Decode all masks. Return each label that occurs, with the first mask that has it."""
+    masks = [pair.mask for pair in files]
     where: dict[int, Path] = {}
     with ThreadPoolExecutor() as pool:  # decoding releases Python's lock
-        for path, labels in zip(masks, pool.map(lambda path: np.unique(_decode_mask(path)), masks), strict=True):
-            where |= {label: path for label in labels.tolist() if label not in where}
+        counts = pool.map(lambda path: np.bincount(_decode_mask(path).ravel()), masks)
+        for path, pixels in zip(masks, counts, strict=True):
+            where |= {label: path for label in np.flatnonzero(pixels).tolist() if label not in where}
+    return where
+
+
+def _check_labels(opened: "MaskSet", files: Sequence[MaskedImage]) -> "MaskSet":
+    """Return the set. Raise ValueError with the name of a mask that has a label beyond the classes."""
+    for label, path in sorted(_find_labels(files).items()):
+        if label >= len(opened.names) and label != opened.void:
+            raise ValueError(_explain_label(path, label, classes=len(opened.names), void=opened.void))
+    return opened
+
+
+def _explain_label(path: Path, label: int, *, classes: int, void: int) -> str:
+    return f"{path} has the label {label}; labels must be below {classes}, or {void} for no label"
+
+
+def _find_classes(listed: Path, where: Mapping[int, Path]) -> tuple[tuple[str, ...], int]:
+    """Return the names of the classes and the void label, from classes.txt if it exists, and from all labels."""
     if not listed.is_file():
         return tuple(f"class {k}" for k in range(max((k for k in where if k != VOC_VOID), default=-1) + 1)), VOC_VOID
     names = tuple(line.strip() for line in read_list(listed) if line.strip())
@@ -274,10 +295,8 @@ class _MaskDecoder:
         mask = torch.from_numpy(_decode_mask(files.mask))
         labels = mask[mask != self._void]
         if labels.numel() and int(labels.max()) >= self._classes:
-            raise ValueError(
-                f"{files.mask} has the label {int(labels.max())}; labels must be below {self._classes}, or "
-                f"{self._void} for no label"
-            )
+            label = int(labels.max())
+            raise ValueError(_explain_label(files.mask, label, classes=self._classes, void=self._void))
         return image, mask
 
 

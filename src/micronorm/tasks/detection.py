@@ -57,8 +57,8 @@ def detection_losses(
         model: a Faster, Mask or Keypoint R-CNN of torchvision in training mode; it may be wrapped in
             DistributedDataParallel.
         images: 3×H×W each, in [0, 1].
-        targets: "boxes" (K×4, x1 y1 x2 y2 in pixels), "labels" (K, from 1 on), and "masks" (K×H×W) for a Mask R-CNN.
-            K may be 0.
+        targets: "boxes" (K×4, x1 y1 x2 y2 in pixels), "labels" (K, from 1 on), "masks" (K×H×W) for a Mask R-CNN, and
+            "keypoints" (K×P×3, x y and visibility) for a Keypoint R-CNN. K may be 0.
         keys: int64 N, from `micronorm.ops.keyed.sample_keys`: they determine which anchors and regions are sampled.
 
     Raises:
@@ -161,6 +161,8 @@ def _prepare(transform: Any, image: Tensor, target: Mapping[str, Any], key: Tens
 
     with _replaced(transform, "torch_choice", choose):
         padded, (resized,) = transform([image], [dict(target)])
+    if "keypoints" in resized:
+        resized["keypoints"] = resized["keypoints"].float()  # torchvision refuses others, also in a float64 model
     return padded, resized
 
 

@@ -22,7 +22,12 @@ class nnUNetTrainerBCN(nnUNetTrainer):
 
     @classmethod
     def build_network_architecture(  # type: ignore[override]  # a static method there, which cannot know its class
-        cls, *arguments: Any, **options: Any
+        cls, plans_manager: Any, *arguments: Any, **options: Any
     ) -> nn.Module:
-        """Build the network of the plans and convert it. The arguments differ between versions of nnU-Net."""
-        return convert(super().build_network_architecture(*arguments, **options), cls.norm, cls.weight)
+        """Build the network of the plans and convert it.
+
+        nnU-Net 2.8 looks for a parameter `plans_manager`, and passes the older arguments if there is none. Older
+        versions pass these by position: `plans_manager` is then the name of the network's class.
+        """
+        network = super().build_network_architecture(plans_manager, *arguments, **options)
+        return convert(network, cls.norm, cls.weight)
