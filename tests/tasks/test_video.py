@@ -17,13 +17,12 @@ from micronorm.recipes.protocols import shared_samples
 from micronorm.recipes.run import Variation, run_recipe
 from micronorm.recipes.temporal_shift import ClipNetwork, temporal_shift
 from micronorm.tasks import open_predictor, open_task
-from micronorm.tasks.video import open_video
 from tests.data.miniature import write_frame_folders, write_videos
 
 
 @pytest.fixture(scope="module")
 def motion() -> Task:  # the annotation is the test: pyright checks the protocol
-    return open_video("motion")
+    return open_task("video", "motion")
 
 
 def classifier(classes=10):
@@ -50,14 +49,17 @@ def test_examples_show_four_frames_and_the_names_of_classes(motion):
 def test_what_does_not_fit_is_refused(tmp_path):
     for options, message in (
         ({"data": "digits"}, "no data set is known as 'digits'; there are motion, something, jester, clips-0, "),
-        ({"data": "motion", "size": 32}, "motion is generated: leave --data and --size out"),
-        ({"data": "motion", "workers": 1}, "motion is held in memory: leave --workers out"),
-        ({"data": "something", "download": True}, "something cannot be downloaded"),
-        ({"data": "motion", "classes": 9}, "motion has 10 classes here, the model 9 outputs"),
+        ({"data": "motion", "size": 32}, "motion has no option --size: leave it out"),
+        ({"data": "motion", "workers": 1}, "motion has no option --workers: leave it out"),
+        (
+            {"data": "something", "download": True},
+            "something has no option --download: leave it out; the options of something are --data, ",
+        ),
+        ({"data": "motion", "classes": 9}, r"motion has 10 classes \(right, left, …\), the model 9 outputs"),
     ):
         with pytest.raises(ValueError, match=message):
             open_task("video", **options)
-    with pytest.raises(ValueError, match="a network of motion reads clips, not images"):
+    with pytest.raises(ValueError, match="predict reads images, which are not the samples of motion"):
         open_predictor("video", "motion", names=CLASSES, size=24)
     with pytest.raises(FileNotFoundError, match="jester-v1 was looked for in"):
         open_task("video", "jester", tmp_path)

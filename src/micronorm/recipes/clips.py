@@ -1,7 +1,7 @@
 """Table `clips`, ours: small networks on 230 videos of hand swipes to the left and to the right, in five folds."""
 
 from micronorm.data.clips import FRAMES
-from micronorm.data.videos import FOLDS
+from micronorm.data.files import FOLDS
 from micronorm.engine.schedules import Cosine, Warmup
 from micronorm.engine.settings import Settings
 from micronorm.nn import BCN, WS
