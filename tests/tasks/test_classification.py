@@ -208,26 +208,6 @@ def test_a_download_goes_into_the_first_place_looked_at(tmp_path, monkeypatch):
     assert (tmp_path / "data" / "cifar-100-python" / "train").exists()
 
 
-@pytest.mark.parametrize(
-    "name, options, message",
-    [
-        ("mnist", {}, "no data set is known as 'mnist'; there are digits, cifar10, cifar100, imagenet"),
-        (
-            "cifar10",
-            {"size": 64},
-            "cifar10 has no option --size: leave it out; .* are --data, --download, --unverified",
-        ),
-        ("digits", {"folder": "data", "size": 64}, "digits has no option --data and --size: leave"),
-        ("digits", {"download": True}, "digits has no option --download"),
-        ("imagenet", {"download": True}, "imagenet has no option --download"),
-        ("imagenet", {"verify": False}, "imagenet has no option --unverified"),
-    ],
-)
-def test_an_option_that_would_be_ignored_is_refused(name, options, message):
-    with pytest.raises(ValueError, match=message):
-        open_classification(name, **options)
-
-
 @pytest.mark.gpu
 def test_batches_appear_on_the_device(tmp_path):
     for name in ("digits", "cifar10", "cifar100"):  # the images of files stay on the CPU

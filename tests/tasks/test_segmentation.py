@@ -129,14 +129,6 @@ def test_what_does_not_fit_is_refused():
     problem = task()
     with pytest.raises(ValueError, match=r"gives shape \(2, 3, 32, 32\) .* 4 classes; .* N×4×32×32"):
         problem.loss(nn.Conv2d(3, 3, 1), batch_of(problem, 0, 1))
-    with pytest.raises(ValueError, match="shapes has no option --size: leave it out; the options of shapes are none"):
-        open_task("segmentation", "shapes", size=64)
-    with pytest.raises(ValueError, match="no data set is known as 'digits'; there are shapes, voc, camvid, label_maps"):
-        open_task("segmentation", "digits")
-    with pytest.raises(ValueError, match="no task 'nonesuch'; there are classification, segmentation"):
-        open_task("nonesuch", "coco")
-    with pytest.raises(ValueError, match="label maps are yours: give their folder with --data"):
-        open_task("segmentation", "label_maps")
 
 
 def test_a_recipe_of_another_task_trains_without_a_change_in_the_engine(tmp_path):

@@ -16,7 +16,7 @@ from micronorm.recipes.networks import NETWORKS, SmallImageResNet, build_network
 from micronorm.recipes.protocols import shared_samples
 from micronorm.recipes.run import Variation, run_recipe
 from micronorm.recipes.temporal_shift import ClipNetwork, temporal_shift
-from micronorm.tasks import open_predictor, open_task
+from micronorm.tasks import open_task
 from tests.data.miniature import write_frame_folders, write_videos
 
 
@@ -44,25 +44,6 @@ def test_examples_show_four_frames_and_the_names_of_classes(motion):
     assert [(one["height"], one["width"]) for one in found] == [(24, 96)] * 3
     assert found[0]["label"] == "right"
     assert {one["prediction"] for one in found} <= set(CLASSES)
-
-
-def test_what_does_not_fit_is_refused(tmp_path):
-    for options, message in (
-        ({"data": "digits"}, "no data set is known as 'digits'; there are motion, something, jester, clips-0, "),
-        ({"data": "motion", "size": 32}, "motion has no option --size: leave it out"),
-        ({"data": "motion", "workers": 1}, "motion has no option --workers: leave it out"),
-        (
-            {"data": "something", "download": True},
-            "something has no option --download: leave it out; the options of something are --data, ",
-        ),
-        ({"data": "motion", "classes": 9}, r"motion has 10 classes \(right, left, …\), the model 9 outputs"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            open_task("video", **options)
-    with pytest.raises(ValueError, match="predict reads images, which are not the samples of motion"):
-        open_predictor("video", "motion", names=CLASSES, size=24)
-    with pytest.raises(FileNotFoundError, match="jester-v1 was looked for in"):
-        open_task("video", "jester", tmp_path)
 
 
 def test_a_miniature_something_something_trains_through_the_command_line(tmp_path, monkeypatch):

@@ -38,8 +38,8 @@ def open_coco(
     """Open COCO: the folder of train2017, val2017 and annotations, or of train, val and instances_{train,val}.json.
 
     Categories become the labels 1, 2, … in the order of their ids. Crowds and boxes without an area are no targets;
-    crowds count in the score. Training images are mirrored at random; those without an object are left out. Test images
-    are neither.
+    crowds count in the score. Training images are mirrored at random, and those without an object are left out. Test
+    images are all used, as they are.
 
     Args:
         folder: this folder, or one that contains it as `child`; None for ./data and ~/data.
@@ -231,7 +231,7 @@ class _CocoDecoder(DetectionDecoder):
 
 
 def _find_objects(entries: list[dict[str, Any]], image: Mapping[str, Any], labels: Mapping[int, int]) -> _Objects:
-    """Return the objects of an image without crowds and without boxes that have no area within the image."""
+    """Return the objects of an image, except crowds and boxes that have no area within the image."""
     boxes = np.array([entry["bbox"] for entry in entries], dtype=np.float64).reshape(-1, 4)
     boxes[:, 2:] += boxes[:, :2]
     boxes = boxes.clip(0, [image["width"], image["height"]] * 2).astype(np.float32)

@@ -102,7 +102,7 @@ class FileSamples:
 
 
 class _Decoding(Dataset[Any]):
-    """Batches by their order. A worker returns the error of a broken file: raised, it would arrive with a traceback."""
+    """Decodes batches. A worker returns the error of a broken file: a raised one would arrive with a traceback."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder

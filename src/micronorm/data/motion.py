@@ -33,7 +33,9 @@ _DIGITS, _PATH, _PIXELS = (int.from_bytes(name, "big") for name in (b"digi", b"p
 
 
 def open_motion(*, device: torch.device | str = "cpu") -> DataSet:
-    """Return 3,000 training and 1,000 test clips of 8 frames, 300 and 100 per class. Their digits differ, too.
+    """Return 3,000 training and 1,000 test clips of 8 frames, 300 and 100 per class.
+
+    Training and test clips show different digits.
 
     Example:
         >>> train, test, names = open_motion()

@@ -20,10 +20,10 @@ from micronorm.data.samples import DataSet
 NAMES = ("background", "nucleus")
 
 LEAST_PIXELS = 10
-"""A nucleus that a training crop cuts to fewer pixels is no target."""
+"""A nucleus of which a training crop contains fewer pixels is no target."""
 
 STRIDE = 32
-"""Detectors pad images to a multiple of it, and so does this reader."""
+"""Detectors pad images to a multiple of this number, and so does this reader."""
 
 
 def open_nuclei(folder: Path | str | None, *, masks: bool, workers: int = 0, crop: int = 256) -> DataSet:

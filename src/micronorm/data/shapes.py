@@ -12,7 +12,7 @@ CLASSES = ("background", "disc", "square", "triangle")
 VOID = 255
 """The label of pixels on the edge of a shape, which are not scored."""
 
-_SHAPES = 2  # per picture, of which the later ones cover the earlier ones
+_SHAPES = 2  # per picture; a later one covers an earlier one
 _GEOMETRY = int.from_bytes(b"form", "big")
 _NOISE = int.from_bytes(b"nois", "big")
 
@@ -24,7 +24,7 @@ class ShapeSamples(IndexedSamples):
 
     Args:
         count: the number of pictures.
-        seed: of the pictures; another seed gives other pictures.
+        seed: another seed gives other pictures.
         size: height and width.
         augment: mirror pictures at random.
         device: where the pictures are kept.

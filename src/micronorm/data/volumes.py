@@ -78,7 +78,7 @@ def read_volume(image: Path, labels: Path, *, classes: int) -> Volume:
     """Read a volume and its labels. Subtract the volume's mean, and divide by its standard deviation.
 
     Raises:
-        ValueError: a file cannot be read, the two differ in shape, a label is no class, or the volume is constant.
+        ValueError: a file cannot be read, the two differ in shape, a label is not a class, or the volume is constant.
     """
     values, truth = _read_nifti(image), _read_nifti(labels)
     if values.ndim != 3 or values.shape != truth.shape:
@@ -188,5 +188,5 @@ def _change_tone(images: Tensor, keys: Tensor) -> Tensor:
     """Change contrast, brightness and noise of N×D×H×W images by random amounts; see `SCALE`."""
     draws = 2 * uniforms(keys, 3, stream=_INTENSITY)[:, :, None, None, None] - 1
     noise = 2 * uniforms(keys, images[0].numel(), stream=_NOISE).reshape(images.shape) - 1
-    width = 3**0.5 * NOISE * draws[:, 2].abs()  # uniform noise of this half width has its standard deviation
+    width = 3**0.5 * NOISE * draws[:, 2].abs()  # uniform noise within ± √3·σ has the standard deviation σ
     return images * (1 + SCALE * draws[:, 0]) + SHIFT * draws[:, 1] + width * noise

@@ -10,8 +10,6 @@ from micronorm.nn import BCN, BN, BRN, GN, SN, WS
 from micronorm.nn.spec import NormSpec, WeightSpec
 from micronorm.recipes.recipe import DATA, Recipe
 
-Figures = Mapping[str, float]
-
 TITLES = {
     "digits": "small ResNet",
     "shapes": "small FCN",

@@ -81,7 +81,7 @@ class Recipe:
         unavailable: why the row cannot be run; None if it can.
         zero_start: start the last norm of every residual block at zero, so that each block begins as its shortcut.
         start: the recipe whose trained weights the row starts from (`--weights`); None starts from initial weights.
-        frozen: what stays as it is in a run that starts from weights: prefixes of parameter names.
+        frozen: prefixes of the names of parameters that are not trained if the run starts from weights.
     """
 
     table: str
@@ -151,7 +151,7 @@ class Recipe:
         return network
 
     def freeze(self, network: nn.Module) -> None:
-        """Stop the training of what is `frozen`. BatchChannelNorm then keeps its estimates, too."""
+        """Exclude the `frozen` parameters from training. A BatchChannelNorm among them keeps its estimates."""
         for name, parameter in network.named_parameters():
             if name.startswith(self.frozen):
                 parameter.requires_grad_(False)

@@ -28,7 +28,7 @@ class Classification:
         train: the training samples. A batch is (images, labels), N×C×H×W floating and N int64.
         test: the test samples.
         classes: the number of classes, and of logits that the model returns.
-        names: of the classes, by label; None if they have none but their number.
+        names: the names of the classes by label; None to show their numbers.
 
     Example:
         >>> train, test = open_digits()
@@ -122,7 +122,7 @@ class FileClassification(Classification):
 
     Args:
         data: the name of the data set.
-        names: of the classes.
+        names: the names of the classes.
         size: height and width of the inputs.
     """
 
