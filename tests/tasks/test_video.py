@@ -5,7 +5,6 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-import micronorm as mn
 from micronorm import recipes, records
 from micronorm.cli import app
 from micronorm.data.motion import CLASSES
@@ -13,7 +12,6 @@ from micronorm.engine.settings import Execution
 from micronorm.engine.task import Task
 from micronorm.engine.weights import load_weights
 from micronorm.recipes.networks import NETWORKS, SmallImageResNet, build_network
-from micronorm.recipes.protocols import shared_samples
 from micronorm.recipes.run import Variation, run_recipe
 from micronorm.recipes.temporal_shift import ClipNetwork, temporal_shift
 from micronorm.tasks import open_task
@@ -79,11 +77,6 @@ def test_folders_of_videos_train(tmp_path, row):
     execution = Execution(device=torch.device("cpu"), steps=1)
     outcome = run_recipe(recipe, out=None, data=tmp_path, execution=execution)
     assert outcome.figures.keys() == {"loss", "top1"}
-
-
-def test_a_norm_of_single_frames_is_refused_for_clips():
-    with pytest.raises(ValueError, match=r"micro-batches of 1, not of 8"):
-        shared_samples(mn.BN(micro_batch=1), 1, frames=8)
 
 
 def test_imagenet_weights_start_the_network_of_table_tsm():

@@ -1,5 +1,6 @@
 """Tables on CIFAR: the paper's `cifar1` and `cifar2`; ours are `quick` and `micro_batch`."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -8,7 +9,7 @@ from micronorm.engine.settings import Settings
 from micronorm.nn import BCN, BN, BRN, GN, SN, WS
 from micronorm.nn.batch_renorm import RenormSchedule
 from micronorm.nn.spec import NormSpec, WeightSpec
-from micronorm.recipes.protocols import OPTIMIZER, OURS, STEP, make, make_rows
+from micronorm.recipes.protocols import OPTIMIZER, OURS, STEP, make, make_rows, shared_samples
 from micronorm.recipes.recipe import Recipe, Table
 
 STEP_BATCH = 128
@@ -53,14 +54,15 @@ def _row(
     weight: WeightSpec | None,
     error: float | None = None,
     *,
-    batch: int = 1,
+    batch: int = STEP_BATCH,
     notes: tuple[str, ...] = (),
     zero_start: bool = False,
     **fields: Any,
 ) -> Recipe:
     """Make a recipe with 128 samples per step for 164 epochs, and SGD at 0.1, ×0.1 after 81 and 122 epochs."""
     settings = Settings(epochs=164, step_batch=STEP_BATCH, optimizer=OPTIMIZER, schedule=Milestones((81, 122)))
-    notes = (*notes, _CIFAR) if batch == STEP_BATCH else (*notes, _CIFAR, _MICRO_CIFAR)
+    whole = shared_samples(norm, batch)[0] == STEP_BATCH
+    notes = (*notes, _CIFAR) if whole else (*notes, _CIFAR, _MICRO_CIFAR)
     fields |= {"paper": None if error is None else {"top1": error}, "zero_start": zero_start}
     fields |= {"notes": (*notes, _ZERO_START) if zero_start else notes}
     return make(name, network, data, norm, weight, batch=batch, settings=settings, **fields)
@@ -73,8 +75,8 @@ def _cifar1(short: str, data: str, *errors: float) -> tuple[Recipe, ...]:
     sequential, step, start = _BCN(statistics="sequential"), _BCN(), (_PLAIN_START,)
     micro = f"cifar1/{short}-micro"
     return (
-        row(f"cifar1/{short}-bn", norm=BN(), weight=None, error=bn, batch=STEP_BATCH),
-        row(f"cifar1/{short}-bcn-ws", norm=_BCN(statistics="batch"), weight=WS(), error=bcn_ws, batch=STEP_BATCH),
+        row(f"cifar1/{short}-bn", norm=BN(), weight=None, error=bn),
+        row(f"cifar1/{short}-bcn-ws", norm=_BCN(statistics="batch"), weight=WS(), error=bcn_ws),
         row(f"{micro}-gn", norm=_GN, weight=None, error=micro_gn),
         row(f"{micro}-gn-ws", norm=_GN, weight=WS(), error=micro_gn_ws),
         row(f"{micro}-bcn-ws", norm=sequential, weight=WS(), error=micro_bcn_ws),
@@ -103,19 +105,20 @@ def _cifar2(
 
 def _dn(row: str, error: float, *, batch: int) -> Recipe:
     title = f"ResNet-18, CIFAR-10: DN of {batch} images"
-    return _cifar2(row, None, None, error, _QUOTED, batch=batch, unavailable=_DN, title=title)
+    recipe = _cifar2(row, None, None, error, _QUOTED, batch=batch, unavailable=_DN, title=title)
+    return replace(recipe, settings=replace(recipe.settings, unit=1, largest=None))
 
 
 _CIFAR2 = Table(
     name="cifar2",
     title="ResNet-18 on CIFAR-10: BN, SN, DN and BCN+WS of 128 images; BN, SN and DN of 2, BCN+WS of one",
     rows=(
-        _cifar2("bn", BN(), None, 5.20, _QUOTED, batch=STEP_BATCH),
-        _cifar2("sn", SN(), None, 5.60, _QUOTED, batch=STEP_BATCH),
+        _cifar2("bn", BN(), None, 5.20, _QUOTED),
+        _cifar2("sn", SN(), None, 5.60, _QUOTED),
         _dn("dn", 5.02, batch=STEP_BATCH),
-        _cifar2("bcn-ws", BCN(statistics="batch"), WS(), 4.96, batch=STEP_BATCH),
-        _cifar2("micro-bn", BN(micro_batch=2), None, 8.45, _QUOTED, batch=2),
-        _cifar2("micro-sn", SN(micro_batch=2), None, 7.62, _QUOTED, batch=2),
+        _cifar2("bcn-ws", BCN(statistics="batch"), WS(), 4.96),
+        _cifar2("micro-bn", BN(micro_batch=2), None, 8.45, _QUOTED),
+        _cifar2("micro-sn", SN(micro_batch=2), None, 7.62, _QUOTED),
         _dn("micro-dn", 7.55, batch=2),
         _cifar2("micro-bcn-ws", BCN(statistics="sequential"), WS(), 5.43),
         _cifar2("micro-bcn-ws-step", BCN(), WS(), None, STEP),
@@ -127,11 +130,8 @@ _MICRO = {"gn": (_GN, None), "gn-ws": (_GN, WS()), "bcn-ws": (_BCN(), WS())}
 
 
 def _quick(depth: int) -> tuple[Recipe, ...]:
-    network, options = f"cifar-resnet{depth}", {"settings": _SHORT, "notes": (OURS,)}
-    return (
-        make(f"quick/rn{depth}-bn", network, "cifar10", BN(), None, batch=STEP_BATCH, **options),
-        *make_rows("quick", network, "cifar10", {f"rn{depth}-{row}": _MICRO[row] for row in _MICRO}, **options),
-    )
+    methods = {f"rn{depth}-{row}": method for row, method in {"bn": (BN(), None), **_MICRO}.items()}
+    return make_rows("quick", f"cifar-resnet{depth}", "cifar10", methods, settings=_SHORT, notes=(OURS,))
 
 
 _QUICK = Table(
@@ -148,19 +148,16 @@ def _renorm(size: int) -> BRN:
     return BRN(schedule=schedule, micro_batch=size)
 
 
-def _micro_batch(row: str, norm: NormSpec, batch: int, *notes: str) -> Recipe:
-    name, network, notes = f"micro_batch/{row}-{batch}", "cifar-resnet20", (OURS, *notes)
-    return make(name, network, "cifar10", norm, None, batch=batch, settings=_SHORT, notes=notes)
-
-
+_micro_batch = partial(make_rows, "micro_batch", "cifar-resnet20", "cifar10", settings=_SHORT)
 _MICRO_BATCH = Table(
     name="micro_batch",
     title="Ours: ResNet-20 on CIFAR-10 for 30 epochs, BN and BRN of 1 to 128 images, GN, GN+WS and BCN+WS of one",
     rows=(
-        *(_micro_batch("bn", BN(micro_batch=size), size) for size in SIZES[:-1]),
-        _micro_batch("bn", BN(), STEP_BATCH),
-        *(_micro_batch("brn", _renorm(size), size, _RENORM) for size in SIZES),
-        *make_rows("micro_batch", "cifar-resnet20", "cifar10", _MICRO, settings=_SHORT, notes=(OURS,)),
+        *_micro_batch({f"bn-{size}": (BN(micro_batch=size), None) for size in SIZES[:-1]}, notes=(OURS,)),
+        *_micro_batch({"bn-128": (BN(), None)}, notes=(OURS,)),
+        *_micro_batch({f"brn-{size}": (_renorm(size), None) for size in SIZES}, notes=(OURS, _RENORM)),
+        *_micro_batch(_MICRO, notes=(OURS,)),
     ),
 )
+
 TABLES = (_CIFAR1, _CIFAR2, _QUICK, _MICRO_BATCH)

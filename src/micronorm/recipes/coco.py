@@ -77,7 +77,9 @@ def _row(
         "start": start,
         "frozen": STEM,
     }
-    return make(f"{table}/{row}", f"{kind}-{backbone}{variant}", "coco", norm, weight, settings=settings, **fields)
+    return make(
+        f"{table}/{row}", f"{kind}-{backbone}{variant}", "coco", norm, weight, settings=settings, batch=1, **fields
+    )
 
 
 _mask, _fast = partial(_row, "mask"), partial(_row, "fast")

@@ -7,7 +7,7 @@ from micronorm.engine.optimization import SGD
 from micronorm.engine.schedules import Cosine
 from micronorm.engine.settings import Settings
 from micronorm.nn import BN
-from micronorm.recipes.protocols import MICRO, OURS, make, make_rows
+from micronorm.recipes.protocols import MICRO, OURS, make_rows
 from micronorm.recipes.recipe import Table
 
 # One setting for every method. Momentum, decay, the cosine without warm-up, the shift by a pixel and the samples per
@@ -25,24 +25,19 @@ from micronorm.recipes.recipe import Table
 LEARNING_RATE = 0.1
 EPOCHS = 15
 STEP_BATCH = 64
-_OPTIONS = {
-    "settings": Settings(
-        epochs=EPOCHS,
-        step_batch=STEP_BATCH,
-        optimizer=SGD(lr=LEARNING_RATE, momentum=0.9, weight_decay=1e-4),
-        schedule=Cosine(),
-    ),
-    "notes": (OURS,),
-}
+_SETTINGS = Settings(
+    epochs=EPOCHS,
+    step_batch=STEP_BATCH,
+    optimizer=SGD(lr=LEARNING_RATE, momentum=0.9, weight_decay=1e-4),
+    schedule=Cosine(),
+)
+_METHODS = {"bn-64": (BN(), None), "bn": (BN(micro_batch=1), None), **MICRO}
 
 TABLES = (
     Table(
         name="digits",
         title="Ours: a small residual network on 8×8 digits, BN of 64 images; BN, GN, GN+WS and BCN+WS of one",
-        rows=(
-            make("digits/bn-64", "digits", "digits", BN(), None, batch=STEP_BATCH, **_OPTIONS),
-            *make_rows("digits", "digits", "digits", {"bn": (BN(micro_batch=1), None), **MICRO}, **_OPTIONS),
-        ),
+        rows=make_rows("digits", "digits", "digits", _METHODS, settings=_SETTINGS, notes=(OURS,)),
         default="bcn-ws",
     ),
 )

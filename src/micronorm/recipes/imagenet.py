@@ -4,7 +4,7 @@ from micronorm.engine.schedules import Milestones
 from micronorm.engine.settings import Settings
 from micronorm.nn import BCN, BN, CWN, GN, IN, LN, SN, WN, WS
 from micronorm.nn.spec import NormSpec, WeightSpec
-from micronorm.recipes.protocols import OPTIMIZER, STEP, make
+from micronorm.recipes.protocols import OPTIMIZER, STEP, make, shared_samples
 from micronorm.recipes.recipe import Recipe, Table
 
 GPUS = 4
@@ -45,7 +45,7 @@ def _row(
     norm: NormSpec,
     weight: WeightSpec | None,
     *errors: float,
-    batch: int = 1,
+    batch: int | None = None,
     notes: tuple[str, ...] = (),
 ) -> Recipe:
     """Make a recipe with SGD at 0.1, ×0.1 after every 30 epochs. `errors` are the paper's, top-1 and perhaps top-5."""
@@ -54,7 +54,7 @@ def _row(
     settings = Settings(epochs=epochs, step_batch=step_batch, optimizer=OPTIMIZER, schedule=schedule)
     paper = dict(zip(("top1", "top5"), errors, strict=False)) or None
     notes = (*notes, _NETWORK)
-    if batch == 1:
+    if shared_samples(norm, batch or step_batch)[0] == 1:
         notes = (*notes, _MICRO.format(step=step_batch, iterations=step_batch // GPUS))
     return make(name, network, "imagenet", norm, weight, batch=batch, settings=settings, paper=paper, notes=notes)
 
@@ -70,23 +70,23 @@ TABLES = (
             _row("abl/in-ws", _RN50, IN(), WS(), 28.24),
             _row("abl/gn", _RN50, GN(), None, 24.81),
             _row("abl/gn-ws", _RN50, GN(), WS(), 23.72),
-            _row("abl/bn", _RN50, BN(micro_batch=64), None, 24.30, batch=64),
-            _row("abl/bn-ws", _RN50, BN(micro_batch=64), WS(), 23.76, batch=64),
+            _row("abl/bn", _RN50, BN(micro_batch=64), None, 24.30),
+            _row("abl/bn-ws", _RN50, BN(micro_batch=64), WS(), 23.76),
         ),
     ),
     Table(
         name="imagenet_ws",
         title="ResNet-50 and ResNet-101 on ImageNet: BN of 64 or 32 images, SN and GN of one, BN and GN with WS",
         rows=(
-            _row("imagenet_ws/rn50-bn", _RN50, BN(micro_batch=64), None, 24.30, 7.19, batch=64),
+            _row("imagenet_ws/rn50-bn", _RN50, BN(micro_batch=64), None, 24.30, 7.19),
             _row("imagenet_ws/rn50-sn", _RN50, SN(micro_batch=1), None, 25.00, notes=(_QUOTED,)),
             _row("imagenet_ws/rn50-gn", _RN50, GN(), None, 24.81, 7.46),
-            _row("imagenet_ws/rn50-bn-ws", _RN50, BN(micro_batch=64), WS(), 23.76, 7.13, batch=64),
+            _row("imagenet_ws/rn50-bn-ws", _RN50, BN(micro_batch=64), WS(), 23.76, 7.13),
             _row("imagenet_ws/rn50-gn-ws", _RN50, GN(), WS(), 23.72, 6.99),
-            _row("imagenet_ws/rn101-bn", _RN101, BN(micro_batch=32), None, 22.44, 6.21, batch=32),
+            _row("imagenet_ws/rn101-bn", _RN101, BN(micro_batch=32), None, 22.44, 6.21),
             _row("imagenet_ws/rn101-sn", _RN101, SN(micro_batch=1), None, notes=(_EMPTY,)),
             _row("imagenet_ws/rn101-gn", _RN101, GN(), None, 22.87, 6.51),
-            _row("imagenet_ws/rn101-bn-ws", _RN101, BN(micro_batch=32), WS(), 21.89, 6.01, batch=32),
+            _row("imagenet_ws/rn101-bn-ws", _RN101, BN(micro_batch=32), WS(), 21.89, 6.01),
             _row("imagenet_ws/rn101-gn-ws", _RN101, GN(), WS(), 22.10, 6.07),
         ),
     ),

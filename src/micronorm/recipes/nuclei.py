@@ -26,14 +26,14 @@ def _detector(steps: int) -> Settings:
 def _nuclei(row: str, norm: NormSpec | None, weight: WeightSpec | None, start: str | None = None) -> Recipe:
     network = "maskrcnn-resnet50-nuclei" if norm else "maskrcnn-resnet50-nuclei-frozen"
     fields = {"task": "instances", "notes": (OURS, *_NUCLEI_NOTES), "start": start, "frozen": STEM if start else ()}
-    return make(f"nuclei/{row}", network, "nuclei", norm, weight, settings=_detector(1_000), **fields)
+    return make(f"nuclei/{row}", network, "nuclei", norm, weight, settings=_detector(1_000), batch=1, **fields)
 
 
-def _classifier(row: str, norm: NormSpec, weight: WeightSpec | None, *, batch: int = 1) -> Recipe:
+def _classifier(row: str, norm: NormSpec, weight: WeightSpec | None) -> Recipe:
     optimizer = SGD(lr=0.05, momentum=0.9, weight_decay=1e-4)
     settings = Settings(epochs=30, step_batch=64, optimizer=optimizer, schedule=Cosine(warmup_epochs=2))
     name, options = f"tiny_imagenet/{row}", {"settings": settings, "notes": (OURS, _START)}
-    return make(name, "resnet50", "tiny_imagenet20", norm, weight, batch=batch, **options)
+    return make(name, "resnet50", "tiny_imagenet20", norm, weight, **options)
 
 
 _COCO128_ROW = make(
@@ -69,7 +69,7 @@ _COCO128 = Table(
 _TINY_IMAGENET = Table(
     name="tiny_imagenet",
     title="Ours: ResNet-50 on 20 classes of Tiny ImageNet: BN of 64 images, BCN+WS of one",
-    rows=(_classifier("bn", BN(), None, batch=64), _classifier("bcn-ws", BCN(), WS())),
+    rows=(_classifier("bn", BN(), None), _classifier("bcn-ws", BCN(), WS())),
     default="bcn-ws",
 )
 

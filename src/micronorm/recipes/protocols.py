@@ -46,7 +46,7 @@ MICRO: Mapping[str, tuple[NormSpec, WeightSpec | None]] = {
     "gn-ws": (GN(), WS()),
     "bcn-ws": (BCN(), WS()),
 }
-"""The norm and the weight of the methods that most tables of ours compare, by row; all of one sample."""
+"""The norm and the weight of the methods that most tables of ours compare, by row; all are norms of one sample."""
 
 STEP = (
     'ours: BCN with statistics="step", whose estimates move once per optimizer step. The paper has no figure for it; '
@@ -66,29 +66,35 @@ def method(norm: NormSpec | None, weight: WeightSpec | None) -> str:
 
 
 def shared_samples(norm: NormSpec | None, batch: int, *, frames: int = 1) -> tuple[int, int | None]:
-    """Return `unit` and `largest` of the settings for a norm over `batch` samples: images, or clips of `frames` images.
+    """Return how many samples a norm needs in one forward: `unit` and `largest` of the settings.
 
-    Norms of one image may be cut anywhere. Norms over the whole batch of a forward need `batch` samples in each; norms
-    that treat a batch as successive micro-batches need whole ones. Their `micro_batch` counts images.
+    A norm over all images of a forward needs exactly `batch` samples. A norm that treats them as micro-batches of its
+    own size needs a multiple of this size. A norm of one image may be cut anywhere.
+
+    Args:
+        norm: the spec; None for BatchNorm.
+        batch: samples of a forward: images, or clips.
+        frames: images of a sample. The `micro_batch` of a norm counts images.
+
+    Raises:
+        ValueError: the micro-batch of the norm is not a number of whole clips.
 
     Example:
-        >>> shared_samples(BN(), 128), shared_samples(BN(micro_batch=64), 64), shared_samples(BCN(), 1)
+        >>> shared_samples(BN(), 128), shared_samples(BN(micro_batch=64), 128), shared_samples(BCN(), 128)
         ((128, 128), (64, None), (1, None))
-        >>> shared_samples(BN(micro_batch=8), 1, frames=8)
+        >>> shared_samples(BN(micro_batch=8), 32, frames=8)
         (1, None)
     """
-    if norm is None or (isinstance(norm, BN | SN | BRN) and norm.micro_batch is None):
-        return batch, batch
-    if isinstance(norm, BCN) and norm.statistics == "batch":
-        return batch, batch
-    own = frames
-    if isinstance(norm, BN | SN | BRN):
-        own = norm.micro_batch or 1
-    elif isinstance(norm, BCN) and norm.statistics == "sequential":
+    own: int | None = frames  # images
+    if norm is None or (isinstance(norm, BCN) and norm.statistics == "batch"):
+        own = None
+    elif isinstance(norm, BN | SN | BRN) or (isinstance(norm, BCN) and norm.statistics == "sequential"):
         own = norm.micro_batch
-    if own != batch * frames:
-        raise ValueError(f"{norm} treats a batch as micro-batches of {own}, not of {batch * frames}")
-    return batch, None
+    if own is None:
+        return batch, batch
+    if own % frames:
+        raise ValueError(f"{norm} treats a batch as micro-batches of {own} images, but a clip has {frames}")
+    return own // frames, None
 
 
 def _title(network: str, data: str, norm: NormSpec | None, weight: WeightSpec | None, samples: str) -> str:
@@ -106,19 +112,31 @@ def make(
     weight: WeightSpec | None,
     *,
     settings: Settings,
-    batch: int = 1,
+    batch: int | None = None,
     title: str | None = None,
     frames: int = 1,
     **fields: Any,
 ) -> Recipe:
-    """Make the recipe "table/row" of a norm over `batch` images or clips, with further `fields` of `Recipe`.
+    """Make the recipe "table/row".
 
     The title, the classes, and the settings' `unit` and `largest` follow from the other arguments.
+
+    Args:
+        name: table and row.
+        network: its key in `networks.NETWORKS`.
+        data: its key in `DATA`.
+        norm: replaces every norm.
+        weight: replaces every convolution before a norm.
+        settings: optimizer, schedule and samples per step.
+        batch: samples that share the statistics of a norm over all images of a forward; None for those of a step.
+        title: the row in words.
+        frames: images of a sample.
+        fields: further fields of `Recipe`.
     """
     table, _, row = name.partition("/")
-    unit, largest = (1, None) if fields.get("unavailable") else shared_samples(norm, batch, frames=frames)
+    unit, largest = shared_samples(norm, batch or settings.step_batch, frames=frames)
     sample = "image" if frames == 1 else "clip"
-    samples = f"one {sample}" if batch == 1 else f"{batch} {sample}s"
+    samples = f"one {sample}" if unit == 1 else f"{unit} {sample}s"
     return Recipe(
         table=table,
         row=row,
@@ -129,7 +147,7 @@ def make(
         weight=weight,
         data=data,
         settings=replace(settings, unit=unit, largest=largest),
-        micro_batch=batch,
+        micro_batch=unit,
         **fields,
     )
 

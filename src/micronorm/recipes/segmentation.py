@@ -27,59 +27,47 @@ def _settings(**length: Any) -> Settings:
     return Settings(**length, step_batch=STEP_BATCH, optimizer=optimizer, schedule=Poly())
 
 
-def _voc(
-    row: str,
-    norm: NormSpec,
-    weight: WeightSpec | None,
-    miou: float | None,
-    start: str,
-    *,
-    batch: int = 1,
-    notes: tuple[str, ...] = (),
-) -> Recipe:
+def _voc(row: str, norm: NormSpec, weight: WeightSpec | None, miou: float | None, start: str, *notes: str) -> Recipe:
     fields = {"paper": None if miou is None else {"miou": miou}, "start": start, "notes": (*notes, *_VOC_NOTES)}
     options = {"settings": _settings(steps=30_000), "task": "segmentation", **fields}
-    return make(f"voc/{row}", "deeplabv3-resnet101", "voc", norm, weight, batch=batch, **options)
+    return make(f"voc/{row}", "deeplabv3-resnet101", "voc", norm, weight, **options)
 
 
 def _ours(name: str, title: str, *notes: str, **length: int) -> Table:
+    methods = {**MICRO, "bn": (BN(), None), "bn-ws": (BN(), WS())}
     options: dict[str, Any] = {"settings": _settings(**length), "task": "segmentation", "notes": notes}
-    network, whole = "deeplabv3-resnet50", {"bn": (BN(), None), "bn-ws": (BN(), WS())}
     return Table(
         name=name,
         title=f"Ours: DeepLabV3, ResNet-50, {title}: GN, GN+WS, BCN+WS of one image, BN and BN+WS of 16",
-        rows=(
-            *make_rows(name, network, name, MICRO, **options),
-            *make_rows(name, network, name, whole, batch=STEP_BATCH, **options),
-        ),
+        rows=make_rows(name, "deeplabv3-resnet50", name, methods, **options),
         default="bcn-ws",
     )
 
 
-_SHAPES_OPTIONS: dict[str, Any] = {
-    "settings": Settings(steps=300, step_batch=STEP_BATCH, optimizer=OPTIMIZER, schedule=Warmup(Poly(), steps=20)),
-    "task": "segmentation",
-    "notes": (OURS,),
-}
 _VOC = Table(
     name="voc",
     title="DeepLabV3, ResNet-101, on PASCAL VOC 2012: mIoU of GN and GN+WS of one image, BN, BN+WS and BCN+WS of 16",
     rows=(
         _voc("gn", GN(), None, 74.90, "imagenet/rn101-gn"),
         _voc("gn-ws", GN(), WS(), 77.20, "imagenet/rn101-gn-ws"),
-        _voc("bn", BN(), None, 76.49, "imagenet_ws/rn101-bn", batch=16),
-        _voc("bn-ws", BN(), WS(), 77.15, "imagenet_ws/rn101-bn-ws", batch=16),
-        _voc("bcn-ws", BCN(statistics="batch"), WS(), 78.22, "imagenet/rn101-bcn-ws", batch=16, notes=(_VOC_BATCH,)),
-        _voc("micro-bcn-ws-step", BCN(), WS(), None, "imagenet/rn101-bcn-ws-step", notes=(STEP,)),
+        _voc("bn", BN(), None, 76.49, "imagenet_ws/rn101-bn"),
+        _voc("bn-ws", BN(), WS(), 77.15, "imagenet_ws/rn101-bn-ws"),
+        _voc("bcn-ws", BCN(statistics="batch"), WS(), 78.22, "imagenet/rn101-bcn-ws", _VOC_BATCH),
+        _voc("micro-bcn-ws-step", BCN(), WS(), None, "imagenet/rn101-bcn-ws-step", STEP),
     ),
 )
 
 _SHAPES = Table(  # one row takes about half a minute on one CPU core
     name="shapes",
     title="Ours: a small fully convolutional network on generated shapes, BN of 16 images; GN, GN+WS, BCN+WS of one",
-    rows=(
-        make("shapes/bn", "shapes", "shapes", BN(), None, batch=STEP_BATCH, **_SHAPES_OPTIONS),
-        *make_rows("shapes", "shapes", "shapes", MICRO, **_SHAPES_OPTIONS),
+    rows=make_rows(
+        "shapes",
+        "shapes",
+        "shapes",
+        {"bn": (BN(), None), **MICRO},
+        settings=Settings(steps=300, step_batch=STEP_BATCH, optimizer=OPTIMIZER, schedule=Warmup(Poly(), steps=20)),
+        task="segmentation",
+        notes=(OURS,),
     ),
     default="bcn-ws",
 )

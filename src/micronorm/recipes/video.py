@@ -10,7 +10,7 @@ from micronorm.engine.settings import Settings
 from micronorm.nn import BCN, BN, GN, WS
 from micronorm.nn.spec import NormSpec, WeightSpec
 from micronorm.recipes.imagenet import GPUS
-from micronorm.recipes.protocols import OPTIMIZER, OURS, STEP, make
+from micronorm.recipes.protocols import OPTIMIZER, OURS, STEP, make, make_rows
 from micronorm.recipes.recipe import Recipe, Table
 
 STEP_BATCH = 32
@@ -27,14 +27,7 @@ _FOLDS = "a hash of the file name decides about the fold; clips are not mirrored
 
 
 def _tsm(
-    row: str,
-    norm: NormSpec,
-    weight: WeightSpec | None,
-    accuracy: tuple[float, float] | None,
-    start: str,
-    *,
-    batch: int = 1,
-    notes: tuple[str, ...] = (),
+    row: str, norm: NormSpec, weight: WeightSpec | None, accuracy: tuple[float, float] | None, start: str, *notes: str
 ) -> Recipe:
     optimizer = SGD(lr=0.0125, momentum=0.9, weight_decay=5e-4)
     settings = Settings(epochs=45, step_batch=STEP_BATCH, optimizer=optimizer, schedule=Milestones((26, 36)))
@@ -43,7 +36,7 @@ def _tsm(
         paper = {name: round(100 - value, 2) for name, value in zip(("top1", "top5"), accuracy, strict=True)}
         notes = (*notes, "the paper prints accuracies: top-1 {:.2f} %, top-5 {:.2f} %".format(*accuracy))
     options = {"frames": FRAMES, "task": "video", "paper": paper, "notes": (*notes, *_TSM_NOTES), "start": start}
-    return make(f"tsm/{row}", "tsm-resnet50", "something", norm, weight, batch=batch, settings=settings, **options)
+    return make(f"tsm/{row}", "tsm-resnet50", "something", norm, weight, batch=CLIPS, settings=settings, **options)
 
 
 def _options(epochs: int, step_batch: int, schedule: Any, *notes: str) -> dict[str, Any]:
@@ -55,16 +48,23 @@ _MOTION_OPTIONS = _options(8, 32, Cosine())
 _CLIPS_OPTIONS = _options(40, 16, Warmup(Cosine(), steps=20), _FOLDS)
 _BN, _BCN = BN(micro_batch=CLIPS * FRAMES), BCN(statistics="batch")
 _ONE_CLIP = BN(micro_batch=FRAMES)
+_METHODS = {
+    "bn": (_ONE_CLIP, None),
+    "gn": (GN(), None),
+    "gn-ws": (GN(), WS()),
+    "bn-ws": (_ONE_CLIP, WS()),
+    "bcn-ws": (BCN(), WS()),
+}
 _TSM = Table(
     name="tsm",
     title="TSM, ResNet-50, 8 frames, on Something-Something V1: GN and GN+WS of one clip, BN, BN+WS and BCN+WS of 8",
     rows=(
         _tsm("gn", GN(), None, (42.07, 73.20), "imagenet/rn50-gn"),
         _tsm("gn-ws", GN(), WS(), (44.26, 75.51), "imagenet/rn50-gn-ws"),
-        _tsm("bn", _BN, None, (44.30, 74.53), "imagenet_ws/rn50-bn", batch=CLIPS),
-        _tsm("bn-ws", _BN, WS(), (46.49, 76.46), "imagenet_ws/rn50-bn-ws", batch=CLIPS),
-        _tsm("bcn-ws", _BCN, WS(), (45.27, 75.22), "imagenet/rn50-bcn-ws", batch=CLIPS, notes=(_BATCH,)),
-        _tsm("micro-bcn-ws-step", BCN(), WS(), None, "imagenet/rn50-bcn-ws-step", notes=(STEP,)),
+        _tsm("bn", _BN, None, (44.30, 74.53), "imagenet_ws/rn50-bn"),
+        _tsm("bn-ws", _BN, WS(), (46.49, 76.46), "imagenet_ws/rn50-bn-ws"),
+        _tsm("bcn-ws", _BCN, WS(), (45.27, 75.22), "imagenet/rn50-bcn-ws", _BATCH),
+        _tsm("micro-bcn-ws-step", BCN(), WS(), None, "imagenet/rn50-bcn-ws-step", STEP),
     ),
 )
 
@@ -72,11 +72,7 @@ _MOTION = Table(  # one row takes a few minutes on one CPU core
     name="motion",
     title="Ours: moving digits, one clip at a time; each class is another one played backwards; with and without shift",
     rows=(
-        make("motion/bn", "motion", "motion", _ONE_CLIP, None, **_MOTION_OPTIONS),
-        make("motion/gn", "motion", "motion", GN(), None, **_MOTION_OPTIONS),
-        make("motion/gn-ws", "motion", "motion", GN(), WS(), **_MOTION_OPTIONS),
-        make("motion/bn-ws", "motion", "motion", _ONE_CLIP, WS(), **_MOTION_OPTIONS),
-        make("motion/bcn-ws", "motion", "motion", BCN(), WS(), **_MOTION_OPTIONS),
+        *make_rows("motion", "motion", "motion", _METHODS, **_MOTION_OPTIONS),
         make("motion/no-shift-gn-ws", "motion-no-shift", "motion", GN(), WS(), **_MOTION_OPTIONS),
         make("motion/no-shift-bcn-ws", "motion-no-shift", "motion", BCN(), WS(), **_MOTION_OPTIONS),
     ),
