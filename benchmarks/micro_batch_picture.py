@@ -14,7 +14,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 from micronorm.recipes import find
-from micronorm.recipes.micro_batch import SIZES
+from micronorm.recipes.cifar import SIZES
 from micronorm.recipes.results import gather, packaged
 from micronorm.report.plots import LIGHT, METHOD_COLOURS
 

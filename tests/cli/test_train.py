@@ -282,7 +282,7 @@ def test_there_is_nothing_to_resume_in_a_new_folder_and_the_run_begins(tmp_path)
         (("--device", "gpu"), "--device must be cpu, cuda or cuda:N, got 'gpu'"),
         (("--device", "mps"), "--device must be cpu, cuda or cuda:N, got 'mps'"),
         (("--device", "cuda:99"), "--device cuda:99: torch can use"),
-        (("--workers", "2"), "digits is held in memory: leave --workers out"),
+        (("--workers", "2"), "digits has no option --workers: leave it out"),
         (("--unverified",), "--unverified is for CIFAR's files, digits/bcn-ws is of digits"),
         (("--compile", "--recompute"), "recompute has no effect in compiled code"),
         (("--data", "."), "leave the folder (--data) and --download out"),

@@ -5,15 +5,9 @@ import pytest
 import torch
 from PIL import Image
 
-from micronorm.data.masks import (
-    MaskedImage,
-    MaskSamples,
-    check_picture,
-    open_camvid,
-    open_label_maps,
-    open_voc,
-    scale_and_crop,
-)
+from micronorm.data.files import check_picture
+from micronorm.data.loading import FileSamples
+from micronorm.data.masks import MaskDecoder, MaskedImage, open_camvid, open_label_maps, open_voc, scale_and_crop
 from tests.data.miniature import write_camvid, write_label_maps, write_masked, write_voc
 
 SIZES = ((20, 30), (24, 18), (16, 16), (30, 20))
@@ -28,15 +22,19 @@ def files(tmp_path):
     return found
 
 
+def _samples(files, *, workers=0, crop=None):
+    return FileSamples(MaskDecoder(files, classes=3, void=VOID, crop=crop), workers=workers)
+
+
 def _load(samples, indices, *, epoch=0, seed=3):
     return next(samples.load([(epoch, torch.tensor(indices))], seed=seed))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_crop_depends_on_seed_epoch_and_index_alone(files, workers):
-    whole = MaskSamples(files, classes=3, void=VOID, crop=24)
+    whole = _samples(files, crop=24)
     images, masks = _load(whole, [0, 1, 2, 3], epoch=2)
-    part = MaskSamples(files, classes=3, void=VOID, crop=24, workers=workers)
+    part = _samples(files, crop=24, workers=workers)
     alone, mask = _load(part, [2], epoch=2)
     assert torch.equal(alone[0], images[2])
     assert torch.equal(mask[0], masks[2])
@@ -46,14 +44,14 @@ def test_a_crop_depends_on_seed_epoch_and_index_alone(files, workers):
 
 
 def test_whole_images_keep_their_pixels_and_come_as_lists(files):
-    images, masks = _load(MaskSamples(files, classes=3, void=VOID), [1, 3])
+    images, masks = _load(_samples(files), [1, 3])
     assert [tuple(mask.shape) for mask in masks] == [SIZES[1], SIZES[3]]
     assert [tuple(image.shape[1:]) for image in images] == [SIZES[1], SIZES[3]]
     assert masks[0].tolist() == np.array(Image.open(files[1].mask)).tolist()
 
 
 def test_outside_of_a_small_image_the_label_is_void_and_the_input_near_zero(files):
-    samples = MaskSamples(files[2:3], classes=3, void=VOID, crop=64)  # 16 pixels grow to 32 at most
+    samples = _samples(files[2:3], crop=64)  # 16 pixels grow to 32 at most
     image, mask = (column[0] for column in _load(samples, [0]))
     outside = torch.zeros(64, 64, dtype=torch.bool)
     outside[33:], outside[:, 33:] = True, True
@@ -75,14 +73,14 @@ def test_image_and_mask_are_scaled_and_cut_alike():
 @pytest.mark.parametrize("below", ["", "VOCdevkit/VOC2012"])
 def test_voc_trains_on_the_augmented_list_if_there_is_one(tmp_path, augmented, count, below):
     write_voc(tmp_path / below, augmented=augmented)
-    opened = open_voc(tmp_path, crop=16)
+    opened = open_voc(tmp_path, size=16)
     assert (len(opened.train), len(opened.test)) == (count, 1)
     assert _load(opened.train, [0, 1])[0].shape == (2, 3, 16, 16)
 
 
 def test_camvid_pairs_images_with_annotations_by_name(tmp_path):
     write_camvid(tmp_path / "camvid")
-    opened = open_camvid(tmp_path, crop=16)
+    opened = open_camvid(tmp_path, size=16)
     assert (len(opened.train), len(opened.test)) == (3, 2)
     (tmp_path / "camvid/testannot/1.png").unlink()
     with pytest.raises(FileNotFoundError, match=r"testannot/1\.png"):
@@ -110,7 +108,7 @@ def test_label_maps_with_more_labels_than_classes_and_void_are_refused_by_file(t
     with pytest.raises(ValueError, match=r"names 1 classes"):
         open_label_maps(tmp_path)
     (tmp_path / "val/masks/1.png").unlink()
-    with pytest.raises(ValueError, match=r"1\.png is not a readable mask"):
+    with pytest.raises(ValueError, match=r"1\.png is not a readable label map"):
         open_label_maps(tmp_path)
 
 
@@ -124,7 +122,7 @@ def test_a_file_that_was_cut_short_is_named_before_training(files):
     data = files[1].image.read_bytes()
     files[1].image.write_bytes(data[:-100])
     with pytest.raises(ValueError, match=r"1\.jpg ends before its image does"):
-        MaskSamples(files, classes=3, void=VOID)
+        _samples(files)
     files[1].image.write_bytes(b"no picture")
     with pytest.raises(ValueError, match=r"1\.jpg is not a readable image"):
         check_picture(files[1].image)
@@ -133,7 +131,7 @@ def test_a_file_that_was_cut_short_is_named_before_training(files):
 def test_a_mask_of_another_size_is_named_before_training(files):
     write_masked(files[0].image.with_name("x.jpg"), files[0].mask, (5, 5))
     with pytest.raises(ValueError, match=r"0\.jpg has 30×20 pixels, .*m0\.png has 5×5"):
-        MaskSamples(files, classes=3, void=VOID)
+        _samples(files)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +147,7 @@ def test_wrong_labels_and_colours_of_a_data_set_are_named_before_training(tmp_pa
     with pytest.raises(ValueError, match=rf"{mask} has the label 77; labels must be below"):
         opener(tmp_path)
     Image.new("RGB", size).save(tmp_path / mask)
-    with pytest.raises(ValueError, match=rf"one byte per pixel .*{mask} has mode RGB"):
+    with pytest.raises(ValueError, match=rf"one number per pixel .*{mask} has RGB"):
         opener(tmp_path)
 
 
@@ -163,10 +161,10 @@ def test_a_list_that_is_no_text_is_named(tmp_path):
 def test_a_label_beyond_the_classes_is_named(files):
     write_masked(*files[0], SIZES[0], labels=7)
     with pytest.raises(ValueError, match=r"m0\.png has the label 7; labels must be below 3"):
-        _load(MaskSamples(files, classes=3, void=VOID), [0])
+        _load(_samples(files), [0])
 
 
 def test_a_coloured_mask_is_refused(files):
     Image.new("RGB", (30, 20)).save(files[0].mask)
-    with pytest.raises(ValueError, match="one byte per pixel"):
-        _load(MaskSamples(files, classes=3, void=VOID), [0])
+    with pytest.raises(ValueError, match="one number per pixel"):
+        _load(_samples(files), [0])

@@ -46,7 +46,7 @@ def test_classes_show_what_their_names_say():
 
 
 def test_the_set_is_balanced_and_its_parts_differ():
-    train, test = open_motion()
+    train, test, _ = open_motion()
     assert (len(train), len(test)) == (3000, 1000)
     clips, labels = next(test.load([(0, torch.arange(1000))], seed=0))
     assert labels.bincount().tolist() == [100] * 10

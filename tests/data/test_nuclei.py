@@ -6,7 +6,8 @@ import torch
 from faster_coco_eval import mask as mask_library
 from PIL import Image
 
-from micronorm.data.nuclei import LEAST_PIXELS, is_test, open_nuclei
+from micronorm.data.files import fold_of
+from micronorm.data.nuclei import LEAST_PIXELS, open_nuclei
 from tests.data.miniature import write_nuclei
 
 
@@ -20,14 +21,14 @@ def _relabel(path, nuclei):
 
 def test_a_hash_of_the_name_decides_the_split(tmp_path):
     write_nuclei(tmp_path / "dsb2018")
-    train, test = open_nuclei(tmp_path, masks=False, crop=8)
-    names = [[image["file_name"] for image in part.annotations["images"]] for part in (train, test)]
-    assert names == [["a.jpg", "c.jpg", "f.jpg"], ["b.jpg", "d.jpg", "e.jpg"]]
-    assert train.names == ("background", "nucleus")
+    train, test, names = open_nuclei(tmp_path, masks=False, crop=8)
+    files = [[image["file_name"] for image in part.annotations["images"]] for part in (train, test)]
+    assert files == [["a.jpg", "c.jpg", "f.jpg"], ["b.jpg", "d.jpg", "e.jpg"]]
+    assert names == ("background", "nucleus")
 
 
 def test_about_one_in_five_is_for_testing():
-    assert 0.19 < np.mean([is_test(str(k)) for k in range(5000)]) < 0.21
+    assert 0.19 < np.mean([fold_of(str(k)) == 0 for k in range(5000)]) < 0.21
 
 
 def test_test_images_are_whole_and_black_up_to_a_multiple_of_32_with_one_target_per_nucleus(tmp_path):
@@ -84,7 +85,7 @@ def test_images_without_a_nucleus_are_kept(tmp_path):
     write_nuclei(tmp_path)
     for name in "ab":
         _relabel(tmp_path / f"labels/{name}.png", np.zeros((20, 24)))
-    for samples in open_nuclei(tmp_path, masks=True, crop=16):
+    for samples in open_nuclei(tmp_path, masks=True, crop=16)[:2]:
         target = _load(samples, [0])[1][0]
         assert target["boxes"].shape == (0, 4)
         assert len(target["masks"]) == len(target["labels"]) == 0
@@ -121,12 +122,12 @@ def test_broken_files_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"c\.jpg has 24×20 pixels, .*c\.png 6×5"):
         open_nuclei(tmp_path, masks=False)
     Image.new("RGB", (24, 20)).save(label)
-    with pytest.raises(ValueError, match=r"c\.png has mode RGB"):
+    with pytest.raises(ValueError, match=r"c\.png has RGB"):
         open_nuclei(tmp_path, masks=False)
     damaged = bytearray((tmp_path / "labels/a.png").read_bytes())
     damaged[45:50] = b"wrong"
     label.write_bytes(damaged)
-    with pytest.raises(ValueError, match=r"c\.png is not a readable image"):
+    with pytest.raises(ValueError, match=r"c\.png is not a readable label map"):
         open_nuclei(tmp_path, masks=False)
     label.unlink()
     with pytest.raises(FileNotFoundError, match=r"c\.png"):
@@ -137,7 +138,7 @@ def test_a_folder_without_nuclei_or_without_test_images_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="dsb2018"):
         open_nuclei(tmp_path, masks=False)
     write_nuclei(tmp_path, names="ac")
-    with pytest.raises(ValueError, match="2 training and 0 test images"):
+    with pytest.raises(ValueError, match="2 samples for training and 0 for testing: add more"):
         open_nuclei(tmp_path, masks=False)
     with pytest.raises(ValueError, match="crop must be positive, got 0"):
         open_nuclei(tmp_path, masks=False, crop=0)

@@ -2,7 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from micronorm.data.search import DEFAULT_FOLDERS, find_data, locate, search_folders
+from micronorm.data.files import DEFAULT_FOLDERS, search_folders
+from micronorm.data.search import find_data
+from micronorm.tasks import open_task
 from tests.data.miniature import write_binary, write_folders, write_python
 
 
@@ -47,15 +49,21 @@ def test_a_default_folder_is_imagenet_only_under_its_name(elsewhere):
     assert find_data() == {"imagenet": Path("data/imagenet")}
 
 
-@pytest.mark.parametrize("name", ["cifar10", "cifar100", "imagenet"])
-def test_a_set_that_is_nowhere_is_said_to_be_missing_from_every_place(elsewhere, name):
+@pytest.mark.parametrize(
+    "task, name",
+    [
+        ("classification", "cifar10"),
+        ("classification", "imagenet"),
+        ("classification", "tiny_imagenet20"),
+        ("segmentation", "camvid"),
+        ("instances", "nuclei"),
+        ("video", "clips-0"),
+        ("volumes", "hippocampus-fold0"),
+    ],
+)
+def test_a_set_that_is_nowhere_is_said_to_be_missing_from_every_place(elsewhere, task, name):
     with pytest.raises(FileNotFoundError) as caught:
-        locate(name)
+        open_task(task, name)
     for place in (elsewhere / "work" / "data", elsewhere / "home" / "data"):
         assert str(place) in str(caught.value)
-    assert name.removeprefix("cifar") in str(caught.value).lower()
-
-
-def test_a_set_that_is_there_is_located(elsewhere):
-    place = write_binary(elsewhere / "given", 100)
-    assert locate("cifar100", elsewhere / "given") == place
+    assert name.partition("-")[0].removeprefix("cifar") in str(caught.value).lower()

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from micronorm.data import videos
-from micronorm.data.videos import decode_video, fold_of, open_videos
+from micronorm.data.files import fold_of
+from micronorm.data.videos import decode_video, open_videos
 from tests.data.miniature import write_video, write_videos
 
 pytest.importorskip("av")
@@ -68,9 +69,9 @@ def test_folders_without_videos_are_refused(tmp_path):
     write_video(tmp_path / "one/a.mp4")
     write_video(tmp_path / "two/b.mp4")
     empty = next(fold for fold in range(5) if fold not in (fold_of("a.mp4"), fold_of("b.mp4")))
-    with pytest.raises(ValueError, match=rf"fold {empty} of .* has 2 training and 0 test videos: add more"):
+    with pytest.raises(ValueError, match=rf"fold {empty} of .* has 2 samples for training and 0 for testing: add more"):
         open_videos(tmp_path, fold=empty)
-    with pytest.raises(ValueError, match="fold must be from 0 to 4, got 5"):
+    with pytest.raises(ValueError, match="fold must lie between 0 and 4, got 5"):
         open_videos(tmp_path, fold=5)
 
 

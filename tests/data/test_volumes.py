@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from micronorm.data.volumes import Volume, VolumePatches, fold_of, open_decathlon, read_volume
+from micronorm.data.files import fold_of
+from micronorm.data.volumes import Volume, VolumePatches, open_decathlon, read_volume
 from tests.data.miniature import write_decathlon
 
 nibabel = pytest.importorskip("nibabel")

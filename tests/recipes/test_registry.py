@@ -71,11 +71,13 @@ def test_a_recipe_refuses_what_does_not_exist(field):
         dataclasses.replace(recipes.find("digits/gn"), **{field: "nonesuch"})
 
 
-def test_a_norm_and_its_batch_must_agree():
-    with pytest.raises(ValueError, match=r"micro_batch=2.* micro-batches of 2, not of 64"):
-        shared_samples(BN(micro_batch=2), 64)
-    with pytest.raises(ValueError, match="micro-batches of 1, not of 2"):
-        shared_samples(GN(), 2)
+def test_a_norm_decides_how_many_samples_share_a_forward():
+    assert shared_samples(None, 64) == shared_samples(BN(), 64) == (64, 64)
+    assert shared_samples(BN(micro_batch=2), 64) == (2, None)
+    assert shared_samples(GN(), 64) == shared_samples(GN(), 64, frames=8) == (1, None)
+    assert shared_samples(BN(micro_batch=16), 64, frames=8) == (2, None)
+    with pytest.raises(ValueError, match="micro-batches of 4 images, but a clip has 8"):
+        shared_samples(BN(micro_batch=4), 64, frames=8)
 
 
 def test_the_same_experiment_in_two_tables_has_one_definition():

@@ -12,7 +12,8 @@ from torchvision.ops import MultiScaleRoIAlign
 import micronorm as mn
 from micronorm.engine.dropout import key_dropout
 from micronorm.ops.keyed import sample_keys
-from micronorm.tasks.detection import Detection, KeyedSampler, detect, detection_losses
+from micronorm.tasks.detection import Detection
+from micronorm.tasks.rcnn_losses import KeyedSampler, detect, detection_losses
 from tests.laws.ranks import launch
 from tests.networks import assert_same_state
 from tests.tasks.detectors import cut, scenes, small_detector

@@ -20,12 +20,11 @@ from micronorm.recipes import find
 from micronorm.recipes.run import Variation, run_recipe
 from micronorm.tasks import open_task
 from micronorm.tasks.pictures import colour_labels
-from micronorm.tasks.segmentation import open_segmentation
 from tests.data.miniature import write_label_maps, write_voc
 
 
 def task() -> Task:  # the annotation is the test: pyright checks the protocol
-    return open_segmentation("shapes")
+    return open_task("segmentation", "shapes")
 
 
 def batch_of(problem, *indices):
@@ -64,7 +63,7 @@ def test_the_score_counts_pixels_by_class():
 
 def test_the_score_on_voc_agrees_with_a_count_of_the_files(tmp_path):
     write_voc(tmp_path)
-    problem, model = open_segmentation("voc", tmp_path), nn.Conv2d(3, 21, 1).eval()
+    problem, model = open_task("segmentation", "voc", tmp_path), nn.Conv2d(3, 21, 1).eval()
     (image,), (labels,) = batch_of(problem, 0)
     score = problem.score(model, ([image], [labels]))
     mask = np.array(Image.open(tmp_path / "SegmentationClass/c.png"))  # a palette file: the values are the labels
@@ -130,14 +129,6 @@ def test_what_does_not_fit_is_refused():
     problem = task()
     with pytest.raises(ValueError, match=r"gives shape \(2, 3, 32, 32\) .* 4 classes; .* N×4×32×32"):
         problem.loss(nn.Conv2d(3, 3, 1), batch_of(problem, 0, 1))
-    with pytest.raises(ValueError, match="shapes are generated: leave --data"):
-        open_task("segmentation", "shapes", size=64)
-    with pytest.raises(ValueError, match="no data set is known as 'digits'; there are shapes, voc, camvid, label_maps"):
-        open_task("segmentation", "digits")
-    with pytest.raises(ValueError, match="no task 'nonesuch'; there are classification, segmentation"):
-        open_task("nonesuch", "coco")
-    with pytest.raises(ValueError, match="label maps are yours: give their folder with --data"):
-        open_task("segmentation", "label_maps")
 
 
 def test_a_recipe_of_another_task_trains_without_a_change_in_the_engine(tmp_path):

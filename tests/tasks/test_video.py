@@ -5,7 +5,6 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-import micronorm as mn
 from micronorm import recipes, records
 from micronorm.cli import app
 from micronorm.data.motion import CLASSES
@@ -13,17 +12,15 @@ from micronorm.engine.settings import Execution
 from micronorm.engine.task import Task
 from micronorm.engine.weights import load_weights
 from micronorm.recipes.networks import NETWORKS, SmallImageResNet, build_network
-from micronorm.recipes.protocols import shared_samples
 from micronorm.recipes.run import Variation, run_recipe
 from micronorm.recipes.temporal_shift import ClipNetwork, temporal_shift
-from micronorm.tasks import open_predictor, open_task
-from micronorm.tasks.video import open_video
+from micronorm.tasks import open_task
 from tests.data.miniature import write_frame_folders, write_videos
 
 
 @pytest.fixture(scope="module")
 def motion() -> Task:  # the annotation is the test: pyright checks the protocol
-    return open_video("motion")
+    return open_task("video", "motion")
 
 
 def classifier(classes=10):
@@ -45,22 +42,6 @@ def test_examples_show_four_frames_and_the_names_of_classes(motion):
     assert [(one["height"], one["width"]) for one in found] == [(24, 96)] * 3
     assert found[0]["label"] == "right"
     assert {one["prediction"] for one in found} <= set(CLASSES)
-
-
-def test_what_does_not_fit_is_refused(tmp_path):
-    for options, message in (
-        ({"data": "digits"}, "no data set is known as 'digits'; there are motion, something, jester, clips-0, "),
-        ({"data": "motion", "size": 32}, "motion is generated: leave --data and --size out"),
-        ({"data": "motion", "workers": 1}, "motion is held in memory: leave --workers out"),
-        ({"data": "something", "download": True}, "something cannot be downloaded"),
-        ({"data": "motion", "classes": 9}, "motion has 10 classes here, the model 9 outputs"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            open_task("video", **options)
-    with pytest.raises(ValueError, match="a network of motion reads clips, not images"):
-        open_predictor("video", "motion", names=CLASSES, size=24)
-    with pytest.raises(FileNotFoundError, match="jester-v1 was looked for in"):
-        open_task("video", "jester", tmp_path)
 
 
 def test_a_miniature_something_something_trains_through_the_command_line(tmp_path, monkeypatch):
@@ -96,11 +77,6 @@ def test_folders_of_videos_train(tmp_path, row):
     execution = Execution(device=torch.device("cpu"), steps=1)
     outcome = run_recipe(recipe, out=None, data=tmp_path, execution=execution)
     assert outcome.figures.keys() == {"loss", "top1"}
-
-
-def test_a_norm_of_single_frames_is_refused_for_clips():
-    with pytest.raises(ValueError, match=r"micro-batches of 1, not of 8"):
-        shared_samples(mn.BN(micro_batch=1), 1, frames=8)
 
 
 def test_imagenet_weights_start_the_network_of_table_tsm():

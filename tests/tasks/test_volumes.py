@@ -9,7 +9,7 @@ import micronorm as mn
 from micronorm.engine.packing import pack, unpack
 from micronorm.engine.task import Task
 from micronorm.recipes.unet3d import ResidualUNet3d
-from micronorm.tasks import open_predictor, open_task
+from micronorm.tasks import open_task
 from micronorm.tasks.volumes import Volumes, dice_and_entropy, sliding_window
 from tests.data.miniature import write_decathlon
 from tests.tolerances import assert_close_to_max, tolerance
@@ -139,11 +139,5 @@ def test_the_task_is_opened_by_its_name_and_shows_slices(tmp_path):
     assert model.training
     assert found[0]["label"] == "anterior, posterior"
     assert found[0]["note"] == "slice 2 of 9"
-    with pytest.raises(ValueError, match="no data set is known as 'hippocampus-fold5'"):
-        open_task("volumes", "hippocampus-fold5", tmp_path)
-    with pytest.raises(ValueError, match="leave --download, --workers and --size out"):
-        open_task("volumes", "hippocampus-fold0", tmp_path, size=3)
-    with pytest.raises(ValueError, match="predict reads images, and hippocampus-fold0 has volumes"):
-        open_predictor("volumes", "hippocampus-fold0", names=problem.names, size=32)
     with pytest.raises(ValueError, match=r"gives shape \(2, 4, 8, 16, 8\) .* 3 classes"):
         problem.loss(nn.Conv3d(1, 4, 1), batch_of(2, torch.float32))

@@ -114,9 +114,9 @@ def _open_predictor(facts: dict[str, Any]) -> Predictor:
 
 def _check(facts: dict[str, Any]) -> None:
     """Raise ValueError if the record does not say what was trained. It may come from a stranger."""
-    definition, variation = facts.get("definition"), facts.get("variation") or {}
-    parts = isinstance(definition, dict) and isinstance(variation, dict) and str(facts["data"].get("name")) in DATA
-    if not parts or not _is_size(definition.get("classes")) or not _is_size(variation.get("size") or 0):
+    parts: list[Any] = [facts.get("definition"), facts.get("variation") or {}]
+    known = all(isinstance(part, dict) for part in parts) and str(facts["data"].get("name")) in DATA
+    if not (known and _is_size(parts[0].get("classes")) and _is_size(parts[1].get("size") or 0)):
         raise ValueError("the run's record does not say what was trained: it was not written by micronorm train")
 
 

@@ -4,16 +4,18 @@ Learning Multiple Layers of Features from Tiny Images, A. Krizhevsky, 2009. http
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from micronorm.data.memory import Labelled, MemorySamples, PadCropFlip, Split
+from micronorm.data.files import search_folders
+from micronorm.data.memory import Labelled, MemorySamples, PadCropFlip
 from micronorm.data.pickles import read_pickle
 from micronorm.data.pixels import Standardization
+from micronorm.data.samples import Split
 
 PAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"
 USUAL = PadCropFlip(pad=4, flip=True)
@@ -83,22 +85,23 @@ _RELEASES: Mapping[int, tuple[_Release, ...]] = {
 }
 
 
-def find_cifar(folder: Path | str, *, classes: Literal[10, 100]) -> Path | None:
-    """Return the folder of a complete release in or below `folder`, or None.
+def find_cifar(folder: Path | str | None, *, classes: Literal[10, 100]) -> Path | None:
+    """Return the folder of a complete release in or below `folder`, or None if there is none.
 
-    It may be `folder` itself, a child with the release's own name, cifar10, CIFAR10, cifar-10 or CIFAR-10 (for 100
-    likewise), or the former in one of the latter. The binary release is preferred to the Python one.
+    If `folder` is None, search ./data and ~/data. The release may be in `folder` itself, in a child with the release's
+    own name, cifar10, CIFAR10, cifar-10 or CIFAR-10 (for 100 likewise), or in the former below one of the latter. The
+    binary release is preferred to the Python one.
 
     Example:
         >>> find_cifar("no/such/folder", classes=10) is None
         True
     """
-    found = _find(Path(folder), classes)
+    found = _find(search_folders(folder), classes)
     return None if found is None else found[0]
 
 
 def read_cifar(
-    folder: Path | str, *, classes: Literal[10, 100], verify: bool = True, download: bool = False
+    folder: Path | str | None, *, classes: Literal[10, 100], verify: bool = True, download: bool = False
 ) -> Split[Labelled]:
     """Read CIFAR-10 or CIFAR-100 from the official files in or below `folder` (see `find_cifar`).
 
@@ -106,11 +109,11 @@ def read_cifar(
     is executed.
 
     Args:
-        folder: where to look.
+        folder: where to look; None for ./data and ~/data.
         classes: 10 or 100.
         verify: require the official files, by their published checksums. Otherwise the files may be a miniature: the
             same files with any number of whole records.
-        download: download the Python release into `folder` through torchvision if no release is found.
+        download: if no release is found, let torchvision download the Python release into the first searched folder.
 
     Raises:
         FileNotFoundError: no release is found; lists the searched places and how to get one.
@@ -122,13 +125,13 @@ def read_cifar(
             ...
         FileNotFoundError: CIFAR-100 was looked for in ...
     """
-    folder = Path(folder)
-    found = _find(folder, classes)
+    folders = search_folders(folder)
+    found = _find(folders, classes)
     if found is None and download:
-        _download(folder, classes)
-        found = _find(folder, classes)
+        _download(folders[0], classes)
+        found = _find(folders[:1], classes)
     if found is None:
-        raise FileNotFoundError(explain_missing(folder, classes=classes))
+        raise FileNotFoundError(_explain_missing(folders, classes))
     place, release = found
     parts = []
     for files in (release.train, release.test):
@@ -140,7 +143,7 @@ def read_cifar(
 
 
 def open_cifar(
-    folder: Path | str,
+    folder: Path | str | None,
     *,
     classes: Literal[10, 100],
     augmentation: PadCropFlip = USUAL,
@@ -161,38 +164,34 @@ def _names(classes: int) -> tuple[str, ...]:
     return f"cifar{classes}", f"CIFAR{classes}", f"cifar-{classes}", f"CIFAR-{classes}"
 
 
-def _places(folder: Path, classes: int) -> Iterator[tuple[Path, _Release]]:
-    for release in _releases(classes):
-        for parent in (folder, *(folder / name for name in _names(classes))):
-            yield parent / release.folder, release
-            yield parent, release
-
-
-def _releases(classes: int) -> tuple[_Release, ...]:
+def _places(folders: Sequence[Path], classes: int) -> Iterator[tuple[Path, _Release]]:
     if classes not in _RELEASES:
         raise ValueError(f"CIFAR has 10 or 100 classes, got classes={classes}")
-    return _RELEASES[classes]
+    for folder in folders:
+        for release in _RELEASES[classes]:
+            for parent in (folder, *(folder / name for name in _names(classes))):
+                yield parent / release.folder, release
+                yield parent, release
 
 
 def _missing_files(place: Path, release: _Release) -> list[str]:
     return [name for name in (*release.train, *release.test) if not (place / name).is_file()]
 
 
-def _find(folder: Path, classes: int) -> tuple[Path, _Release] | None:
-    return next((found for found in _places(folder, classes) if not _missing_files(*found)), None)
+def _find(folders: Sequence[Path], classes: int) -> tuple[Path, _Release] | None:
+    return next((found for found in _places(folders, classes) if not _missing_files(*found)), None)
 
 
-def explain_missing(*folders: Path, classes: Literal[10, 100]) -> str:
+def _explain_missing(folders: Sequence[Path], classes: int) -> str:
     """Return a message with the searched places, the missing files, and how to get the data set."""
     incomplete = [
         f" {place} lacks {', '.join(_missing_files(place, release))}."
-        for folder in folders
-        for place, release in _places(folder, classes)
+        for place, release in _places(folders, classes)
         if place.name == release.folder and place.is_dir()
     ]
     return (
         f"CIFAR-{classes} was looked for in {' and '.join(str(folder.absolute()) for folder in folders)}, and in "
-        f"{', '.join(_names(classes))} below, as {' or '.join(release.folder for release in _releases(classes))}."
+        f"{', '.join(_names(classes))} below, as {' or '.join(release.folder for release in _RELEASES[classes])}."
         f"{''.join(incomplete)} Unpack an archive from {PAGE} there, or let torchvision fetch it: "
         "`micronorm train … --download`, or download=True in Python."
     )

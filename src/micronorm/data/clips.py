@@ -3,13 +3,11 @@
 Legend of shapes: N clips, T frames of each sample, F frames in all.
 """
 
-from collections.abc import Iterable, Iterator
-
 import torch
 from torch import Tensor
 
-from micronorm.data.memory import CROP, check_indices
 from micronorm.data.pixels import Standardization, Standardizer
+from micronorm.data.samples import CROP, IndexedSamples, copy_indices
 from micronorm.ops.keyed import sample_keys, uniforms
 
 FRAMES = 8
@@ -39,7 +37,7 @@ def choose_frames(lengths: Tensor, keys: Tensor | None, *, frames: int = FRAMES)
     return (parts * lengths[:, None] / frames).long()
 
 
-class MemoryClips:
+class MemoryClips(IndexedSamples):
     """Videos of bytes on a device. Batches are float32 N×T×C×crop×crop clips, standardized, and int64 labels.
 
     With `augment`, frames are drawn within their parts of the video, and all frames of a clip are cropped at the same
@@ -90,21 +88,13 @@ class MemoryClips:
     def __len__(self) -> int:
         return len(self._lengths)
 
-    def load(self, shares: Iterable[tuple[int, Tensor]], *, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (clips, labels) for each share (epoch, indices), in order."""
-        for epoch, indices in shares:
-            yield self._batch(indices.cpu(), seed=seed, epoch=epoch)
-
     def _batch(self, indices: Tensor, *, seed: int, epoch: int) -> tuple[Tensor, Tensor]:
-        check_indices(indices, len(self))
+        indices = indices.cpu()
         keys = sample_keys(indices, seed=seed, epoch=epoch) if self._augment else None
         frames = self._starts[indices, None] + choose_frames(self._lengths[indices], keys)
         draws = torch.full((len(indices), 2), 0.5) if keys is None else uniforms(keys, 2, stream=CROP)
         places = (draws * torch.tensor(self._windows.shape[2:4])).long()
         top, left = (place[:, None].expand_as(frames) for place in places.unbind(1))
-        columns = torch.stack([frames, top, left])
-        if self._device.type == "cuda":
-            columns = columns.pin_memory()  # a copy from pageable memory would wait for the device
-        frames, top, left = columns.to(self._device, non_blocking=True)
+        frames, top, left = copy_indices(torch.stack([frames, top, left]), self._device)
         clips = self._windows[frames, :, top, left]
         return self._standardize(clips), self._labels[indices.to(self._device)]

@@ -12,13 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from micronorm.data.detection import DetectionSamples, DetectionSet, Target, flip_sample, load_mask_library
-from micronorm.data.folders import decode, require_torchvision
-from micronorm.data.listed import find_listed, read_json
-from micronorm.data.loading import Order
-from micronorm.data.masks import check_picture
-from micronorm.data.memory import FLIP
-from micronorm.ops.keyed import sample_keys, uniforms
+from micronorm.data.detection import DetectionDecoder, DetectionSamples, Target, load_mask_library
+from micronorm.data.files import check_picture, decode_pixels, find_listed, find_root, read_json, require_torchvision
+from micronorm.data.samples import DataSet
 
 LAYOUTS = {"annotations/instances_{}2017.json": "{}2017", "instances_{}.json": "{}"}
 """The annotations and the folder of the images, for "train" and "val": the official layout and the flat one."""
@@ -31,14 +27,21 @@ _KEYS: dict[str, dict[str, Any]] = {
 
 
 def open_coco(
-    folder: Path | str, *, masks: bool, workers: int = 0, child: str = "coco", test: Literal["train", "val"] = "val"
-) -> DetectionSet:
+    folder: Path | str | None,
+    *,
+    masks: bool,
+    workers: int = 0,
+    child: str = "coco",
+    test: Literal["train", "val"] = "val",
+) -> DataSet:
     """Open COCO: the folder of train2017, val2017 and annotations, or of train, val and instances_{train,val}.json.
 
-    Training images are mirrored at random; those without an object are left out. Test images are neither.
+    Categories become the labels 1, 2, … in the order of their ids. Crowds and boxes without an area are no targets;
+    crowds count in the score. Training images are mirrored at random, and those without an object are left out. Test
+    images are all used, as they are.
 
     Args:
-        folder: this folder, or one that contains it as `child`.
+        folder: this folder, or one that contains it as `child`; None for ./data and ~/data.
         masks: read the outlines of the objects, too.
         workers: processes that decode; 0 decodes in this one.
         child: the name to look for in `folder`.
@@ -48,44 +51,28 @@ def open_coco(
         FileNotFoundError: no such folder, or an image is missing.
         ValueError: a broken file, with its name.
     """
-    places = [Path(folder), Path(folder) / child]
-    found = [(place, file) for place in places for file in LAYOUTS if (place / file.format("train")).is_file()]
-    if not found:
-        files = " or ".join(file.format("train") for file in LAYOUTS)
-        raise FileNotFoundError(
-            f"COCO was looked for in {' and '.join(map(str, places))}: a folder with {files}, and the images beside it"
-        )
-    root, file = found[0]
-    learned, tested = ((root / file.format(part), root / LAYOUTS[file].format(part)) for part in ("train", test))
-    opened = DetectionSet(
-        read_coco(*learned, masks=masks, train=True, workers=workers),
-        read_coco(*tested, masks=masks, train=False, workers=workers),
-    )
-    if opened.train.annotations["categories"] != opened.test.annotations["categories"]:
-        raise ValueError(f"the training and test annotations below {root} must have the same categories")
-    return opened
-
-
-def read_coco(file: Path, images: Path, *, masks: bool, train: bool, workers: int = 0) -> DetectionSamples:
-    """Read one file of annotations with its folder of images.
-
-    Categories become the labels 1, 2, … in the order of their ids. Crowds and boxes without an area are no targets;
-    crowds count in the score.
-
-    Args:
-        file: COCO's JSON of instances.
-        images: the folder of the images that it names.
-        masks: read the outlines of the objects, too.
-        train: mirror images at random, and leave those without an object out.
-        workers: processes that decode; 0 decodes in this one.
-    """
     require_torchvision()
-    annotations = _read_annotations(file, images, masks=masks)
-    decoder = _CocoDecoder(annotations, images, masks=masks, train=train)
-    if not any(len(objects.labels) for objects in decoder.objects):
-        raise ValueError(f"{file} annotates no object: there is nothing to learn or to score")
-    names = ("background", *(category["name"] for category in annotations["categories"]))
-    return DetectionSamples(decoder, names=names, workers=workers)
+    files = " or ".join(file.format("train") for file in LAYOUTS)
+    layout = f"a folder with {files}, and the images beside it"
+    root = find_root(folder, (child,), _find_layout, title="COCO", layout=layout)
+    file = str(_find_layout(root))
+    opened = []
+    for part in ("train", test):
+        path, images = root / file.format(part), root / LAYOUTS[file].format(part)
+        annotations = _read_annotations(path, images, masks=masks)
+        decoder = _CocoDecoder(annotations, images, masks=masks, train=not opened)
+        if not any(len(objects.labels) for objects in decoder.objects):
+            raise ValueError(f"{path} annotates no object: there is nothing to learn or to score")
+        opened.append(DetectionSamples(decoder, workers=workers))
+    categories, others = (samples.annotations["categories"] for samples in opened)
+    if categories != others:
+        raise ValueError(f"the training and test annotations below {root} must have the same categories")
+    return DataSet(*opened, names=("background", *(category["name"] for category in categories)))
+
+
+def _find_layout(folder: Path) -> str | None:
+    """Return the key of `LAYOUTS` whose training annotations are in a folder, or None."""
+    return next((file for file in LAYOUTS if (folder / file.format("train")).is_file()), None)
 
 
 def _read_annotations(file: Path, folder: Path, *, masks: bool) -> dict[str, Any]:
@@ -211,11 +198,11 @@ class _Objects(NamedTuple):
     outlines: list[Any]
 
 
-class _CocoDecoder:
-    """Turns shares into lists of bytes and targets."""
+class _CocoDecoder(DetectionDecoder):
+    """Reads images, and makes targets of their annotations."""
 
     def __init__(self, annotations: dict[str, Any], folder: Path, *, masks: bool, train: bool) -> None:
-        self._masks, self._train = masks, train
+        super().__init__(masks=masks, train=train)
         labels = {category["id"]: k for k, category in enumerate(annotations["categories"], 1)}
         by_image = defaultdict(list)
         for entry in annotations["annotations"]:
@@ -231,32 +218,21 @@ class _CocoDecoder:
     def __len__(self) -> int:
         return len(self._paths)
 
-    def __getitem__(self, order: Order) -> tuple[list[Tensor], list[Target], Tensor]:
-        keys = sample_keys(torch.tensor(order.indices, dtype=torch.int64), seed=order.seed, epoch=order.epoch)
-        mirrored = (uniforms(keys, 1, stream=FLIP).squeeze(1) < 0.5).tolist()
-        images, targets = [], []
-        for index, mirror in zip(order.indices, mirrored, strict=True):
-            image = torch.from_numpy(np.array(decode(self._paths[index]))).permute(2, 0, 1)
-            target = self._target(index, image)
-            if mirror and self._train:
-                image, target = flip_sample(image, target, axis=-1)
-            images.append(image)
-            targets.append(target)
-        return images, targets, keys
-
-    def _target(self, index: int, image: Tensor) -> Target:
+    def read(self, index: int, place: list[float]) -> tuple[Tensor, Target]:
+        """Return a whole image and its target."""
+        image = decode_pixels(self._paths[index])
         boxes, labels, outlines = self.objects[index]
-        target = {"boxes": torch.tensor(boxes), "labels": torch.tensor(labels), "image": index}
-        if not self._masks:
-            return target
-        if not outlines:
-            return {**target, "masks": torch.zeros(0, *image.shape[1:], dtype=torch.uint8)}
-        masks = torch.from_numpy(load_mask_library().decode(outlines))  # H×W×K
-        return {**target, "masks": masks.permute(2, 0, 1).contiguous()}
+        target = {"boxes": torch.tensor(boxes), "labels": torch.tensor(labels)}
+        if self._masks and outlines:
+            masks = torch.from_numpy(load_mask_library().decode(outlines))  # H×W×K
+            target["masks"] = masks.permute(2, 0, 1).contiguous()
+        elif self._masks:
+            target["masks"] = torch.zeros(0, *image.shape[1:], dtype=torch.uint8)
+        return image, target
 
 
 def _find_objects(entries: list[dict[str, Any]], image: Mapping[str, Any], labels: Mapping[int, int]) -> _Objects:
-    """Return the objects of an image without crowds and without boxes that have no area within the image."""
+    """Return the objects of an image, except crowds and boxes that have no area within the image."""
     boxes = np.array([entry["bbox"] for entry in entries], dtype=np.float64).reshape(-1, 4)
     boxes[:, 2:] += boxes[:, :2]
     boxes = boxes.clip(0, [image["width"], image["height"]] * 2).astype(np.float32)

@@ -8,45 +8,72 @@ A batch is (images, targets, keys):
 - keys: one random key per sample (int64 N), a function of (seed, epoch, index).
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from micronorm.data.loading import FileSamples
+from micronorm.data.loading import FileSamples, Order
+from micronorm.data.samples import CROP, FLIP
+from micronorm.ops.keyed import uniforms
 
 Target = dict[str, Any]
+DecodedBatch = tuple[list[Tensor], list[Target], Tensor]
 
 
-class DetectionSet(NamedTuple):
-    """The training and test samples."""
+class DetectionDecoder:
+    """Images with objects. The batches are described at the top of this module.
 
-    train: "DetectionSamples"
-    test: "DetectionSamples"
+    A subclass has a length and `annotations`: the objects of all images as a COCO dictionary, in the order of the
+    samples.
+
+    Args:
+        masks: whether the targets have masks.
+        train: mirror samples at random.
+        axes: along which to mirror: -1 is left to right, -2 top to bottom.
+    """
+
+    annotations: Any
+
+    def __init__(self, *, masks: bool, train: bool, axes: tuple[int, ...] = (-1,)) -> None:
+        self._masks, self._train, self._axes = masks, train, axes
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def read(self, index: int, place: list[float]) -> tuple[Tensor, Target]:
+        """Return the 3×H×W bytes and the target of a sample. Two random numbers in [0, 1) determine its crop."""
+        raise NotImplementedError
+
+    def __getitem__(self, order: Order) -> DecodedBatch:
+        keys = order.keys
+        places = uniforms(keys, 2, stream=CROP).tolist()
+        flips = (uniforms(keys, len(self._axes), stream=FLIP) < 0.5).tolist()
+        images, targets = [], []
+        for index, place, mirrored in zip(order.indices, places, flips, strict=True):
+            image, target = self.read(index, place)
+            for mirror, axis in zip(mirrored, self._axes, strict=True):
+                if mirror and self._train:
+                    image, target = flip_sample(image, target, axis=axis)
+            images.append(image)
+            targets.append({**target, "image": index})
+        return images, targets, keys
+
+    def finish(self, batch: DecodedBatch) -> DecodedBatch:
+        """Return the batch with images in [0, 1]."""
+        images, targets, keys = batch
+        return [image.to(torch.float32) / 255 for image in images], targets, keys
 
 
 class DetectionSamples(FileSamples):
-    """Images with objects. The batches are described at the top of this module.
+    """Images with objects that a `DetectionDecoder` reads."""
 
-    Args:
-        decoder: turns an `Order` into lists of 3×H×W bytes and targets, and keys. It has `annotations`.
-        names: the names of the classes by label; names[0] is "background".
-        workers: processes that decode; 0 decodes in this one.
-    """
-
-    def __init__(self, decoder: Any, *, names: tuple[str, ...], workers: int = 0) -> None:
-        super().__init__(decoder, workers=workers)
-        self.names = names
+    _decoder: DetectionDecoder
 
     @property
     def annotations(self) -> dict[str, Any]:
         """The objects of all images as a COCO dictionary, for scoring. Its images are in the order of the samples."""
         return self._decoder.annotations
-
-    def finish(self, batch: tuple[list[Tensor], list[Target], Tensor]) -> tuple[list[Tensor], list[Target], Tensor]:
-        """Return the batch with images in [0, 1]."""
-        images, targets, keys = batch
-        return [image.to(torch.float32) / 255 for image in images], targets, keys
 
 
 def flip_sample(image: Tensor, target: Target, *, axis: int) -> tuple[Tensor, Target]:
@@ -67,6 +94,24 @@ def flip_sample(image: Tensor, target: Target, *, axis: int) -> tuple[Tensor, Ta
     boxes[:, [low, low + 2]] = image.shape[axis] - boxes[:, [low + 2, low]]
     masks = {"masks": target["masks"].flip(axis)} if "masks" in target else {}
     return image.flip(axis), {**target, "boxes": boxes, **masks}
+
+
+def encode_masks(masks: Tensor) -> list[str]:
+    """Return K×H×W masks of 0 and 1 as K compressed run-length encodings.
+
+    Example:
+        >>> encode_masks(torch.ones(1, 2, 3))
+        ['06']
+    """
+    # The library takes H×W×K in Fortran's order.
+    columns = masks.to(torch.uint8).transpose(1, 2).contiguous().cpu().numpy().transpose(2, 1, 0)
+    return [code["counts"].decode() for code in load_mask_library().encode(columns)] if len(masks) else []
+
+
+def to_coco_boxes(boxes: Tensor) -> list[list[float]]:
+    """Return K×4 boxes of x1, y1, x2, y2 as lists of x, y, width and height."""
+    corners = boxes.double()
+    return torch.cat([corners[:, :2], corners[:, 2:] - corners[:, :2]], 1).tolist()
 
 
 def load_mask_library() -> Any:

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from micronorm.data.memory import Labelled, MemorySamples, PadCropFlip, Split
+from micronorm.data.memory import Labelled, MemorySamples, PadCropFlip
 from micronorm.data.pixels import Standardization
+from micronorm.data.samples import Split
 
 TEST_IMAGES = 500
 SHIFT = PadCropFlip(pad=1)

@@ -10,29 +10,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from micronorm.data.listed import open_picture
+from micronorm.data.files import SUFFIXES, decode, find_root, require_torchvision
 from micronorm.data.loading import FileSamples, Order
-from micronorm.data.memory import CROP, FLIP
 from micronorm.data.pixels import IMAGENET, Standardization, Standardizer
-from micronorm.ops.keyed import sample_keys, uniforms
-
-SUFFIXES = (".jpg", ".jpeg", ".png")
-"""File names of images end so, in upper or lower case."""
+from micronorm.data.samples import CROP, FLIP, DataSet
+from micronorm.ops.keyed import uniforms
 
 SCALE = (0.08, 1.0)
 RATIO = (3 / 4, 4 / 3)
 """Range of the area, as a share of the image, and of width/height of a random crop."""
+TINY = "tiny_imagenet20"
+"""Twenty classes of Tiny ImageNet, in ImageNet's layout."""
 
 _TRIES = 10
-_NAMES = ("imagenet", "ImageNet", "ilsvrc2012", "ILSVRC2012")
-
-
-class FolderSet(NamedTuple):
-    """The training and test samples, and the names of the classes by label."""
-
-    train: "FolderSamples"
-    test: "FolderSamples"
-    classes: tuple[str, ...]
+_NAMES = {"imagenet": ("imagenet", "ImageNet", "ilsvrc2012", "ILSVRC2012"), TINY: (TINY,)}
+_LAYOUT = (
+    "a folder with train/CLASS/*.JPEG and val/CLASS/*.JPEG, the layout of torchvision's ImageFolder. The images of "
+    "ILSVRC2012 are given out at https://image-net.org/download after registration; torchvision.datasets.ImageNet "
+    "unpacks the archives into this layout."
+)
 
 
 class Box(NamedTuple):
@@ -44,31 +40,40 @@ class Box(NamedTuple):
     width: int
 
 
-def find_folders(folder: Path | str, *, itself: bool = True, names: Sequence[str] = _NAMES) -> Path | None:
-    """Return the first folder with class folders in train and in val, or None.
+def find_folders(folder: Path | str | None, *, name: str = "imagenet") -> Path:
+    """Return the first folder with class folders in train and in val.
 
-    Searches `folder` (if `itself`), and its children of these names: imagenet, ImageNet, ilsvrc2012 and ILSVRC2012.
+    Searches `folder` and its children imagenet, ImageNet, ilsvrc2012 and ILSVRC2012. If `folder` is None, searches such
+    children of ./data and ~/data alone, because ./data/train and ./data/val may be any data set.
+
+    Raises:
+        FileNotFoundError: there is none; lists the searched folders.
     """
-    children = [Path(folder) / name for name in names]
-    places = [Path(folder), *children] if itself else children
-    return next((place for place in places if all(_subfolders(place / part) for part in ("train", "val"))), None)
+
+    def holds(place: Path) -> bool:
+        return all(_subfolders(place / part) for part in ("train", "val"))
+
+    title = "ImageNet" if name == "imagenet" else name
+    return find_root(folder, _NAMES[name], holds, title=title, layout=_LAYOUT, itself=folder is not None)
 
 
 def open_folders(
-    folder: Path | str,
+    folder: Path | str | None,
     *,
+    name: str = "imagenet",
     size: int = 224,
     augment: bool = True,
     workers: int = 0,
     standardization: Standardization = IMAGENET,
-) -> FolderSet:
+) -> DataSet:
     """Open the images in `folder`/train and `folder`/val, a folder per class; labels follow the sorted class names.
 
     Args:
-        folder: the root, or a folder with a child of one of the names that `find_folders` searches.
+        folder: the root, or a folder that contains it; see `find_folders`.
+        name: "imagenet" or "tiny_imagenet20", the usual name of the root.
         size: height and width of the inputs.
         augment: train on random resized crops, mirrored half the time, instead of central crops.
-        workers: processes that decode; 0 decodes in this one. The batches do not depend on their number.
+        workers: processes that decode; 0 decodes in this one.
         standardization: per channel, for bytes.
 
     Example:
@@ -77,81 +82,42 @@ def open_folders(
             ...
         FileNotFoundError: ImageNet was looked for in ...
     """
-    root = find_folders(folder)
-    if root is None:
-        raise FileNotFoundError(explain_missing(Path(folder)))
+    root = find_folders(folder, name=name)
     classes = _subfolders(root / "train")
     strangers = sorted(set(classes) ^ set(_subfolders(root / "val")))
     if strangers:
         shown = ", ".join(strangers[:5]) + (f" and {len(strangers) - 5} more" if len(strangers) > 5 else "")
         raise ValueError(f"train and val of {root} must have the same class folders; only one of them has {shown}")
     train, test = (
-        FolderSamples(
-            root / part,
-            classes,
-            size=size,
-            augment=augment and part == "train",
-            workers=workers,
-            standardization=standardization,
-        )
-        for part in ("train", "val")
+        FolderDecoder(root / part, classes, size=size, augment=random, standardization=standardization)
+        for part, random in (("train", augment), ("val", False))
     )
-    return FolderSet(train, test, classes)
+    return DataSet(FileSamples(train, workers=workers), FileSamples(test, workers=workers), classes)
 
 
-def explain_missing(*folders: Path) -> str:
-    """Return a message with the searched places and how to get the data set."""
-    return (
-        f"ImageNet was looked for in {' and '.join(str(folder.absolute()) for folder in folders)}, and in "
-        f"{', '.join(_NAMES)} below: a folder with train/CLASS/*.JPEG and val/CLASS/*.JPEG, the layout of "
-        "torchvision's ImageFolder. The images of ILSVRC2012 are given out at https://image-net.org/download after "
-        "registration; torchvision.datasets.ImageNet unpacks the archives into this layout."
-    )
-
-
-class FolderSamples(FileSamples):
+class FolderDecoder:
     """Images in one folder per class. Batches are float32 N×3×size×size, standardized, and int64 labels.
 
     Greyscale images become RGB. With `augment`, crop and mirroring have the distribution of torchvision's
     RandomResizedCrop and RandomHorizontalFlip, and are functions of (seed, epoch, index) alone. Without, the shorter
-    side is resized to size·256/224 and the centre is cut out. Workers send bytes, which are standardized here.
+    side is resized to size·256/224 and the centre is cut out.
 
     Args:
         root: the folder of class folders.
         classes: their names, in the order of the labels.
         size: height and width of the inputs.
         augment: crop and mirror at random.
-        workers: processes that decode; 0 decodes in this one.
         standardization: per channel, for bytes.
     """
 
     def __init__(
-        self,
-        root: Path | str,
-        classes: Sequence[str],
-        *,
-        size: int = 224,
-        augment: bool = False,
-        workers: int = 0,
-        standardization: Standardization = IMAGENET,
+        self, root: Path, classes: Sequence[str], *, size: int, augment: bool, standardization: Standardization
     ) -> None:
         if size < 1:
             raise ValueError(f"size must be positive, got {size}")
         require_torchvision()
-        super().__init__(_Decoder(Path(root), classes, size=size, augment=augment), workers=workers)
-        self._standardize = Standardizer(standardization, torch.device("cpu"))
-
-    def finish(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return standardized images and their labels."""
-        images, labels = batch
-        return self._standardize(images), labels
-
-
-class _Decoder:
-    """Turns shares into batches of bytes. It is sent to the workers, so it holds arrays, not a million strings."""
-
-    def __init__(self, root: Path, classes: Sequence[str], *, size: int, augment: bool) -> None:
         self._root, self._size, self._augment = root, size, augment
+        self._standardize = Standardizer(standardization, torch.device("cpu"))
         names, labels = [], []
         for label, name in enumerate(classes):
             files = _images(root / name)
@@ -159,21 +125,25 @@ class _Decoder:
                 raise ValueError(f"{root / name} holds no image ({', '.join(SUFFIXES)}): fill it or remove it")
             names += [os.fsencode(os.path.join(name, file)) for file in files]
             labels += [label] * len(files)
-        self._names = np.array(names)
+        self._names = np.array(names)  # an array is copied into a worker faster than a million strings
         self.labels = torch.tensor(labels)
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, order: Order) -> tuple[Tensor, Tensor]:
-        indices = torch.tensor(order.indices, dtype=torch.int64)
-        keys = sample_keys(indices, seed=order.seed, epoch=order.epoch)
+        keys = order.keys
         boxes = uniforms(keys, 4 * _TRIES, stream=CROP).tolist()
         mirrored = (uniforms(keys, 1, stream=FLIP).squeeze(1) < 0.5).tolist()
-        batch = torch.empty(len(indices), 3, self._size, self._size, dtype=torch.uint8)
+        batch = torch.empty(len(keys), 3, self._size, self._size, dtype=torch.uint8)
         for n, index in enumerate(order.indices):
             batch[n] = self._image(Path(os.fsdecode(self._names[index])), boxes[n], mirror=mirrored[n])
-        return batch, self.labels[indices]
+        return batch, self.labels[order.indices]
+
+    def finish(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return standardized images and their labels."""
+        images, labels = batch
+        return self._standardize(images), labels
 
     def _image(self, name: Path, draws: Sequence[float], *, mirror: bool) -> Tensor:
         from torchvision.transforms.v2 import functional as transforms
@@ -220,17 +190,6 @@ def crop_centre(image: Any, size: int) -> Any:
     return transforms.center_crop(transforms.resize(image, [round(size * 256 / 224)]), [size, size])
 
 
-def decode(path: Path) -> Any:
-    """Return the image as a PIL image, in RGB. Raise ValueError with its name if it cannot be read."""
-    try:
-        with open_picture(path) as image:
-            return image.convert("RGB")
-    except Exception as error:  # PIL's decoders raise many kinds of errors
-        raise ValueError(
-            f"{path} is not a readable image ({type(error).__name__}: {error}); replace it or delete it"
-        ) from error
-
-
 def _subfolders(folder: Path) -> tuple[str, ...]:
     """Return the names of the class folders, sorted, without hidden ones."""
     if not folder.is_dir():
@@ -257,11 +216,3 @@ def _images(folder: Path) -> list[str]:
             if file.lower().endswith(SUFFIXES) and not file.startswith(".")
         ]
     return sorted(found)
-
-
-def require_torchvision() -> None:
-    """Raise ImportError with the fix if torchvision is not installed."""
-    try:
-        import torchvision.transforms.v2  # noqa: F401
-    except ImportError as error:
-        raise ImportError("folders of images need torchvision (pip install torchvision)") from error

@@ -17,13 +17,11 @@ import torch
 from torch import Tensor
 
 from micronorm.data.clips import FRAMES, choose_frames
-from micronorm.data.folders import decode, require_torchvision
-from micronorm.data.listed import read_list
+from micronorm.data.files import check_picture, decode, find_root, read_lines, require_torchvision
 from micronorm.data.loading import FileSamples, Order
-from micronorm.data.masks import check_picture
-from micronorm.data.memory import CROP
 from micronorm.data.pixels import IMAGENET, Standardizer
-from micronorm.ops.keyed import sample_keys, uniforms
+from micronorm.data.samples import CROP, DataSet
+from micronorm.ops.keyed import uniforms
 
 PREFIXES = {"something": "something-something-v1", "jester": "jester-v1"}
 """The beginning of the names of a data set's files."""
@@ -40,21 +38,13 @@ class FrameFolder(NamedTuple):
     label: int
 
 
-class FrameSet(NamedTuple):
-    """The training and test samples, and the names of the classes by label."""
-
-    train: "FrameSamples"
-    test: "FrameSamples"
-    classes: tuple[str, ...]
-
-
-def open_frame_folders(folder: Path | str, *, name: str, size: int = 224, workers: int = 0) -> FrameSet:
+def open_frame_folders(folder: Path | str | None, *, name: str, size: int = 224, workers: int = 0) -> DataSet:
     """Open Something-Something V1 or Jester. The validation set is the test set.
 
     Every folder is listed, and the last frame of every video is checked, before the training starts.
 
     Args:
-        folder: the folder with the label file, or one with a child of the data set's name.
+        folder: the folder with the label file, or one with a child of the data set's name; None for ./data and ~/data.
         name: "something" or "jester".
         size: height and width of the inputs.
         workers: processes that decode; 0 decodes in this one.
@@ -64,33 +54,27 @@ def open_frame_folders(folder: Path | str, *, name: str, size: int = 224, worker
         ValueError: a list or a file is broken, with its name.
     """
     prefix = PREFIXES[name]
-    places = [Path(folder) / below for below in ("", prefix, name)]
-    root = next((place for place in places if (place / f"{prefix}-labels.csv").is_file()), None)
-    if root is None:
-        raise FileNotFoundError(
-            f"{prefix} was looked for in {', '.join(map(str, places))}: a folder with {prefix}-labels.csv, "
-            f"{prefix}-train.csv, {prefix}-validation.csv and the frames in 20bn-{prefix}/ID/00001.jpg, …"
-        )
-    classes = tuple(read_list(root / f"{prefix}-labels.csv"))
+    layout = (
+        f"a folder with {prefix}-labels.csv, {prefix}-train.csv, {prefix}-validation.csv and the frames in "
+        f"20bn-{prefix}/ID/00001.jpg, …"
+    )
+    holds = lambda place: (place / f"{prefix}-labels.csv").is_file()  # noqa: E731
+    root = find_root(folder, (prefix, name), holds, title=prefix, layout=layout)
+    classes = tuple(read_lines(root / f"{prefix}-labels.csv"))
     if len(set(classes)) < len(classes):
         raise ValueError(f"{root / f'{prefix}-labels.csv'} has a class twice")
-    train, test = (
-        FrameSamples(
-            read_split(root / f"{prefix}-{part}.csv", root / f"20bn-{prefix}", classes),
-            size=size,
-            augment=part == "train",
-            workers=workers,
-        )
-        for part in ("train", "validation")
-    )
-    return FrameSet(train, test, classes)
+    parts = []
+    for part in ("train", "validation"):
+        videos = read_split(root / f"{prefix}-{part}.csv", root / f"20bn-{prefix}", classes)
+        parts.append(FileSamples(_FrameDecoder(videos, size=size, augment=part == "train"), workers=workers))
+    return DataSet(*parts, names=classes)
 
 
 def read_split(path: Path, frames: Path, classes: Sequence[str]) -> list[FrameFolder]:
     """Return the videos that a file lists as ID;class, one per line. Raise an error if a video is not complete."""
     labels = {name: label for label, name in enumerate(classes)}
     found = []
-    for number, line in enumerate(read_list(path), 1):
+    for number, line in enumerate(read_lines(path), 1):
         identity, _, name = line.partition(";")
         if name not in labels or not identity.isalnum():
             raise ValueError(f"{path}, line {number}: an ID, a semicolon and a class were expected, got {line!r}")
@@ -119,39 +103,19 @@ def frame_name(number: int) -> str:
     return f"{number:05d}.jpg"
 
 
-class FrameSamples(FileSamples):
+class _FrameDecoder:
     """Videos in folders of frames. Batches are float32 N×8×3×size×size clips, standardized, and int64 labels.
 
     With `augment`, frames are drawn within eight equal parts of the video, and all frames of a clip have the same
     random square crop; both are functions of (seed, epoch, index) alone. Without, frames and crop are central. Clips
     are never mirrored: "pushing something from left to right" would become another class.
-
-    Args:
-        videos: the folders.
-        size: height and width of the inputs.
-        augment: whether frames and crops are random.
-        workers: processes that decode; 0 decodes in this one.
     """
 
-    def __init__(
-        self, videos: Sequence[FrameFolder], *, size: int = 224, augment: bool = False, workers: int = 0
-    ) -> None:
+    def __init__(self, videos: Sequence[FrameFolder], *, size: int, augment: bool) -> None:
         if size < 1:
             raise ValueError(f"size must be positive, got {size}")
         require_torchvision()
-        super().__init__(_FrameDecoder(videos, size=size, augment=augment), workers=workers)
         self._standardize = Standardizer(IMAGENET, torch.device("cpu"))
-
-    def finish(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return standardized clips and their labels."""
-        clips, labels = batch
-        return self._standardize(clips), labels
-
-
-class _FrameDecoder:
-    """Turns shares into N×8×3×size×size bytes and labels."""
-
-    def __init__(self, videos: Sequence[FrameFolder], *, size: int, augment: bool) -> None:
         self._paths = [video.path for video in videos]
         self._lengths, self._labels = (torch.tensor(column) for column in list(zip(*videos, strict=True))[1:])
         self._size, self._augment = size, augment
@@ -160,15 +124,19 @@ class _FrameDecoder:
         return len(self._paths)
 
     def __getitem__(self, order: Order) -> tuple[Tensor, Tensor]:
-        indices = torch.tensor(order.indices, dtype=torch.int64)
-        keys = sample_keys(indices, seed=order.seed, epoch=order.epoch) if self._augment else None
-        chosen = choose_frames(self._lengths[indices], keys)
-        crops = [None] * len(indices) if keys is None else uniforms(keys, 3, stream=CROP).tolist()
-        clips = torch.empty(len(indices), FRAMES, 3, self._size, self._size, dtype=torch.uint8)
+        keys, count = order.keys if self._augment else None, len(order.indices)
+        chosen = choose_frames(self._lengths[order.indices], keys)
+        crops = [None] * count if keys is None else uniforms(keys, 3, stream=CROP).tolist()
+        clips = torch.empty(count, FRAMES, 3, self._size, self._size, dtype=torch.uint8)
         for n, (index, frames, draws) in enumerate(zip(order.indices, chosen.tolist(), crops, strict=True)):
             for t, frame in enumerate(frames):
                 clips[n, t] = self._frame(Path(self._paths[index], frame_name(frame + 1)), draws)
-        return clips, self._labels[indices]
+        return clips, self._labels[order.indices]
+
+    def finish(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return standardized clips and their labels."""
+        clips, labels = batch
+        return self._standardize(clips), labels
 
     def _frame(self, path: Path, draws: Sequence[float] | None) -> Tensor:
         from torchvision.transforms.v2 import functional as transforms

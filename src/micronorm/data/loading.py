@@ -2,13 +2,14 @@
 
 import signal
 from collections.abc import Generator, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-from micronorm.data.memory import check_indices
+from micronorm.data.samples import check_indices
+from micronorm.ops.keyed import sample_keys
 
 _AHEAD = 2  # shares that each worker decodes in advance
 
@@ -20,6 +21,25 @@ class Order(NamedTuple):
     epoch: int
     indices: list[int]
 
+    @property
+    def keys(self) -> Tensor:
+        """One random key per sample, int64 N: a function of seed, epoch and index."""
+        return sample_keys(torch.tensor(self.indices, dtype=torch.int64), seed=self.seed, epoch=self.epoch)
+
+
+class Decoder(Protocol):
+    """Reads samples from files. It is copied into the workers."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, order: Order) -> tuple[Any, ...]:
+        """Return the batch of a share. Runs in a worker, which sends bytes faster than floating numbers."""
+        ...
+
+    def finish(self, batch: Any) -> tuple[Any, ...]:
+        """Return what `FileSamples.load` yields for a decoded batch. Runs in the training process."""
+        ...
+
 
 class FileSamples:
     """Samples that a decoder reads from files.
@@ -28,11 +48,11 @@ class FileSamples:
     generator is not used.
 
     Args:
-        decoder: turns an `Order` into a batch and has a length. It is sent to the workers.
-        workers: processes that decode; 0 decodes in this one.
+        decoder: reads the samples.
+        workers: processes that decode; 0 decodes in this one. The batches do not depend on their number.
     """
 
-    def __init__(self, decoder: Any, *, workers: int = 0) -> None:
+    def __init__(self, decoder: Decoder, *, workers: int = 0) -> None:
         if workers < 0:
             raise ValueError(f"workers must not be negative, got {workers}")
         self._decoder, self._workers = decoder, workers
@@ -40,10 +60,6 @@ class FileSamples:
 
     def __len__(self) -> int:
         return len(self._decoder)
-
-    def finish(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return what `load` yields for a decoded batch. Runs in the training process."""
-        return batch
 
     def load(self, shares: Iterable[tuple[int, Tensor]], *, seed: int) -> Iterator[tuple[Any, ...]]:
         """Yield one batch for each share (epoch, indices), in order."""
@@ -55,7 +71,7 @@ class FileSamples:
             for batch in loader:
                 if isinstance(batch, ValueError):
                     raise ValueError(str(batch))
-                yield self.finish(batch)
+                yield self._decoder.finish(batch)
         except Exception as error:
             if not self._workers:
                 raise
@@ -86,9 +102,9 @@ class FileSamples:
 
 
 class _Decoding(Dataset[Any]):
-    """Batches by their order. A worker returns the error of a broken file: raised, it would arrive with a traceback."""
+    """Decodes batches. A worker returns the error of a broken file: a raised one would arrive with a traceback."""
 
-    def __init__(self, decoder: Any) -> None:
+    def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
 
     def __getitem__(self, order: Order) -> Any:

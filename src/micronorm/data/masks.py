@@ -14,12 +14,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from micronorm.data.folders import SUFFIXES, decode, require_torchvision
-from micronorm.data.listed import find_listed, open_picture, read_list
+from micronorm.data.files import (
+    SUFFIXES,
+    check_picture,
+    decode_labels,
+    decode_pixels,
+    find_listed,
+    find_root,
+    read_lines,
+    require_torchvision,
+)
 from micronorm.data.loading import FileSamples, Order
-from micronorm.data.memory import CROP, FLIP
 from micronorm.data.pixels import IMAGENET, Standardizer
-from micronorm.ops.keyed import sample_keys, uniforms
+from micronorm.data.samples import CROP, FLIP
+from micronorm.ops.keyed import uniforms
 
 VOC_CLASSES = (
     "background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow", "diningtable",
@@ -34,8 +42,7 @@ CAMVID_VOID = 11
 SCALES = (0.5, 2.0)
 """Range of the random scale of a training image. Its logarithm is uniform."""
 
-_TAIL = 1024  # bytes at the end of a file that hold its end marker
-_END_MARKERS = {".jpg": b"\xff\xd9", ".jpeg": b"\xff\xd9", ".png": b"IEND"}
+_MODES = ("P", "L")  # PIL's names for palette and grey values of 8 bits
 
 
 class MaskedImage(NamedTuple):
@@ -48,58 +55,68 @@ class MaskedImage(NamedTuple):
 class MaskSet(NamedTuple):
     """The training and test samples, the names of the classes by label, and the label of pixels that do not count."""
 
-    train: "MaskSamples"
-    test: "MaskSamples"
+    train: FileSamples
+    test: FileSamples
     names: tuple[str, ...]
     void: int
 
 
-def open_voc(folder: Path | str, *, crop: int = 513, workers: int = 0) -> MaskSet:
+def open_voc(folder: Path | str | None, *, size: int = 513, workers: int = 0) -> MaskSet:
     """Open PASCAL VOC 2012: the folder VOC2012 of the official archive, or one that contains it.
 
     Training uses the list `trainaug.txt` of 10,582 images with the masks of `SegmentationClassAug`, if both exist, and
     `train.txt` otherwise. Testing uses `val.txt`, whole images.
 
     Args:
-        folder: VOC2012, VOCdevkit, or the folder that contains it.
-        crop: height and width of the training crops.
+        folder: VOC2012, VOCdevkit, or the folder that contains it; None for ./data and ~/data.
+        size: height and width of the training crops.
         workers: processes that decode; 0 decodes in this one.
     """
-    places = [Path(folder) / below for below in ("", "VOC2012", "VOCdevkit/VOC2012", "voc2012/VOCdevkit/VOC2012")]
-    root = next((place for place in places if (place / "ImageSets" / "Segmentation").is_dir()), None)
-    if root is None:
-        raise FileNotFoundError(
-            f"PASCAL VOC 2012 was looked for in {', '.join(map(str, places))}: a folder with JPEGImages, "
-            "SegmentationClass and ImageSets/Segmentation, as in VOCtrainval_11-May-2012.tar"
-        )
-    augmented = (root / "ImageSets/Segmentation/trainaug.txt").is_file() and (root / "SegmentationClassAug").is_dir()
-    train = _voc_list(root, *(("trainaug", "SegmentationClassAug") if augmented else ("train", "SegmentationClass")))
-    test = _voc_list(root, "val", "SegmentationClass")
-    opened = _mask_set(train, test, VOC_CLASSES, VOC_VOID, crop=crop, workers=workers)
+    lists = Path("ImageSets/Segmentation")
+    root = find_root(
+        folder,
+        ("VOC2012", "VOCdevkit/VOC2012", "voc2012/VOCdevkit/VOC2012"),
+        lambda place: (place / lists).is_dir(),
+        title="PASCAL VOC 2012",
+        layout=f"a folder with JPEGImages, SegmentationClass and {lists}, as in VOCtrainval_11-May-2012.tar",
+    )
+    augmented = (root / lists / "trainaug.txt").is_file() and (root / "SegmentationClassAug").is_dir()
+    listed = {"trainaug": "SegmentationClassAug"} if augmented else {"train": "SegmentationClass"}
+    train, test = (
+        _voc_list(root, root / lists / f"{name}.txt", masks)
+        for name, masks in (listed | {"val": "SegmentationClass"}).items()
+    )
+    opened = _mask_set(train, test, VOC_CLASSES, VOC_VOID, size=size, workers=workers)
     return _check_labels(opened, [*train, *test])
 
 
-def open_camvid(folder: Path | str, *, crop: int = 180, workers: int = 0) -> MaskSet:
+def _voc_list(root: Path, path: Path, masks: str) -> list[MaskedImage]:
+    folders = ((root / "JPEGImages", ".jpg"), (root / masks, ".png"))
+    names = " ".join(read_lines(path)).split()
+    return [MaskedImage(*(find_listed(folder, n + suffix, path) for folder, suffix in folders)) for n in names]
+
+
+def open_camvid(folder: Path | str | None, *, size: int = 180, workers: int = 0) -> MaskSet:
     """Open CamVid in the layout of SegNet: train, trainannot, test, testannot. Eleven classes, void is 11.
 
     Args:
-        folder: the folder of these four, or one with a child `camvid` or `CamVid`.
-        crop: height and width of the training crops.
+        folder: the folder of these four, or one with a child `camvid` or `CamVid`; None for ./data and ~/data.
+        size: height and width of the training crops.
         workers: processes that decode; 0 decodes in this one.
     """
-    places = [Path(folder) / below for below in ("", "camvid", "CamVid")]
-    root = next((place for place in places if (place / "trainannot").is_dir()), None)
-    if root is None:
-        raise FileNotFoundError(
-            f"CamVid was looked for in {', '.join(map(str, places))}: a folder with train, trainannot, test and "
-            "testannot, as in the SegNet tutorial"
-        )
+    root = find_root(
+        folder,
+        ("camvid", "CamVid"),
+        lambda place: (place / "trainannot").is_dir(),
+        title="CamVid",
+        layout="a folder with train, trainannot, test and testannot, as in the SegNet tutorial",
+    )
     train, test = (pair_files(root / part, root / f"{part}annot") for part in ("train", "test"))
-    opened = _mask_set(train, test, CAMVID_CLASSES, CAMVID_VOID, crop=crop, workers=workers)
+    opened = _mask_set(train, test, CAMVID_CLASSES, CAMVID_VOID, size=size, workers=workers)
     return _check_labels(opened, [*train, *test])
 
 
-def open_label_maps(folder: Path | str, *, crop: int | None = None, workers: int = 0) -> MaskSet:
+def open_label_maps(folder: Path | str | None, *, size: int | None = None, workers: int = 0) -> MaskSet:
     """Open images and masks of your own: train/images, train/masks, val/images and val/masks. All masks are read.
 
     A mask has the name of its image and the suffix .png. The file classes.txt names the classes, one per line, in the
@@ -108,18 +125,20 @@ def open_label_maps(folder: Path | str, *, crop: int | None = None, workers: int
 
     Args:
         folder: the folder of `train` and `val`.
-        crop: height and width of the training crops; None for the larger side of the first image, at most 513.
+        size: height and width of the training crops; None for the larger side of the first image, at most 513.
         workers: processes that decode; 0 decodes in this one.
 
     Raises:
         FileNotFoundError: a folder or a mask is missing.
-        ValueError: a file is broken, or there are more labels than classes and void.
+        ValueError: no folder is given, a file is broken, or there are more labels than classes and void.
     """
+    if folder is None:
+        raise ValueError("label maps are yours: give their folder with --data")
     root = Path(folder)
     train, test = (pair_files(root / part / "images", root / part / "masks") for part in ("train", "val"))
     names, void = _find_classes(root / "classes.txt", _find_labels([*train, *test]))
-    crop = crop or min(513, max(check_picture(train[0].image)))
-    return _mask_set(train, test, names, void, crop=crop, workers=workers)
+    size = size or min(513, max(check_picture(train[0].image)))
+    return _mask_set(train, test, names, void, size=size, workers=workers)
 
 
 def _find_labels(files: Sequence[MaskedImage]) -> dict[int, Path]:
@@ -127,13 +146,13 @@ def _find_labels(files: Sequence[MaskedImage]) -> dict[int, Path]:
     masks = [pair.mask for pair in files]
     where: dict[int, Path] = {}
     with ThreadPoolExecutor() as pool:  # decoding releases Python's lock
-        counts = pool.map(lambda path: np.bincount(_decode_mask(path).ravel()), masks)
+        counts = pool.map(lambda path: np.bincount(decode_labels(path, modes=_MODES).ravel()), masks)
         for path, pixels in zip(masks, counts, strict=True):
             where |= {label: path for label in np.flatnonzero(pixels).tolist() if label not in where}
     return where
 
 
-def _check_labels(opened: "MaskSet", files: Sequence[MaskedImage]) -> "MaskSet":
+def _check_labels(opened: MaskSet, files: Sequence[MaskedImage]) -> MaskSet:
     """Return the set. Raise ValueError with the name of a mask that has a label beyond the classes."""
     for label, path in sorted(_find_labels(files).items()):
         if label >= len(opened.names) and label != opened.void:
@@ -149,7 +168,7 @@ def _find_classes(listed: Path, where: Mapping[int, Path]) -> tuple[tuple[str, .
     """Return the names of the classes and the void label, from classes.txt if it exists, and from all labels."""
     if not listed.is_file():
         return tuple(f"class {k}" for k in range(max((k for k in where if k != VOC_VOID), default=-1) + 1)), VOC_VOID
-    names = tuple(line.strip() for line in read_list(listed) if line.strip())
+    names = tuple(line.strip() for line in read_lines(listed) if line.strip())
     beyond = sorted(label for label in where if label >= len(names))
     if len(beyond) > 1:
         raise ValueError(
@@ -165,13 +184,16 @@ def _mask_set(
     names: tuple[str, ...],
     void: int,
     *,
-    crop: int,
+    size: int,
     workers: int,
 ) -> MaskSet:
     if len(names) < 2:
         raise ValueError(f"segmentation needs at least 2 classes, got {len(names)}: {', '.join(names) or 'none'}")
-    options: dict[str, Any] = {"classes": len(names), "void": void, "workers": workers}
-    return MaskSet(MaskSamples(train, crop=crop, **options), MaskSamples(test, **options), names, void)
+    opened = (
+        FileSamples(MaskDecoder(files, classes=len(names), void=void, crop=crop), workers=workers)
+        for files, crop in ((train, size), (test, None))
+    )
+    return MaskSet(*opened, names=names, void=void)
 
 
 def pair_files(images: Path, masks: Path) -> list[MaskedImage]:
@@ -190,16 +212,7 @@ def pair_files(images: Path, masks: Path) -> list[MaskedImage]:
     return [MaskedImage(image, masks / f"{image.stem}.png") for image in found]
 
 
-def _voc_list(root: Path, name: str, masks: str) -> list[MaskedImage]:
-    path = root / "ImageSets" / "Segmentation" / f"{name}.txt"
-    names = [name for line in read_list(path) for name in line.split()]
-    if not names:
-        raise ValueError(f"{path} lists no image")
-    folders = ((root / "JPEGImages", ".jpg"), (root / masks, ".png"))
-    return [MaskedImage(*(find_listed(folder, n + suffix, path) for folder, suffix in folders)) for n in names]
-
-
-class MaskSamples(FileSamples):
+class MaskDecoder:
     """Images and masks. With `crop`, batches are float32 N×3×crop×crop and int64 N×crop×crop; otherwise lists.
 
     With `crop`, an image is scaled by 0.5 to 2, cropped and mirrored at random; the crop may extend beyond the image,
@@ -214,20 +227,11 @@ class MaskSamples(FileSamples):
         classes: the number of classes.
         void: the label of pixels that do not count.
         crop: height and width of the training crops; None for whole images.
-        workers: processes that decode; 0 decodes in this one.
     """
 
-    def __init__(
-        self,
-        files: Sequence[MaskedImage],
-        *,
-        classes: int,
-        void: int,
-        crop: int | None = None,
-        workers: int = 0,
-    ) -> None:
+    def __init__(self, files: Sequence[MaskedImage], *, classes: int, void: int, crop: int | None = None) -> None:
         if crop is not None and crop < 1:
-            raise ValueError(f"crop must be positive, got {crop}")
+            raise ValueError(f"size must be positive, got {crop}")
         require_torchvision()
         for image, mask in files:
             size, mask_size = check_picture(image), check_picture(mask)
@@ -236,48 +240,14 @@ class MaskSamples(FileSamples):
                     f"a mask must be as large as its image: {image} has {size[0]}×{size[1]} pixels, {mask} has "
                     f"{mask_size[0]}×{mask_size[1]}"
                 )
-        super().__init__(_MaskDecoder(files, classes=classes, void=void, crop=crop), workers=workers)
-        self._standardize = Standardizer(IMAGENET, torch.device("cpu"))
-
-    def finish(self, batch: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Return standardized images and their labels, as two tensors if they were cropped."""
-        images, labels = batch
-        if isinstance(images, Tensor):
-            return self._standardize(images), labels.long()
-        return [self._standardize(image) for image in images], [mask.long() for mask in labels]
-
-
-def check_picture(path: Path) -> tuple[int, int]:
-    """Return width and height of a JPEG or PNG file. Raise an error with its name if it is missing or cut short.
-
-    Reads the header and the end of the file, so that a hundred thousand files take seconds.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"no image at {path}")
-    try:
-        with open_picture(path) as image:
-            size = image.size
-    except Exception as error:  # PIL's decoders raise many kinds of errors
-        raise ValueError(f"{path} is not a readable image ({error}); replace it or delete it") from error
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _TAIL))
-        tail = file.read()
-    if _END_MARKERS.get(path.suffix.lower(), b"") not in tail:
-        raise ValueError(f"{path} ends before its image does: the file was cut short; replace it or delete it")
-    return size
-
-
-class _MaskDecoder:
-    """Turns shares into bytes: crops as two tensors, which a worker sends faster, whole images as two lists."""
-
-    def __init__(self, files: Sequence[MaskedImage], *, classes: int, void: int, crop: int | None) -> None:
         self._files, self._classes, self._void, self._crop = list(files), classes, void, crop
+        self._standardize = Standardizer(IMAGENET, torch.device("cpu"))
 
     def __len__(self) -> int:
         return len(self._files)
 
     def __getitem__(self, order: Order) -> tuple[Any, Any]:
-        keys = sample_keys(torch.tensor(order.indices, dtype=torch.int64), seed=order.seed, epoch=order.epoch)
+        keys = order.keys
         crops = uniforms(keys, 3, stream=CROP).tolist()
         mirrored = (uniforms(keys, 1, stream=FLIP).squeeze(1) < 0.5).tolist()
         images, masks = [], []
@@ -288,11 +258,18 @@ class _MaskDecoder:
                 image, mask = (image.flip(-1), mask.flip(-1)) if mirror else (image, mask)
             images.append(image)
             masks.append(mask)
+        # A worker sends two tensors faster than two lists.
         return (images, masks) if self._crop is None else (torch.stack(images), torch.stack(masks))
 
+    def finish(self, batch: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Return standardized images and their labels, as two tensors if they were cropped."""
+        images, labels = batch
+        if isinstance(images, Tensor):
+            return self._standardize(images), labels.long()
+        return [self._standardize(image) for image in images], [mask.long() for mask in labels]
+
     def _read(self, files: MaskedImage) -> tuple[Tensor, Tensor]:
-        image = torch.from_numpy(np.array(decode(files.image))).permute(2, 0, 1)
-        mask = torch.from_numpy(_decode_mask(files.mask))
+        image, mask = decode_pixels(files.image), torch.from_numpy(decode_labels(files.mask, modes=_MODES))
         labels = mask[mask != self._void]
         if labels.numel() and int(labels.max()) >= self._classes:
             label = int(labels.max())
@@ -327,14 +304,3 @@ def scale_and_crop(
         colours = (F.pad(c, (0, right, 0, down), value=round(m)) for c, m in zip(image, IMAGENET.mean, strict=True))
         image, mask = torch.stack(list(colours)), F.pad(mask, (0, right, 0, down), value=void)
     return image, mask
-
-
-def _decode_mask(path: Path) -> np.ndarray:
-    try:
-        with open_picture(path) as image:
-            mode, values = image.mode, np.array(image)
-    except Exception as error:  # PIL's decoders raise many kinds of errors
-        raise ValueError(f"{path} is not a readable mask ({error}); replace it or delete it") from error
-    if mode not in ("P", "L"):
-        raise ValueError(f"a mask must have one byte per pixel (palette or grey), {path} has mode {mode}")
-    return values

@@ -1,20 +1,14 @@
 """Labelled images kept on a device as bytes, and cropped and mirrored there, without Python code per sample."""
 
-from collections.abc import Iterable, Iterator
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from micronorm.data.pixels import Standardization, Standardizer
+from micronorm.data.samples import CROP, FLIP, IndexedSamples, copy_indices
 from micronorm.ops.keyed import integers, sample_keys
-
-T = TypeVar("T")
-
-# Streams of a sample's key: numbers made of ASCII names, so that no two users of a key draw the same numbers.
-CROP = int.from_bytes(b"crop", "big")
-FLIP = int.from_bytes(b"flip", "big")
 
 
 class Labelled(NamedTuple):
@@ -22,13 +16,6 @@ class Labelled(NamedTuple):
 
     images: Tensor
     labels: Tensor
-
-
-class Split(NamedTuple, Generic[T]):
-    """The training and the test part of a data set."""
-
-    train: T
-    test: T
 
 
 class PadCropFlip(NamedTuple):
@@ -44,7 +31,7 @@ class PadCropFlip(NamedTuple):
     flip: bool = False
 
 
-class MemorySamples:
+class MemorySamples(IndexedSamples):
     """N images of C×H×W bytes and their labels. Batches are float32 N×C×H×W, standardized, and int64 labels.
 
     Window and mirroring are functions of (seed, epoch, index) alone. They are drawn on the device of the indices,
@@ -103,13 +90,7 @@ class MemorySamples:
     def __len__(self) -> int:
         return len(self._labels)
 
-    def load(self, shares: Iterable[tuple[int, Tensor]], *, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (images, labels) for each share (epoch, indices), in order."""
-        for epoch, indices in shares:
-            yield self._batch(indices, seed=seed, epoch=epoch)
-
     def _batch(self, indices: Tensor, *, seed: int, epoch: int) -> tuple[Tensor, Tensor]:
-        check_indices(indices, len(self))
         pad, flip = self._augmentation
         columns = [indices.to(torch.int64)]
         keys = sample_keys(indices, seed=seed, epoch=epoch)
@@ -117,7 +98,7 @@ class MemorySamples:
             columns += integers(keys, 2, bound=2 * pad + 1, stream=CROP).unbind(1)
         if flip:
             columns += integers(keys, 1, bound=2, stream=FLIP).unbind(1)
-        index, *chance = self._here(torch.stack(columns))
+        index, *chance = copy_indices(torch.stack(columns), self._device)
         images = self._images
         if pad:
             top, left = chance[:2]
@@ -128,16 +109,3 @@ class MemorySamples:
         if flip:
             images = torch.where(chance[-1].bool()[:, None, None, None], images.flip(-1), images)
         return self._standardize(images), self._labels.index_select(0, index)
-
-    def _here(self, columns: Tensor) -> Tensor:
-        if self._device.type == "cuda" and columns.device.type == "cpu":
-            columns = columns.pin_memory()  # a copy from pageable memory would wait for the device
-        return columns.to(self._device, non_blocking=True)
-
-
-def check_indices(indices: Tensor, samples: int) -> None:
-    """Raise IndexError for an index outside of the samples. On a GPU the indexing itself fails, without a message."""
-    if indices.device.type == "cpu" and indices.numel():
-        low, high = int(indices.min()), int(indices.max())
-        if low < 0 or high >= samples:
-            raise IndexError(f"indices from {low} to {high} do not lie within the {samples} samples of the set")

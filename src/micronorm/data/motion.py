@@ -12,8 +12,8 @@ from torch import Tensor
 
 from micronorm.data.clips import FRAMES, MemoryClips
 from micronorm.data.digits import read_digits
-from micronorm.data.memory import Split
 from micronorm.data.pixels import Standardization
+from micronorm.data.samples import DataSet
 from micronorm.ops.keyed import integers, sample_keys, uniforms
 
 CLASSES = (
@@ -32,13 +32,15 @@ _AT_ONCE = 500  # clips, to save memory
 _DIGITS, _PATH, _PIXELS = (int.from_bytes(name, "big") for name in (b"digi", b"path", b"nois"))
 
 
-def open_motion(*, device: torch.device | str = "cpu") -> Split[MemoryClips]:
-    """Return 3,000 training and 1,000 test clips of 8 frames, 300 and 100 per class. Their digits differ, too.
+def open_motion(*, device: torch.device | str = "cpu") -> DataSet:
+    """Return 3,000 training and 1,000 test clips of 8 frames, 300 and 100 per class.
+
+    Training and test clips show different digits.
 
     Example:
-        >>> train, test = open_motion()
+        >>> train, test, names = open_motion()
         >>> clips, labels = next(test.load([(0, torch.arange(2))], seed=0))
-        >>> len(train), clips.shape, [CLASSES[label] for label in labels]
+        >>> len(train), clips.shape, [names[label] for label in labels]
         (3000, torch.Size([2, 8, 1, 24, 24]), ['right', 'left'])
     """
     parts = []
@@ -49,7 +51,7 @@ def open_motion(*, device: torch.device | str = "cpu") -> Split[MemoryClips]:
         clips = torch.cat([draw_motion(i, k, digits.images, seed=part) for i, k in pairs])
         lengths = torch.full((count,), FRAMES)
         parts.append(MemoryClips(clips.flatten(0, 1), lengths, labels, standardization=_SCALE, device=device))
-    return Split(*parts)
+    return DataSet(*parts, names=CLASSES)
 
 
 def draw_motion(indices: Tensor, labels: Tensor, digits: Tensor, *, seed: int) -> Tensor:

@@ -3,7 +3,6 @@
 All images are read when the set is opened, and kept in memory as bytes: 664 images are half a gigabyte.
 """
 
-import hashlib
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -13,26 +12,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from micronorm.data.detection import DetectionSamples, DetectionSet, Target, flip_sample, load_mask_library
-from micronorm.data.folders import decode, require_torchvision
-from micronorm.data.listed import open_picture
-from micronorm.data.loading import Order
-from micronorm.data.masks import MaskedImage, check_picture, pair_files
-from micronorm.data.memory import CROP, FLIP
-from micronorm.ops.keyed import sample_keys, uniforms
+from micronorm.data.detection import DetectionDecoder, DetectionSamples, Target, encode_masks
+from micronorm.data.files import check_picture, decode, decode_labels, find_root, require_torchvision, split_by_fold
+from micronorm.data.masks import MaskedImage, pair_files
+from micronorm.data.samples import DataSet
 
 NAMES = ("background", "nucleus")
 
 LEAST_PIXELS = 10
-"""A nucleus that a training crop cuts to fewer pixels is no target."""
+"""A nucleus of which a training crop contains fewer pixels is no target."""
 
 STRIDE = 32
-"""Detectors pad images to a multiple of it, and so does this reader."""
-
-_TEST_SHARE = 5  # one in five
+"""Detectors pad images to a multiple of this number, and so does this reader."""
 
 
-def open_nuclei(folder: Path | str, *, masks: bool, workers: int = 0, crop: int = 256) -> DetectionSet:
+def open_nuclei(folder: Path | str | None, *, masks: bool, workers: int = 0, crop: int = 256) -> DataSet:
     """Open the nuclei. A hash of its ID decides whether an image is for testing; about one in five is.
 
     Training images are cropped at random, and mirrored left to right and top to bottom. Test images are whole, with
@@ -40,7 +34,7 @@ def open_nuclei(folder: Path | str, *, masks: bool, workers: int = 0, crop: int 
     instead, which is far brighter than most of these images and which training crops do not contain.
 
     Args:
-        folder: the folder of `images` and `labels`, or one with a child `dsb2018`.
+        folder: the folder of `images` and `labels`, or one with a child `dsb2018`; None for ./data and ~/data.
         masks: give the mask of each nucleus, too.
         workers: processes that prepare batches; 0 prepares them in this one.
         crop: height and width of the training crops. Smaller images are padded with black.
@@ -52,32 +46,15 @@ def open_nuclei(folder: Path | str, *, masks: bool, workers: int = 0, crop: int 
     if crop < 1:
         raise ValueError(f"crop must be positive, got {crop}")
     require_torchvision()
-    places = [Path(folder), Path(folder) / "dsb2018"]
-    root = next((place for place in places if (place / "labels").is_dir()), None)
-    if root is None:
-        raise FileNotFoundError(
-            f"the nuclei were looked for in {' and '.join(map(str, places))}: a folder with images/ID.jpg and "
-            "labels/ID.png, which has the number of a nucleus per pixel"
-        )
+    layout = "a folder with images/ID.jpg and labels/ID.png, which has the number of a nucleus per pixel"
+    root = find_root(folder, ("dsb2018",), lambda place: (place / "labels").is_dir(), title="the nuclei", layout=layout)
     files = pair_files(root / "images", root / "labels")
-    parts = [[pair for pair in files if is_test(pair.image.stem) == test] for test in (False, True)]
-    if not all(parts):
-        raise ValueError(f"{root} has {len(parts[0])} training and {len(parts[1])} test images: add images")
+    parts = split_by_fold(files, lambda pair: pair.image.stem, fold=0, where=root)
     train, test = (
-        DetectionSamples(_NucleiDecoder(part, masks=masks, crop=size), names=NAMES, workers=workers)
+        DetectionSamples(_NucleiDecoder(part, masks=masks, crop=size), workers=workers)
         for part, size in zip(parts, (crop, None), strict=True)
     )
-    return DetectionSet(train, test)
-
-
-def is_test(name: str) -> bool:
-    """Return whether the image of this ID is for testing: SHA-256 of the ID, divisible by five.
-
-    Example:
-        >>> [name for name in "abcdefghijkl" if is_test(name)]
-        ['b', 'd', 'e', 'l']
-    """
-    return int(hashlib.sha256(name.encode()).hexdigest(), 16) % _TEST_SHARE == 0
+    return DataSet(train, test, NAMES)
 
 
 class _Picture(NamedTuple):
@@ -88,37 +65,28 @@ class _Picture(NamedTuple):
     nuclei: np.ndarray
 
 
-class _NucleiDecoder:
-    """Turns shares into lists of bytes and targets, cropped and mirrored if `crop` is given."""
+class _NucleiDecoder(DetectionDecoder):
+    """Images in memory; cropped and mirrored if `crop` is given."""
 
     def __init__(self, files: list[MaskedImage], *, masks: bool, crop: int | None) -> None:
+        super().__init__(masks=masks, train=crop is not None, axes=(-1, -2))
         self._pictures = [_read(pair) for pair in files]
         if crop is None:
             self._pictures = [_pad_to_stride(picture) for picture in self._pictures]
         if not any(picture.nuclei.any() for picture in self._pictures):
             raise ValueError(f"the {len(files)} labels from {files[0].mask} on have no nucleus to learn or to score")
-        self._masks, self._crop = masks, crop
+        self._crop = crop
 
     def __len__(self) -> int:
         return len(self._pictures)
 
-    def __getitem__(self, order: Order) -> tuple[list[Tensor], list[Target], Tensor]:
-        keys = sample_keys(torch.tensor(order.indices, dtype=torch.int64), seed=order.seed, epoch=order.epoch)
-        crops = uniforms(keys, 2, stream=CROP).tolist()
-        flips = (uniforms(keys, 2, stream=FLIP) < 0.5).tolist()
-        images, targets = [], []
-        for index, place, mirrored in zip(order.indices, crops, flips, strict=True):
-            _, pixels, nuclei = self._pictures[index]
-            if self._crop is not None:
-                pixels, nuclei = (_cut(part, place, size=self._crop) for part in (pixels, nuclei))
-            image = torch.from_numpy(pixels).permute(2, 0, 1)
-            target = self._target(nuclei, least=1 if self._crop is None else LEAST_PIXELS)
-            for mirror, axis in zip(mirrored, (-1, -2), strict=True):
-                if mirror and self._crop is not None:
-                    image, target = flip_sample(image, target, axis=axis)
-            images.append(image)
-            targets.append({**target, "image": index})
-        return images, targets, keys
+    def read(self, index: int, place: list[float]) -> tuple[Tensor, Target]:
+        """Return a crop, or a whole image, and its target."""
+        _, pixels, nuclei = self._pictures[index]
+        if self._crop is not None:
+            pixels, nuclei = (_cut(part, place, size=self._crop) for part in (pixels, nuclei))
+        target = self._target(nuclei, least=1 if self._crop is None else LEAST_PIXELS)
+        return torch.from_numpy(pixels).permute(2, 0, 1), target
 
     def _target(self, nuclei: np.ndarray, *, least: int) -> Target:
         found = _locate(nuclei, least=least)
@@ -148,14 +116,7 @@ def _read(pair: MaskedImage) -> _Picture:
     """Read an image and its labels, completely. Raise an error with the name of a broken file."""
     for path in pair:
         check_picture(path)
-    image = np.array(decode(pair.image))
-    try:
-        with open_picture(pair.mask) as file:
-            mode, nuclei = file.mode, np.array(file)
-    except Exception as error:  # PIL's decoders raise many kinds of errors
-        raise ValueError(f"{pair.mask} is not a readable image ({error}); replace it or delete it") from error
-    if mode not in ("L", "I;16", "I"):
-        raise ValueError(f"labels must be a grey image of 8 or 16 bits, {pair.mask} has mode {mode}")
+    image, nuclei = np.array(decode(pair.image)), decode_labels(pair.mask, modes=("L", "I;16", "I"))
     if nuclei.shape != image.shape[:2]:
         sizes = [f"{width}×{height}" for height, width in (image.shape[:2], nuclei.shape)]
         raise ValueError(
@@ -214,8 +175,8 @@ def _annotate(nuclei: np.ndarray, *, masks: bool) -> Iterator[dict[str, Any]]:
             "area": int(pixels),
         }
         if masks:
-            mask = _fill(np.zeros(nuclei.shape, dtype=np.uint8, order="F"), nuclei, number, box)
-            counts = load_mask_library().encode(mask)["counts"].decode()
+            mask = _fill(np.zeros(nuclei.shape, dtype=np.uint8), nuclei, number, box)
+            (counts,) = encode_masks(torch.from_numpy(mask)[None])
             entry["segmentation"] = {"size": list(nuclei.shape), "counts": counts}
         yield entry
 

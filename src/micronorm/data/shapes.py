@@ -1,31 +1,30 @@
 """Generated pictures of discs, squares and triangles on noise, with the class of each pixel."""
 
 import math
-from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-from micronorm.data.memory import FLIP, check_indices
+from micronorm.data.samples import FLIP, IndexedSamples
 from micronorm.ops.keyed import integers, sample_keys, uniforms
 
 CLASSES = ("background", "disc", "square", "triangle")
 VOID = 255
 """The label of pixels on the edge of a shape, which are not scored."""
 
-_SHAPES = 2  # per picture, of which the later ones cover the earlier ones
+_SHAPES = 2  # per picture; a later one covers an earlier one
 _GEOMETRY = int.from_bytes(b"form", "big")
 _NOISE = int.from_bytes(b"nois", "big")
 
 
-class ShapeSamples:
+class ShapeSamples(IndexedSamples):
     """N×3×size×size float32 pictures and N×size×size int64 labels, kept on a device.
 
-    Picture i is a function of (seed, i). With `augment` it is mirrored in every second epoch, at random.
+    Picture i is a function of (seed, i). With `augment` it is mirrored in half of the epochs, at random.
 
     Args:
         count: the number of pictures.
-        seed: of the pictures; another seed gives other pictures.
+        seed: another seed gives other pictures.
         size: height and width.
         augment: mirror pictures at random.
         device: where the pictures are kept.
@@ -46,18 +45,15 @@ class ShapeSamples:
     def __len__(self) -> int:
         return len(self._labels)
 
-    def load(self, shares: Iterable[tuple[int, Tensor]], *, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (images, labels) for each share (epoch, indices), in order."""
-        for epoch, indices in shares:
-            check_indices(indices, len(self))
-            here = indices.to(self._images.device)
-            images, labels = self._images[here], self._labels[here]
-            if self._augment:
-                keys = sample_keys(indices, seed=seed, epoch=epoch)
-                mirrored = integers(keys, 1, bound=2, stream=FLIP).bool().to(here.device)[:, :, None]
-                labels = torch.where(mirrored, labels.flip(-1), labels)
-                images = torch.where(mirrored[..., None], images.flip(-1), images)
-            yield images, labels
+    def _batch(self, indices: Tensor, *, seed: int, epoch: int) -> tuple[Tensor, Tensor]:
+        here = indices.to(self._images.device)
+        images, labels = self._images[here], self._labels[here]
+        if self._augment:
+            keys = sample_keys(indices, seed=seed, epoch=epoch)
+            mirrored = integers(keys, 1, bound=2, stream=FLIP).bool().to(here.device)[:, :, None]
+            labels = torch.where(mirrored, labels.flip(-1), labels)
+            images = torch.where(mirrored[..., None], images.flip(-1), images)
+        return images, labels
 
 
 def draw_shapes(indices: Tensor, *, seed: int, size: int) -> tuple[Tensor, Tensor]:

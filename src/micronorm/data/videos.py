@@ -1,6 +1,5 @@
 """Video files in one folder per class, CLASS/clip.mp4, decoded once and kept in memory as small frames."""
 
-import hashlib
 import importlib
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,11 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from micronorm.data.clips import MemoryClips
+from micronorm.data.files import find_root, naming_broken_file, split_by_fold
 from micronorm.data.pixels import IMAGENET
+from micronorm.data.samples import DataSet
 
 SUFFIXES = (".mp4", ".mov", ".avi", ".mkv", ".webm")
-"""File names of videos end so, in upper or lower case."""
-FOLDS = 5
+"""Suffixes of video files, in upper or lower case."""
 MARGIN = 9 / 8
 """Height and width of the stored frames, as a multiple of the crop."""
 
@@ -24,33 +24,22 @@ _CONTAINERS_ONLY = {"format_whitelist": "mov,mp4,avi,matroska,webm", "protocol_w
 _MOST = 8 << 30  # bytes of all frames
 
 
-class VideoSet(NamedTuple):
-    """The training and test samples, and the names of the classes by label."""
-
-    train: MemoryClips
-    test: MemoryClips
-    classes: tuple[str, ...]
-
-
 class _Video(NamedTuple):
     path: Path
     label: int
     frames: Tensor
 
 
-def open_videos(
-    folder: Path | str, *, fold: int, size: int = 64, child: str = "clips", device: torch.device | str = "cpu"
-) -> VideoSet:
+def open_videos(folder: Path | str | None, *, fold: int, size: int = 64, device: torch.device | str = "cpu") -> DataSet:
     """Decode all videos of a folder; those of one of five folds are for testing.
 
     A hash of the file name decides about the fold of a video. Frames are resized to a square of 9/8 of `size`, without
     regard to their shape, so that nothing at the sides is lost. Every file is read before the training starts.
 
     Args:
-        folder: the folder of class folders, or one with a child `child`.
+        folder: the folder of class folders, or one with a child `clips`; None for ./data and ~/data.
         fold: from 0 to 4: the part that is tested on.
         size: height and width of the inputs.
-        child: a folder to look into.
         device: where the frames are kept.
 
     Raises:
@@ -58,15 +47,11 @@ def open_videos(
         ValueError: a file is no readable video, with its name; a part is empty; or the frames need too much memory.
         ImportError: neither PyAV nor torchcodec is installed.
     """
-    if not 0 <= fold < FOLDS:
-        raise ValueError(f"fold must be from 0 to {FOLDS - 1}, got {fold}")
-    places = [Path(folder), Path(folder) / child]
-    root, files = next(((place, found) for place in places if len(found := find_videos(place)) > 1), (None, {}))
-    if root is None:
-        raise FileNotFoundError(
-            f"videos were looked for in {' and '.join(map(str, places))}: at least two folders, one per class, with "
-            f"files {', '.join(SUFFIXES)}"
-        )
+    layout = f"at least two folders, one per class, with files {', '.join(SUFFIXES)}"
+    root = find_root(
+        folder, ("clips",), lambda place: len(find_videos(place)) > 1, title="a set of videos", layout=layout
+    )
+    files = find_videos(root)
     side, bytes_so_far, videos = round(size * MARGIN), 0, []
     for label, paths in enumerate(files.values()):
         for path in paths:
@@ -77,11 +62,7 @@ def open_videos(
                     f"the frames of {root} need more than {_MOST >> 30} GiB of memory; give a smaller --size, or "
                     "extract the frames into the layout of Something-Something V1"
                 )
-    parts = [[video for video in videos if (fold_of(video.path.name) == fold) == test] for test in (False, True)]
-    if not all(parts):
-        raise ValueError(
-            f"fold {fold} of {root} has {len(parts[0])} training and {len(parts[1])} test videos: add more"
-        )
+    parts = split_by_fold(videos, lambda video: video.path.name, fold=fold, where=root)
     train, test = (
         MemoryClips(
             torch.cat([video.frames for video in part]),
@@ -94,17 +75,7 @@ def open_videos(
         )
         for part in parts
     )
-    return VideoSet(train, test, tuple(files))
-
-
-def fold_of(name: str) -> int:
-    """Return the fold of a video by its file name: SHA-256 modulo 5.
-
-    Example:
-        >>> [fold_of(f"{k}.mp4") for k in range(8)]
-        [2, 3, 1, 1, 4, 2, 4, 4]
-    """
-    return int(hashlib.sha256(name.encode()).hexdigest(), 16) % FOLDS
+    return DataSet(train, test, tuple(files))
 
 
 def find_videos(root: Path) -> dict[str, list[Path]]:
@@ -127,12 +98,9 @@ def decode_video(path: Path) -> Tensor:
         import av
     except ImportError:
         return _decode_by_torchcodec(path)
-    try:
-        with av.open(str(path), options=_CONTAINERS_ONLY) as video:
-            expected = video.streams.video[0].frames  # 0 if the file does not say it
-            frames = [frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]
-    except Exception as error:  # of FFmpeg, for no video stream, for names of streams that are no text, …
-        raise _unreadable(path, error) from error
+    with naming_broken_file(path, "video"), av.open(str(path), options=_CONTAINERS_ONLY) as video:
+        expected = video.streams.video[0].frames  # 0 if the file does not say it
+        frames = [frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]
     if not frames or len(frames) < expected:
         raise ValueError(
             f"{path} has {len(frames)} of {expected} frames: the file was cut short; replace it or delete it"
@@ -145,15 +113,8 @@ def _decode_by_torchcodec(path: Path) -> Tensor:
         decoders: Any = importlib.import_module("torchcodec.decoders")
     except (ImportError, RuntimeError) as error:  # RuntimeError: it finds no FFmpeg
         raise ImportError(f"video files need PyAV: pip install av (or torchcodec: {error})") from error
-    try:
+    with naming_broken_file(path, "video"):
         return decoders.VideoDecoder(str(path))[:]
-    except (RuntimeError, ValueError) as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: Exception) -> ValueError:
-    why = " ".join(str(error).split())[:200]
-    return ValueError(f"{path} is not a readable video ({type(error).__name__}: {why}); replace it or delete it")
 
 
 def shrink_frames(frames: Tensor, side: int) -> Tensor:

@@ -3,8 +3,7 @@
 All volumes are read when the set is opened, and kept in memory. The 260 volumes of the hippocampus are 80 MB.
 """
 
-import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,11 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from micronorm.data.listed import find_listed, read_json
-from micronorm.data.memory import CROP, FLIP, check_indices
+from micronorm.data.files import find_listed, find_root, naming_broken_file, read_json, split_by_fold
+from micronorm.data.samples import CROP, FLIP, DataSet, IndexedSamples
 from micronorm.ops.keyed import sample_keys, uniforms
 
-FOLDS = 5
 SCALE, SHIFT, NOISE = 0.25, 0.25, 0.1
 """Largest change of a training volume's contrast (a factor 1 ± 0.25), brightness and noise, in standard deviations."""
 
@@ -34,23 +32,15 @@ class Volume(NamedTuple):
     labels: Tensor
 
 
-class VolumeSet(NamedTuple):
-    """The training and test samples of a fold, and the names of the classes."""
-
-    train: "VolumePatches"
-    test: "WholeVolumes"
-    names: tuple[str, ...]
-
-
 def open_decathlon(
-    folder: Path | str, *, name: str, fold: int, patch: Size, device: torch.device | str = "cpu"
-) -> VolumeSet:
+    folder: Path | str | None, *, name: str, fold: int, patch: Size, device: torch.device | str = "cpu"
+) -> DataSet:
     """Open a data set of the Medical Segmentation Decathlon with one input channel, and check all its files.
 
     Args:
-        folder: the folder of dataset.json, or one with a child `name`.
+        folder: the folder of dataset.json, or one with a child `name`; None for ./data and ~/data.
         name: the folder's usual name, such as "hippocampus".
-        fold: the fold for testing, from 0 to 4; see `fold_of`.
+        fold: the fold for testing, from 0 to 4; see `files.fold_of`.
         patch: depth, height and width of the training patches.
         device: where the volumes are kept.
 
@@ -58,35 +48,15 @@ def open_decathlon(
         FileNotFoundError: no such folder, or a file of dataset.json is missing.
         ValueError: a file cannot be read, or its label does not fit; the message has the file's name.
     """
-    if not 0 <= fold < FOLDS:
-        raise ValueError(f"fold must lie between 0 and {FOLDS - 1}, got {fold}")
-    places = [Path(folder), Path(folder) / name]
-    root = next((place for place in places if (place / "dataset.json").is_file()), None)
-    if root is None:
-        raise FileNotFoundError(
-            f"{name} was looked for in {' and '.join(map(str, places))}: a folder with dataset.json, imagesTr and "
-            "labelsTr, as the Medical Segmentation Decathlon has it"
-        )
+    layout = "a folder with dataset.json, imagesTr and labelsTr, as the Medical Segmentation Decathlon has it"
+    root = find_root(folder, (name,), lambda place: (place / "dataset.json").is_file(), title=name, layout=layout)
     names, pairs = _read_index(root / "dataset.json")
     for path in (path for pair in pairs for path in pair):
         if not path.is_file():
             raise FileNotFoundError(f"{path} is listed in {root / 'dataset.json'}, but is missing")
-    parts: tuple[list[Volume], list[Volume]] = ([], [])
-    for image, labels in pairs:
-        parts[fold_of(image.name) == fold].append(read_volume(image, labels, classes=len(names)))
-    if not all(parts):
-        raise ValueError(f"fold {fold} of {root} has {len(parts[0])} training and {len(parts[1])} test volumes")
-    return VolumeSet(VolumePatches(parts[0], patch=patch, device=device), WholeVolumes(parts[1]), names)
-
-
-def fold_of(name: str) -> int:
-    """Return the fold of a file: SHA-256 of its name, modulo 5.
-
-    Example:
-        >>> [fold_of(f"hippocampus_00{k}.nii.gz") for k in (1, 3, 4)]
-        [2, 1, 3]
-    """
-    return int(hashlib.sha256(name.encode()).hexdigest(), 16) % FOLDS
+    parts = split_by_fold(pairs, lambda pair: pair[0].name, fold=fold, where=root)
+    train, test = ([read_volume(*pair, classes=len(names)) for pair in part] for part in parts)
+    return DataSet(VolumePatches(train, patch=patch, device=device), WholeVolumes(test), names)
 
 
 def _read_index(path: Path) -> tuple[tuple[str, ...], list[tuple[Path, Path]]]:
@@ -114,7 +84,7 @@ def read_volume(image: Path, labels: Path, *, classes: int) -> Volume:
     """Read a volume and its labels. Subtract the volume's mean, and divide by its standard deviation.
 
     Raises:
-        ValueError: a file cannot be read, the two differ in shape, a label is no class, or the volume is constant.
+        ValueError: a file cannot be read, the two differ in shape, a label is not a class, or the volume is constant.
     """
     values, truth = _read_nifti(image), _read_nifti(labels)
     if values.ndim != 3 or values.shape != truth.shape:
@@ -137,19 +107,14 @@ def _read_nifti(path: Path) -> np.ndarray:
         import nibabel
     except ImportError as error:
         raise ImportError("NIfTI files need nibabel: pip install nibabel") from error
-    try:
+    with naming_broken_file(path, "NIfTI file"):
         opened: Any = nibabel.load(path)  # type: ignore[attr-defined]
         if opened.get_data_dtype().kind not in "iuf":
             raise TypeError(f"voxels must be real numbers, got {opened.get_data_dtype()}")
         return np.asarray(opened.dataobj, dtype=np.float64)
-    except Exception as error:  # nibabel and gzip raise many kinds of errors
-        raise ValueError(
-            f"{path} is not a readable NIfTI file ({type(error).__name__}: {error}); replace it or remove it from "
-            "dataset.json"
-        ) from error
 
 
-class WholeVolumes:
+class WholeVolumes(IndexedSamples):
     """Volumes for testing. Batches are lists of 1×D×H×W float32 and of D×H×W int64.
 
     Args:
@@ -162,15 +127,12 @@ class WholeVolumes:
     def __len__(self) -> int:
         return len(self._volumes)
 
-    def load(self, shares: Iterable[tuple[int, Tensor]], *, seed: int) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """Yield (volumes, labels) for each share (epoch, indices), in order."""
-        for _, indices in shares:
-            check_indices(indices, len(self))
-            chosen = [self._volumes[index] for index in indices.tolist()]
-            yield [volume.image[None] for volume in chosen], [volume.labels.long() for volume in chosen]
+    def _batch(self, indices: Tensor, *, seed: int, epoch: int) -> tuple[list[Tensor], list[Tensor]]:
+        chosen = [self._volumes[index] for index in indices.tolist()]
+        return [volume.image[None] for volume in chosen], [volume.labels.long() for volume in chosen]
 
 
-class VolumePatches:
+class VolumePatches(IndexedSamples):
     """Random patches of volumes. Batches are float32 N×1×D×H×W and int64 N×D×H×W, on the device of the volumes.
 
     A patch has a random place, is mirrored along each axis at random, and changes in contrast, brightness and noise.
@@ -203,15 +165,12 @@ class VolumePatches:
     def __len__(self) -> int:
         return len(self._offsets)
 
-    def load(self, shares: Iterable[tuple[int, Tensor]], *, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (patches, labels) for each share (epoch, indices), in order."""
-        for epoch, indices in shares:
-            check_indices(indices, len(self))
-            here = indices.to(self._device)
-            keys = sample_keys(here, seed=seed, epoch=epoch)
-            place, inside = self._places(here, keys)
-            images = torch.where(inside, _change_tone(self._values[place], keys), 0.0)
-            yield images[:, None], torch.where(inside, self._labels[place], 0).long()
+    def _batch(self, indices: Tensor, *, seed: int, epoch: int) -> tuple[Tensor, Tensor]:
+        here = indices.to(self._device)
+        keys = sample_keys(here, seed=seed, epoch=epoch)
+        place, inside = self._places(here, keys)
+        images = torch.where(inside, _change_tone(self._values[place], keys), 0.0)
+        return images[:, None], torch.where(inside, self._labels[place], 0).long()
 
     def _places(self, indices: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Return where each voxel of the patches lies among all voxels, and whether it lies inside of its volume."""
@@ -237,5 +196,5 @@ def _change_tone(images: Tensor, keys: Tensor) -> Tensor:
     """Change contrast, brightness and noise of N×D×H×W images by random amounts; see `SCALE`."""
     draws = 2 * uniforms(keys, 3, stream=_INTENSITY)[:, :, None, None, None] - 1
     noise = 2 * uniforms(keys, images[0].numel(), stream=_NOISE).reshape(images.shape) - 1
-    width = 3**0.5 * NOISE * draws[:, 2].abs()  # uniform noise of this half width has its standard deviation
+    width = 3**0.5 * NOISE * draws[:, 2].abs()  # uniform noise within ± √3·σ has the standard deviation σ
     return images * (1 + SCALE * draws[:, 0]) + SHIFT * draws[:, 1] + width * noise

@@ -1,4 +1,4 @@
-"""Named training recipes, one module per table and figure of the paper, with the paper's figures; and running them.
+"""Named training recipes: the rows of the paper's tables and of ours, a module per kind of data; and running them.
 
 Data sets are in `micronorm.data`, losses and scores in `micronorm.tasks`, and the training loop in `micronorm.engine`.
 """

@@ -1,12 +1,12 @@
 """DeepLabV3 with a dilated ResNet, as the paper's table `voc` has it."""
 
-import importlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from micronorm.recipes.resnet import build_resnet
 
 RATES = (6, 12, 18)
 """Dilations of the 3×3 branches, for output stride 16."""
@@ -68,20 +68,10 @@ class DeepLabV3(nn.Module):
 
 def _dilated_resnet(blocks: Sequence[int]) -> nn.Module:
     """Return torchvision's ResNet without its classifier, as a Sequential with the names of its parts."""
-    try:
-        resnet: Any = importlib.import_module("torchvision.models.resnet")
-    except ImportError as error:
-        raise ImportError("DeepLabV3's backbone is torchvision's: pip install torchvision") from error
-    whole = resnet.ResNet(
-        resnet.Bottleneck,
-        list(blocks),
-        zero_init_residual=True,
-        replace_stride_with_dilation=[False, False, True],
-    )
+    whole = build_resnet(blocks, replace_stride_with_dilation=[False, False, True])
     first = whole.layer4[0].conv2
     first.dilation = first.padding = (2, 2)
-    parts = ("conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3", "layer4")
     chain = nn.Sequential()
-    for name in parts:
+    for name in ("conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3", "layer4"):
         chain.add_module(name, getattr(whole, name))
     return chain

@@ -6,10 +6,9 @@ One row takes about fifteen seconds on one CPU core.
 from micronorm.engine.optimization import SGD
 from micronorm.engine.schedules import Cosine
 from micronorm.engine.settings import Settings
-from micronorm.nn import BCN, BN, GN, WS
-from micronorm.nn.spec import NormSpec, WeightSpec
-from micronorm.recipes.protocols import make
-from micronorm.recipes.recipe import Recipe, Table
+from micronorm.nn import BN
+from micronorm.recipes.protocols import MICRO, OURS, make_rows
+from micronorm.recipes.recipe import Table
 
 # One setting for every method. Momentum, decay, the cosine without warm-up, the shift by a pixel and the samples per
 # step were set beforehand. Learning rate and epochs were chosen together on validation images: trained on 1,000 of the
@@ -26,28 +25,19 @@ from micronorm.recipes.recipe import Recipe, Table
 LEARNING_RATE = 0.1
 EPOCHS = 15
 STEP_BATCH = 64
-_OURS = 'our own table: the paper has none like it. BCN is statistics="step"'
+_SETTINGS = Settings(
+    epochs=EPOCHS,
+    step_batch=STEP_BATCH,
+    optimizer=SGD(lr=LEARNING_RATE, momentum=0.9, weight_decay=1e-4),
+    schedule=Cosine(),
+)
+_METHODS = {"bn-64": (BN(), None), "bn": (BN(micro_batch=1), None), **MICRO}
 
-
-def _row(row: str, norm: NormSpec, weight: WeightSpec | None, *, batch: int = 1) -> Recipe:
-    settings = Settings(
-        epochs=EPOCHS,
-        step_batch=STEP_BATCH,
-        optimizer=SGD(lr=LEARNING_RATE, momentum=0.9, weight_decay=1e-4),
-        schedule=Cosine(),
-    )
-    return make(f"digits/{row}", "digits", "digits", norm, weight, batch=batch, settings=settings, notes=(_OURS,))
-
-
-TABLE = Table(
-    name="digits",
-    title="Ours: a small residual network on 8×8 digits, BN of 64 images; BN, GN, GN+WS and BCN+WS of one",
-    rows=(
-        _row("bn-64", BN(), None, batch=STEP_BATCH),
-        _row("bn", BN(micro_batch=1), None),
-        _row("gn", GN(), None),
-        _row("gn-ws", GN(), WS()),
-        _row("bcn-ws", BCN(), WS()),
+TABLES = (
+    Table(
+        name="digits",
+        title="Ours: a small residual network on 8×8 digits, BN of 64 images; BN, GN, GN+WS and BCN+WS of one",
+        rows=make_rows("digits", "digits", "digits", _METHODS, settings=_SETTINGS, notes=(OURS,)),
+        default="bcn-ws",
     ),
-    default="bcn-ws",
 )

@@ -6,21 +6,18 @@ Equal budgets, and one volume per micro-batch. The result of a method is the mea
 from micronorm.engine.optimization import SGD
 from micronorm.engine.schedules import Poly
 from micronorm.engine.settings import Settings
-from micronorm.nn import BCN, BN, GN, IN, WS
-from micronorm.nn.spec import NormSpec, WeightSpec
-from micronorm.recipes.protocols import make, method
-from micronorm.recipes.recipe import Recipe, Table
+from micronorm.nn import BN, IN
+from micronorm.recipes.protocols import MICRO, make, method
+from micronorm.recipes.recipe import Table
 
-STEPS = 2_500
-STEP_BATCH = 8
-METHODS: dict[str, tuple[NormSpec, WeightSpec | None]] = {
-    "in": (IN(), None),
-    "bn": (BN(micro_batch=1), None),
-    "gn": (GN(), None),
-    "gn-ws": (GN(), WS()),
-    "bcn-ws": (BCN(), WS()),
-}
 TRAINED_FOLDS = (0, 1, 2)
+_METHODS = {"in": (IN(), None), "bn": (BN(micro_batch=1), None), **MICRO}
+_SETTINGS = Settings(
+    steps=2_500,
+    step_batch=8,
+    optimizer=SGD(lr=0.1, momentum=0.9, weight_decay=3e-5, nesterov=True),
+    schedule=Poly(),
+)
 _NOTES = (
     "ours throughout: the paper has no such table. Patches of 32×48×32 voxels, mirrored along all axes, with random "
     "contrast, brightness and noise. Weight decay, Nesterov's momentum and the schedule are nnU-Net's. lr 0.1 with "
@@ -28,33 +25,25 @@ _NOTES = (
     'statistics="step"',
 )
 
-
-def _row(name: str, fold: int) -> Recipe:
-    norm, weight = METHODS[name]
-    settings = Settings(
-        steps=STEPS,
-        step_batch=STEP_BATCH,
-        optimizer=SGD(lr=0.1, momentum=0.9, weight_decay=3e-5, nesterov=True),
-        schedule=Poly(),
-    )
-    title = f"Residual 3-D U-Net, hippocampus without fold {fold}: {method(norm, weight)} of one volume"
-    return make(
-        f"hippocampus/{name}-fold{fold}",
-        "unet3d",
-        f"hippocampus-fold{fold}",
-        norm,
-        weight,
-        batch=1,
-        settings=settings,
-        title=title,
-        task="volumes",
-        notes=_NOTES,
-    )
-
-
-TABLE = Table(
-    name="hippocampus",
-    title="Ours: a residual 3-D U-Net on hippocampus volumes, three folds: IN, BN, GN, GN+WS, BCN+WS of one volume",
-    rows=tuple(_row(name, fold) for name in METHODS for fold in TRAINED_FOLDS),
-    default="bcn-ws-fold0",
+TABLES = (
+    Table(
+        name="hippocampus",
+        title="Ours: a residual 3-D U-Net on hippocampus volumes, three folds: IN, BN, GN, GN+WS, BCN+WS of one volume",
+        rows=tuple(
+            make(
+                f"hippocampus/{row}-fold{fold}",
+                "unet3d",
+                f"hippocampus-fold{fold}",
+                norm,
+                weight,
+                settings=_SETTINGS,
+                title=f"Residual 3-D U-Net, hippocampus without fold {fold}: {method(norm, weight)} of one volume",
+                task="volumes",
+                notes=_NOTES,
+            )
+            for row, (norm, weight) in _METHODS.items()
+            for fold in TRAINED_FOLDS
+        ),
+        default="bcn-ws-fold0",
+    ),
 )

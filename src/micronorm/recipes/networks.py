@@ -1,10 +1,8 @@
 """The networks of the recipes, made of nn.Conv2d and nn.BatchNorm2d, which conversion then replaces.
 
-The networks for CIFAR, digits and shapes are defined here. Those for ImageNet are torchvision's, which is imported only
-when one of them is built.
+The networks for small images are defined here. Those for ImageNet are torchvision's.
 """
 
-import importlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,6 +13,7 @@ from torch import Tensor, nn
 from micronorm.convert import norm_act, register_block
 from micronorm.recipes.deeplab import DeepLabV3
 from micronorm.recipes.rcnn import build_rcnn
+from micronorm.recipes.resnet import RN50, RN101, build_resnet
 from micronorm.recipes.temporal_shift import ClipNetwork, temporal_shift
 from micronorm.recipes.unet3d import ResidualUNet3d
 
@@ -74,9 +73,8 @@ class SmallImageResNet(nn.Module):
         stages = []
         before = widths[0]
         for stage, (width, count) in enumerate(zip(widths, blocks, strict=True)):
-            strides = [1 if stage == 0 else 2] + [1] * (count - 1)
-            sizes = [before] + [width] * (count - 1)
-            stages.append(nn.Sequential(*(BasicBlock(i, width, stride=s) for i, s in zip(sizes, strides, strict=True))))
+            first = BasicBlock(before, width, stride=2 if stage else 1)
+            stages.append(nn.Sequential(first, *(BasicBlock(width, width, stride=1) for _ in range(count - 1))))
             before = width
         self.stages = nn.Sequential(*stages)
         self.classifier = nn.Linear(before, classes)
@@ -134,43 +132,8 @@ class SmallSegmenter(nn.Module):
         return logits
 
 
-def _cifar(depth: int, *, classes: int) -> nn.Module:
-    """Build He et al.'s network of 6n + 2 layers for CIFAR: three stages of n basic blocks."""
-    count, rest = divmod(depth - 2, 6)
-    assert rest == 0, depth
-    return SmallImageResNet(widths=(16, 32, 64), blocks=(count,) * 3, classes=classes)
-
-
-def _cifar_resnet18(*, classes: int) -> nn.Module:
-    """Build the usual ResNet-18 for CIFAR: ImageNet's widths and depths after a 3×3 stem."""
-    return SmallImageResNet(widths=(64, 128, 256, 512), blocks=(2, 2, 2, 2), classes=classes)
-
-
-def _digits(*, classes: int) -> nn.Module:
-    """Build a network with one block per stage, for N×1×8×8 images."""
-    return SmallImageResNet(widths=(16, 32, 64), blocks=(1, 1, 1), classes=classes, inputs=1)
-
-
-def _torchvision(blocks: Sequence[int], *, classes: int, groups: int = 1, width_per_group: int = 64) -> nn.Module:
-    """Build torchvision's bottleneck ResNet; the last norm of each residual block starts at weight 0.
-
-    The paper does not say how its networks start; the authors' code zeroes that norm. torchvision has no function for
-    ResNeXt-101 32×4d, so this uses its class.
-    """
-    try:
-        resnet: Any = importlib.import_module("torchvision.models.resnet")
-    except ImportError as error:
-        raise ImportError("ImageNet networks are torchvision's, which is not installed: pip install torchvision") from (
-            error
-        )
-    return resnet.ResNet(
-        resnet.Bottleneck,
-        list(blocks),
-        num_classes=classes,
-        zero_init_residual=True,
-        groups=groups,
-        width_per_group=width_per_group,
-    )
+def _torchvision(blocks: Sequence[int], *, classes: int, **options: Any) -> nn.Module:
+    return build_resnet(blocks, num_classes=classes, **options)
 
 
 def _clips(*, shift: bool, classes: int, inputs: int, widths: Sequence[int]) -> nn.Module:
@@ -180,11 +143,10 @@ def _clips(*, shift: bool, classes: int, inputs: int, widths: Sequence[int]) -> 
 
 
 def _tsm_resnet50(*, classes: int) -> nn.Module:
-    return temporal_shift(_torchvision(_RN50, classes=classes))
+    return temporal_shift(_torchvision(RN50, classes=classes))
 
 
 _RESNEXT = {"groups": 32, "width_per_group": 4}
-_RN50, _RN101 = (3, 4, 6, 3), (3, 4, 23, 3)
 # Nuclei are small, many, and computed at their own size. Half of the usual regions are enough for a crop of 256 pixels.
 _NUCLEI: dict[str, Any] = {
     "masks": True,
@@ -198,27 +160,29 @@ _NUCLEI: dict[str, Any] = {
 _SMALL_COCO: dict[str, Any] = {"masks": True, "anchors": (16, 32, 64, 128, 256), "min_size": 320, "max_size": 512}
 
 NETWORKS: dict[str, Callable[..., nn.Module]] = {
-    "digits": _digits,
+    "digits": partial(SmallImageResNet, widths=(16, 32, 64), blocks=(1, 1, 1), inputs=1),
     "shapes": partial(SmallSegmenter, widths=(16, 32, 64, 64)),
-    "cifar-resnet20": partial(_cifar, 20),
-    "cifar-resnet56": partial(_cifar, 56),
-    "cifar-resnet110": partial(_cifar, 110),
-    "cifar-resnet18": _cifar_resnet18,
-    "resnet50": partial(_torchvision, (3, 4, 6, 3)),
-    "resnet101": partial(_torchvision, (3, 4, 23, 3)),
-    "resnext50-32x4d": partial(_torchvision, (3, 4, 6, 3), **_RESNEXT),
-    "resnext101-32x4d": partial(_torchvision, (3, 4, 23, 3), **_RESNEXT),
-    "deeplabv3-resnet50": partial(DeepLabV3, (3, 4, 6, 3)),
-    "deeplabv3-resnet101": partial(DeepLabV3, (3, 4, 23, 3)),
-    "fasterrcnn-resnet50": partial(build_rcnn, _RN50, masks=False),
-    "fasterrcnn-resnet101": partial(build_rcnn, _RN101, masks=False),
-    "maskrcnn-resnet50": partial(build_rcnn, _RN50, masks=True),
-    "maskrcnn-resnet101": partial(build_rcnn, _RN101, masks=True),
-    "maskrcnn-resnet50-plain-fpn": partial(build_rcnn, _RN50, masks=True, pyramid_norm=False),
-    "maskrcnn-resnet50-frozen": partial(build_rcnn, _RN50, masks=True, frozen=True),
-    "maskrcnn-resnet50-nuclei": partial(build_rcnn, _RN50, **_NUCLEI),
-    "maskrcnn-resnet50-nuclei-frozen": partial(build_rcnn, _RN50, **_NUCLEI, frozen=True),
-    "maskrcnn-resnet50-320": partial(build_rcnn, _RN50, **_SMALL_COCO),
+    # He et al.'s networks for CIFAR, of 6n + 2 layers
+    "cifar-resnet20": partial(SmallImageResNet, widths=(16, 32, 64), blocks=(3,) * 3),
+    "cifar-resnet56": partial(SmallImageResNet, widths=(16, 32, 64), blocks=(9,) * 3),
+    "cifar-resnet110": partial(SmallImageResNet, widths=(16, 32, 64), blocks=(18,) * 3),
+    # the usual ResNet-18 for CIFAR: ImageNet's widths and depths after a 3×3 stem
+    "cifar-resnet18": partial(SmallImageResNet, widths=(64, 128, 256, 512), blocks=(2,) * 4),
+    "resnet50": partial(_torchvision, RN50),
+    "resnet101": partial(_torchvision, RN101),
+    "resnext50-32x4d": partial(_torchvision, RN50, **_RESNEXT),
+    "resnext101-32x4d": partial(_torchvision, RN101, **_RESNEXT),
+    "deeplabv3-resnet50": partial(DeepLabV3, RN50),
+    "deeplabv3-resnet101": partial(DeepLabV3, RN101),
+    "fasterrcnn-resnet50": partial(build_rcnn, RN50, masks=False),
+    "fasterrcnn-resnet101": partial(build_rcnn, RN101, masks=False),
+    "maskrcnn-resnet50": partial(build_rcnn, RN50, masks=True),
+    "maskrcnn-resnet101": partial(build_rcnn, RN101, masks=True),
+    "maskrcnn-resnet50-plain-fpn": partial(build_rcnn, RN50, masks=True, pyramid_norm=False),
+    "maskrcnn-resnet50-frozen": partial(build_rcnn, RN50, masks=True, frozen=True),
+    "maskrcnn-resnet50-nuclei": partial(build_rcnn, RN50, **_NUCLEI),
+    "maskrcnn-resnet50-nuclei-frozen": partial(build_rcnn, RN50, **_NUCLEI, frozen=True),
+    "maskrcnn-resnet50-320": partial(build_rcnn, RN50, **_SMALL_COCO),
     "tsm-resnet50": _tsm_resnet50,
     "motion": partial(_clips, shift=True, inputs=1, widths=(8, 16, 32, 64)),
     "motion-no-shift": partial(_clips, shift=False, inputs=1, widths=(8, 16, 32, 64)),

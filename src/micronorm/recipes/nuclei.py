@@ -3,100 +3,74 @@
 from micronorm.engine.optimization import SGD
 from micronorm.engine.schedules import Cosine, StepMilestones, Warmup
 from micronorm.engine.settings import Settings
-from micronorm.nn import BCN, BN, GN, WS
+from micronorm.nn import BCN, BN, WS
 from micronorm.nn.spec import NormSpec, WeightSpec
-from micronorm.recipes.protocols import STEM, frozen_bn, make
+from micronorm.recipes.coco import STEM
+from micronorm.recipes.protocols import MICRO, OURS, frozen_bn, make
 from micronorm.recipes.recipe import Recipe, Table
 
-STEP_BATCH = 8
-STEPS = 1_000
-_OURS = 'our own table: the paper has none like it. BCN is statistics="step"'
-_NUCLEI = (
+_NUCLEI_NOTES = (
     "one image at a time: BN has the statistics of one image, in the heads those of its regions",
     "crops of 256×256 for training, whole images for testing, none of them resized; split by a hash of the image's ID",
 )
+_CHECK = "a check of the whole pipeline, not a benchmark: it must be able to learn by heart"
+_START = "short: its weights are a start for the detectors of table nuclei"
 
 
-def _detector(steps: int, *, lr: float) -> Settings:
+def _detector(steps: int) -> Settings:
     drops = StepMilestones((steps * 2 // 3, steps * 8 // 9))
-    optimizer = SGD(lr=lr, momentum=0.9, weight_decay=1e-4)
-    schedule = Warmup(drops, steps=100, start=0.1)
-    return Settings(steps=steps, step_batch=STEP_BATCH, optimizer=optimizer, schedule=schedule)
+    optimizer, schedule = SGD(lr=0.02, momentum=0.9, weight_decay=1e-4), Warmup(drops, steps=100, start=0.1)
+    return Settings(steps=steps, step_batch=8, optimizer=optimizer, schedule=schedule)
 
 
 def _nuclei(row: str, norm: NormSpec | None, weight: WeightSpec | None, start: str | None = None) -> Recipe:
-    return make(
-        f"nuclei/{row}",
-        "maskrcnn-resnet50-nuclei" if norm else "maskrcnn-resnet50-nuclei-frozen",
-        "nuclei",
-        norm,
-        weight,
-        batch=1,
-        settings=_detector(STEPS, lr=0.02),
-        task="instances",
-        notes=(_OURS, *_NUCLEI),
-        start=start,
-        frozen=STEM if start else (),
-    )
+    network = "maskrcnn-resnet50-nuclei" if norm else "maskrcnn-resnet50-nuclei-frozen"
+    fields = {"task": "instances", "notes": (OURS, *_NUCLEI_NOTES), "start": start, "frozen": STEM if start else ()}
+    return make(f"nuclei/{row}", network, "nuclei", norm, weight, settings=_detector(1_000), batch=1, **fields)
 
 
-NUCLEI = Table(
+def _classifier(row: str, norm: NormSpec, weight: WeightSpec | None) -> Recipe:
+    optimizer = SGD(lr=0.05, momentum=0.9, weight_decay=1e-4)
+    settings = Settings(epochs=30, step_batch=64, optimizer=optimizer, schedule=Cosine(warmup_epochs=2))
+    name, options = f"tiny_imagenet/{row}", {"settings": settings, "notes": (OURS, _START)}
+    return make(name, "resnet50", "tiny_imagenet20", norm, weight, **options)
+
+
+_COCO128_ROW = make(
+    "coco128/bcn-ws",
+    "maskrcnn-resnet50-320",
+    "coco128",
+    BCN(),
+    WS(),
+    settings=_detector(1_500),
+    task="instances",
+    notes=(OURS, _CHECK),
+)
+_NUCLEI = Table(
     name="nuclei",
     title="Ours: Mask R-CNN with FPN, ResNet-50, on nuclei, one image at a time: BN, GN, GN+WS, BCN+WS from scratch; "
     "frozen BN and BCN+WS from classifiers of Tiny ImageNet",
     rows=(
         _nuclei("bn", BN(micro_batch=1), None),
-        _nuclei("gn", GN(), None),
-        _nuclei("gn-ws", GN(), WS()),
-        _nuclei("bcn-ws", BCN(), WS()),
+        *(_nuclei(row, *method) for row, method in MICRO.items()),
         frozen_bn(_nuclei("pretrained-frozen-bn", None, None, "tiny_imagenet/bn")),
         _nuclei("pretrained-bcn-ws", BCN(), WS(), "tiny_imagenet/bcn-ws"),
     ),
     default="bcn-ws",
 )
 
-COCO128 = Table(
+_COCO128 = Table(
     name="coco128",
-    title="Ours: Mask R-CNN with FPN, ResNet-50, learns 126 images of COCO and tested on the 128 of that split",
-    rows=(
-        make(
-            "coco128/bcn-ws",
-            "maskrcnn-resnet50-320",
-            "coco128",
-            BCN(),
-            WS(),
-            batch=1,
-            settings=_detector(1_500, lr=0.02),
-            task="instances",
-            notes=(_OURS, "a check of the whole pipeline, not a benchmark: it must be able to learn by heart"),
-        ),
-    ),
+    title="Ours: Mask R-CNN with FPN, ResNet-50, trained on 126 images of COCO, tested on the 128 of that split",
+    rows=(_COCO128_ROW,),
     default="bcn-ws",
 )
 
-
-def _classifier(row: str, norm: NormSpec, weight: WeightSpec | None, *, batch: int = 1) -> Recipe:
-    settings = Settings(
-        epochs=30,
-        step_batch=64,
-        optimizer=SGD(lr=0.05, momentum=0.9, weight_decay=1e-4),
-        schedule=Cosine(warmup_epochs=2),
-    )
-    return make(
-        f"tiny_imagenet/{row}",
-        "resnet50",
-        "tiny_imagenet20",
-        norm,
-        weight,
-        batch=batch,
-        settings=settings,
-        notes=(_OURS, "short: its weights are a start for the detectors of table nuclei"),
-    )
-
-
-TINY_IMAGENET = Table(
+_TINY_IMAGENET = Table(
     name="tiny_imagenet",
     title="Ours: ResNet-50 on 20 classes of Tiny ImageNet: BN of 64 images, BCN+WS of one",
-    rows=(_classifier("bn", BN(), None, batch=64), _classifier("bcn-ws", BCN(), WS())),
+    rows=(_classifier("bn", BN(), None), _classifier("bcn-ws", BCN(), WS())),
     default="bcn-ws",
 )
+
+TABLES = (_NUCLEI, _COCO128, _TINY_IMAGENET)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from micronorm.nn import BCN, BN
 from micronorm.nn.spec import NormSpec
+from micronorm.recipes.resnet import build_resnet
 
 ANCHORS = (32, 64, 128, 256, 512)
 """Sizes of the anchors on the five levels of the pyramid."""
@@ -53,16 +54,11 @@ def build_rcnn(
     try:
         models: Any = importlib.import_module("torchvision.models.detection")
         ops: Any = importlib.import_module("torchvision.ops")
-        resnet: Any = importlib.import_module("torchvision.models.resnet")
     except ImportError as error:
         raise ImportError("detectors are torchvision's, which is not installed: pip install torchvision") from error
     norm = None if frozen else nn.BatchNorm2d
-    body = resnet.ResNet(
-        resnet.Bottleneck,
-        list(blocks),
-        zero_init_residual=not frozen,
-        norm_layer=ops.FrozenBatchNorm2d if frozen else nn.BatchNorm2d,
-    )
+    norm_layer = ops.FrozenBatchNorm2d if frozen else nn.BatchNorm2d
+    body = build_resnet(blocks, zero_init_residual=not frozen, norm_layer=norm_layer)
     backbone = models.backbone_utils.BackboneWithFPN(
         body,
         {f"layer{k + 1}": str(k) for k in range(4)},

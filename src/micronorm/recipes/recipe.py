@@ -42,17 +42,14 @@ DATA: Mapping[str, DataFacts] = {
     "tiny_imagenet20": DataFacts("20 classes of Tiny ImageNet", train=2_000, test=1_000, classes=20, shape=(3, 64, 64)),
     "something": DataFacts("Something-Something V1", train=86_017, test=11_522, classes=174, shape=(3, 224, 224)),
     "jester": DataFacts("Jester", train=118_562, test=14_787, classes=27, shape=(3, 224, 224)),
-    "clips-0": DataFacts("hand swipes, fold 0", train=181, test=49, classes=2, shape=(3, 64, 64)),
-    "clips-1": DataFacts("hand swipes, fold 1", train=179, test=51, classes=2, shape=(3, 64, 64)),
-    "clips-2": DataFacts("hand swipes, fold 2", train=180, test=50, classes=2, shape=(3, 64, 64)),
-    "clips-3": DataFacts("hand swipes, fold 3", train=192, test=38, classes=2, shape=(3, 64, 64)),
-    "clips-4": DataFacts("hand swipes, fold 4", train=188, test=42, classes=2, shape=(3, 64, 64)),
+    **{
+        f"clips-{k}": DataFacts(f"hand swipes, fold {k}", train=230 - test, test=test, classes=2, shape=(3, 64, 64))
+        for k, test in enumerate((49, 51, 50, 38, 42))
+    },
     "motion": DataFacts("moving digits", train=3_000, test=1_000, classes=10, shape=(1, 24, 24)),
     **{
-        f"hippocampus-fold{fold}": DataFacts(
-            "hippocampus", train=260 - test, test=test, classes=3, shape=(1, 32, 48, 32)
-        )
-        for fold, test in enumerate((55, 47, 50, 60, 48))
+        f"hippocampus-fold{k}": DataFacts("hippocampus", train=260 - test, test=test, classes=3, shape=(1, 32, 48, 32))
+        for k, test in enumerate((55, 47, 50, 60, 48))
     },
     "imagenet": DataFacts("ImageNet", train=1_281_167, test=50_000, classes=1000, shape=(3, 224, 224)),
 }
@@ -84,7 +81,7 @@ class Recipe:
         unavailable: why the row cannot be run; None if it can.
         zero_start: start the last norm of every residual block at zero, so that each block begins as its shortcut.
         start: the recipe whose trained weights the row starts from (`--weights`); None starts from initial weights.
-        frozen: what stays as it is in a run that starts from weights: prefixes of parameter names.
+        frozen: prefixes of the names of parameters that are not trained if the run starts from weights.
     """
 
     table: str
@@ -154,7 +151,7 @@ class Recipe:
         return network
 
     def freeze(self, network: nn.Module) -> None:
-        """Stop the training of what is `frozen`. BatchChannelNorm then keeps its estimates, too."""
+        """Exclude the `frozen` parameters from training. A BatchChannelNorm among them keeps its estimates."""
         for name, parameter in network.named_parameters():
             if name.startswith(self.frozen):
                 parameter.requires_grad_(False)

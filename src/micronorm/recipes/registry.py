@@ -2,57 +2,16 @@
 
 import difflib
 
-from micronorm.recipes import (
-    abl,
-    cifar1,
-    cifar2,
-    clips,
-    cwn,
-    digits,
-    fast,
-    hippocampus,
-    imagenet,
-    imagenet_ws,
-    ind_abl,
-    mask,
-    micro_batch,
-    motion,
-    nuclei,
-    quick,
-    resnext,
-    shapes,
-    tsm,
-    voc,
-)
+from micronorm.recipes import cifar, coco, digits, hippocampus, imagenet, nuclei, segmentation, video
 from micronorm.recipes.recipe import Recipe, Table
 
+_MODULES = (imagenet, cifar, coco, digits, segmentation, nuclei, video, hippocampus)
+# The paper's tables come first: one of their rows has a figure of the paper.
 _TABLES = {
     table.name: table
-    for table in (
-        abl.TABLE,
-        imagenet_ws.TABLE,
-        cwn.TABLE,
-        ind_abl.TABLE,
-        resnext.TABLE,
-        imagenet.TABLE,
-        cifar1.TABLE,
-        cifar2.TABLE,
-        mask.TABLE,
-        fast.TABLE,
-        voc.TABLE,
-        tsm.TABLE,
-        quick.TABLE,
-        micro_batch.TABLE,
-        digits.TABLE,
-        shapes.TABLE,
-        voc.CAMVID,
-        voc.LABEL_MAPS,
-        nuclei.NUCLEI,
-        nuclei.COCO128,
-        nuclei.TINY_IMAGENET,
-        motion.TABLE,
-        clips.TABLE,
-        hippocampus.TABLE,
+    for table in sorted(
+        (table for module in _MODULES for table in module.TABLES),
+        key=lambda table: all(recipe.paper is None for recipe in table.rows),
     )
 }
 

@@ -19,19 +19,8 @@ from micronorm.recipes.recipe import DATA, Recipe
 from micronorm.recipes.registry import tables
 
 RECORDED = "recorded.json"
-_REQUIRED = (
-    "recipe",
-    "seed",
-    "figures",
-    "epochs",
-    "step_batch",
-    "data",
-    "dtype",
-    "versions",
-    "date",
-    "command",
-    "digest",
-)
+_SETTINGS = ("seed", "epochs", "step_batch", "dtype")
+_REQUIRED = ("recipe", "figures", "data", "versions", "date", "command", "digest", *_SETTINGS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,18 +29,17 @@ class RunResult:
 
     Args:
         recipe: the recipe's name.
-        seed: of weights, order and augmentation.
+        seed: the run's seed, for weights, order and augmentation.
         figures: errors in % and others, by name.
         settings: the run's own, as `engine.settings.describe` gives them; "epochs" and "step_batch" at least.
-        data: "name", "train" and "test" (counts); "verified" where files were or were not compared with the published
-            ones; "size" where images were given another than the recipe's.
+        data: "name", "train" and "test" (counts); perhaps "verified", whether files were compared with the published
+            ones, and "size", the size of the images if it is not the recipe's.
         where: the run directory, or the entry of the packaged file.
         date: ISO 8601.
         device: the name of the GPU or processor.
         finished: whether the run was completed.
-        definition: of the recipe at that time (`Recipe.definition`); None if the record has none.
-        weights: what the run started from, the recipe that made the weights or the name of their file; None if it
-            started from the recipe's initial weights.
+        definition: `Recipe.definition` at that time; None if the record has none.
+        weights: the recipe or the file of the weights that the run started from; None for initial weights.
     """
 
     recipe: str
@@ -185,7 +173,7 @@ def parse_packaged(text: str) -> list[RunResult]:
         missing = [key for key in _REQUIRED if key not in entry]
         if missing:
             raise ValueError(f"{RECORDED}#{index} lacks {', '.join(missing)}")
-        settings = {name: entry[name] for name in ("seed", "epochs", "step_batch", "dtype")}
+        settings = {name: entry[name] for name in _SETTINGS}
         facts = {**entry, "settings": settings, "environment": entry}
         found.append(_result(facts, {"figures": entry["figures"], "finished": True}, where=f"{RECORDED}#{index}"))
     return found
@@ -209,9 +197,7 @@ def read_runs(folder: Path) -> tuple[list[RunResult], list[tuple[Path, str]]]:
 def _result(facts: Mapping[str, Any], outcome: Mapping[str, Any], *, where: str) -> RunResult:
     try:
         settings, data = facts["settings"], facts["data"]
-        for name, kept in (("epochs", settings), ("step_batch", settings), ("name", data), ("train", data)):
-            if name not in kept:
-                raise ValueError(f"the record lacks {name!r}")
+        _ = settings["epochs"], settings["step_batch"], data["name"], data["train"]  # `fault` compares them
         size = (facts.get("variation") or {}).get("size")
         return RunResult(
             recipe=facts["recipe"],

@@ -17,6 +17,10 @@ def _conv(inputs: int, outputs: int, kernel: int, *, stride: int = 1) -> nn.Conv
     return nn.Conv3d(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=False)
 
 
+def _conv_norm_act(inputs: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(_conv(inputs, outputs, 3), nn.BatchNorm3d(outputs), nn.LeakyReLU(SLOPE, inplace=True))
+
+
 class ResidualBlock3d(nn.Module):
     """act(norm(conv(act(norm(conv(x))))) + shortcut(x)); the first convolution and the shortcut take the stride.
 
@@ -76,25 +80,16 @@ class ResidualUNet3d(nn.Module):
 
     def __init__(self, *, widths: Sequence[int], blocks: Sequence[int], classes: int, inputs: int = 1) -> None:
         super().__init__()
-        self.stem = nn.Sequential(
-            _conv(inputs, widths[0], 3), nn.BatchNorm3d(widths[0]), nn.LeakyReLU(SLOPE, inplace=True)
-        )
-        down: list[nn.Module] = []
+        self.stem = _conv_norm_act(inputs, widths[0])
+        self.down = nn.ModuleList()
         before = widths[0]
         for level, (width, count) in enumerate(zip(widths, blocks, strict=True)):
-            strides = [1 if level == 0 else 2] + [1] * (count - 1)
-            sizes = [before] + [width] * (count - 1)
-            down.append(
-                nn.Sequential(*(ResidualBlock3d(i, width, stride=s) for i, s in zip(sizes, strides, strict=True)))
-            )
+            first = ResidualBlock3d(before, width, stride=2 if level else 1)
+            self.down.append(nn.Sequential(first, *(ResidualBlock3d(width, width) for _ in range(count - 1))))
             before = width
-        self.down = nn.ModuleList(down)
         levels = list(zip(widths[1:], widths[:-1], strict=True))[::-1]  # coarsest first
         self.enlarge = nn.ModuleList(nn.ConvTranspose3d(coarse, fine, 2, stride=2) for coarse, fine in levels)
-        self.up = nn.ModuleList(
-            nn.Sequential(_conv(2 * fine, fine, 3), nn.BatchNorm3d(fine), nn.LeakyReLU(SLOPE, inplace=True))
-            for _, fine in levels
-        )
+        self.up = nn.ModuleList(_conv_norm_act(2 * fine, fine) for _, fine in levels)
         self.classifiers = nn.ModuleList(nn.Conv3d(fine, classes, 1) for _, fine in levels)
         for module in self.modules():
             if isinstance(module, nn.Conv3d | nn.ConvTranspose3d):
@@ -108,9 +103,8 @@ class ResidualUNet3d(nn.Module):
             y = level(y)
             features.append(y)
         logits = []
-        for enlarge, up, classifier, skipped in zip(
-            self.enlarge, self.up, self.classifiers, features[-2::-1], strict=True
-        ):
+        steps = zip(self.enlarge, self.up, self.classifiers, features[-2::-1], strict=True)
+        for enlarge, up, classifier, skipped in steps:
             y = up(torch.cat([enlarge(y), skipped], 1))
             logits.append(classifier(y))
         return logits[::-1] if self.training else logits[-1]

@@ -1,28 +1,24 @@
 """Image classification: cross entropy of logits, and the number of wrong answers."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from micronorm.data.cifar import STANDARDIZATION, USUAL, open_cifar
-from micronorm.data.digits import SCALE, SHIFT, open_digits
-from micronorm.data.folders import crop_centre, decode, open_folders
-from micronorm.data.memory import MemorySamples
+from micronorm.data.cifar import STANDARDIZATION, open_cifar
+from micronorm.data.digits import SCALE, open_digits
+from micronorm.data.files import decode, to_pixels
+from micronorm.data.folders import TINY, crop_centre, open_folders
 from micronorm.data.pixels import IMAGENET, Standardizer
-from micronorm.data.search import TINY, find_data, locate, search_folders
-from micronorm.tasks.pictures import encode_picture, even_indices, in_eval_mode, to_picture
+from micronorm.tasks import open_task
+from micronorm.tasks.pictures import encode_picture, in_eval_mode, load_few, to_picture
 from micronorm.tasks.prediction import Prediction, list_shares
 from micronorm.tasks.scores import SumLoss, SumScore, compute_logits
-
-NAMES = ("digits", "cifar10", "cifar100", "imagenet", TINY)
-"""The data sets that `open_classification` can open."""
-
-_SIZES = {"imagenet": 224, TINY: 64}  # of the crops of data sets in files
 
 
 class Classification:
@@ -32,7 +28,7 @@ class Classification:
         train: the training samples. A batch is (images, labels), N×C×H×W floating and N int64.
         test: the test samples.
         classes: the number of classes, and of logits that the model returns.
-        names: of the classes, by label; None if they have none but their number.
+        names: the names of the classes by label; None to show their numbers.
 
     Example:
         >>> train, test = open_digits()
@@ -101,9 +97,8 @@ class Classification:
             [('4', 8, 1), ('8', 8, 1)]
         """
         found = []
-        shares = ((0, index[None]) for index in even_indices(len(self.test), count))  # one image fits any memory
         with in_eval_mode(model) as parameter:
-            for images, labels in self.test.load(shares, seed=0):
+            for images, labels in load_few(self.test, count):
                 logits = self._logits(model, images.to(parameter.device, parameter.dtype))
                 probability, prediction = logits.softmax(1).max(1)
                 answer = {"label": self._name(int(labels)), "prediction": self._name(int(prediction))}
@@ -127,7 +122,7 @@ class FileClassification(Classification):
 
     Args:
         data: the name of the data set.
-        names: of the classes.
+        names: the names of the classes.
         size: height and width of the inputs.
     """
 
@@ -153,8 +148,7 @@ class FileClassification(Classification):
         cifar = self._data.startswith("cifar")
         image = image.resize(size) if cifar else crop_centre(image, self._size)
         standardization = STANDARDIZATION[int(self._data.removeprefix("cifar"))] if cifar else IMAGENET
-        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
-        return Standardizer(standardization, torch.device("cpu"))(pixels[None])
+        return Standardizer(standardization, torch.device("cpu"))(to_pixels(image)[None])
 
 
 open_predictor = FileClassification
@@ -168,70 +162,42 @@ def _ahead(logits: Tensor, labels: Tensor) -> Tensor:
     return (~(logits <= own) | ((logits == own) & earlier)).sum(1)
 
 
-def open_classification(
-    name: str,
+def _fit(train: Any, test: Any, labels: int, classes: int | None, names: Sequence[str] | None = None) -> Classification:
+    """Return the task of a data set with `labels` classes, for a model with as many outputs or more (`classes`)."""
+    if classes is not None and classes < labels:
+        raise ValueError(f"the data set has {labels} classes, and a model of {classes} outputs cannot name them all")
+    return Classification(train, test, classes=classes or labels, names=names)
+
+
+def _open_digits(*, device: torch.device | str = "cpu", classes: int | None = None) -> Classification:
+    return _fit(*open_digits(device=device), 10, classes)
+
+
+def _open_cifar(
+    labels: Literal[10, 100],
     folder: Path | str | None = None,
     *,
     device: torch.device | str = "cpu",
-    workers: int = 0,
     download: bool = False,
     verify: bool = True,
-    size: int | None = None,
     classes: int | None = None,
 ) -> Classification:
-    """Open the classification task of a data set.
-
-    Args:
-        name: "digits" (part of scikit-learn), "cifar10", "cifar100", "imagenet" (any folders of its layout) or
-            "tiny_imagenet20".
-        folder: where the data are; None searches ./data, then ~/data.
-        device: where data sets that are kept in memory are kept. Images of files stay on the CPU.
-        workers: processes that decode ImageNet's files. Data sets in memory need none.
-        download: download CIFAR through torchvision into `folder` or ./data if it is not found.
-        verify: require CIFAR's official files; otherwise they may be a miniature in the same format.
-        size: height and width of the crops; None for 224, or 64 for Tiny ImageNet.
-        classes: outputs of the model; None for the number of classes of the data set. More are allowed, as for a few
-            folders of ImageNet and a model of 1000 outputs.
-
-    Example:
-        >>> len(open_classification("digits").train)
-        1297
-    """
-    if name not in NAMES:
-        raise ValueError(f"no data set is known as {name!r}; there are {', '.join(NAMES)}")
-    if size is not None and name not in _SIZES:
-        raise ValueError(f"size is for imagenet, the images of {name} have a fixed size: leave it out")
-    if workers and name not in _SIZES:
-        raise ValueError(f"workers decode the files of imagenet, {name} is held in memory: leave --workers out")
-    if name in _SIZES:
-        if download:
-            raise ValueError(f"{name} cannot be downloaded without registration: leave --download out")
-        opened = open_folders(locate(name, folder), size=size or _SIZES[name], workers=workers)
-        train, test, names = opened
-        labels = len(names)
-    else:
-        train, test = _open_small(name, folder, device=device, download=download, verify=verify)
-        labels, names = 100 if name == "cifar100" else 10, None
-    classes = labels if classes is None else classes
-    if classes < labels:
-        raise ValueError(f"{name} has {labels} classes here, and a model of {classes} outputs cannot name them all")
-    return Classification(train, test, classes=classes, names=names)
+    opened = open_cifar(folder, classes=labels, device=device, verify=verify, download=download)
+    return _fit(*opened, labels, classes)
 
 
-def _open_small(
-    name: str, folder: Path | str | None, *, device: torch.device | str, download: bool, verify: bool
-) -> tuple[MemorySamples, MemorySamples]:
-    if name == "digits":
-        if folder is not None or download:
-            raise ValueError("digits come with scikit-learn: leave the folder (--data) and --download out")
-        return open_digits(augmentation=SHIFT, device=device)
-    # Download into the first search folder. Without a download, the error lists all searched folders.
-    place = find_data(folder).get(name) or (search_folders(folder)[0] if download else locate(name, folder))
-    return open_cifar(
-        place,
-        classes=100 if name == "cifar100" else 10,
-        augmentation=USUAL,
-        device=device,
-        verify=verify,
-        download=download,
-    )
+def _open_folders(
+    name: str, folder: Path | str | None = None, *, size: int, workers: int = 0, classes: int | None = None
+) -> Classification:
+    train, test, names = open_folders(folder, name=name, size=size, workers=workers)
+    return _fit(train, test, len(names), classes, names)
+
+
+DATA_SETS = {
+    "digits": _open_digits,
+    "cifar10": partial(_open_cifar, 10),
+    "cifar100": partial(_open_cifar, 100),
+    "imagenet": partial(_open_folders, "imagenet", size=224),
+    TINY: partial(_open_folders, TINY, size=64),
+}
+open_classification = partial(open_task, "classification")

@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
-from micronorm.data.detection import load_mask_library
+from micronorm.data.detection import encode_masks, load_mask_library, to_coco_boxes
 
 FIGURES = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
 """Average precision and recall: at IoU 0.5 to 0.95, by the object's area, and by the number of detections."""
@@ -36,7 +35,7 @@ class CocoScore:
     """
 
     def __init__(self, annotations: Mapping[str, Any], *, masks: bool) -> None:
-        self._library = load_mask_library()
+        load_mask_library()
         self._annotations, self._masks = annotations, masks
         self._found: dict[int, dict[str, Any]] = {}
 
@@ -53,7 +52,7 @@ class CocoScore:
         """
         found: dict[str, Any] = {name: detection[name].detach().cpu() for name in ("boxes", "labels", "scores")}
         if self._masks:
-            found["masks"] = self._encode(detection["masks"])
+            found["masks"] = encode_masks(detection["masks"].detach()[:, 0] > 0.5)
         self._add({image: found})
 
     def merge(self, other: "CocoScore") -> None:
@@ -84,13 +83,6 @@ class CocoScore:
             raise ValueError(f"image {again[0]} was scored before: add each image once")
         self._found |= found
 
-    def _encode(self, masks: Tensor) -> list[str]:
-        """Return K×1×H×W probabilities as K compressed run-length encodings."""
-        inside = (masks.detach()[:, 0] > 0.5).to(torch.uint8)
-        # H×W×K in Fortran's order, as the library wants it
-        columns = inside.transpose(1, 2).contiguous().cpu().numpy().transpose(2, 1, 0)
-        return [outline["counts"].decode() for outline in self._library.encode(columns)] if len(inside) else []
-
     def _evaluate(self, kind: Literal["bbox", "segm"]) -> dict[str, float]:
         from faster_coco_eval import COCO, COCOeval_faster
 
@@ -112,9 +104,7 @@ class CocoScore:
         for image, found in sorted(self._found.items()):
             entry = self._annotations["images"][image]
             if kind == "bbox":
-                corners = found["boxes"].double()
-                boxes = torch.cat([corners[:, :2], corners[:, 2:] - corners[:, :2]], 1)  # x, y, width, height
-                where = [{"bbox": box} for box in boxes.tolist()]
+                where = [{"bbox": box} for box in to_coco_boxes(found["boxes"])]
             else:
                 size = [entry["height"], entry["width"]]
                 where = [{"segmentation": {"size": size, "counts": counts}} for counts in found["masks"]]

@@ -40,6 +40,11 @@ def even_indices(samples: int, count: int) -> Tensor:
     return torch.linspace(0, samples - 1, min(count, samples)).round().long()
 
 
+def load_few(samples: Any, count: int) -> Iterator[Any]:
+    """Yield batches of one sample, spread evenly over all samples. One sample fits into any memory."""
+    return samples.load(((0, index[None]) for index in even_indices(len(samples), count)), seed=0)
+
+
 @contextlib.contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[Tensor]:
     """Set eval mode within this block; yield a parameter, whose device and dtype the inputs need."""
@@ -83,6 +88,23 @@ def colour_labels(labels: Tensor, *, void: int) -> Tensor:
         [[0, 128, 224], [0, 0, 224], [0, 0, 192]]
     """
     return PALETTE[labels.cpu().masked_fill(labels.cpu() == void, VOID_COLOUR).long()].permute(2, 0, 1)
+
+
+def colour_code(entry: int) -> str:
+    """Return a colour of the palette as "#800000"."""
+    return "#" + bytes(PALETTE[entry].tolist()).hex()
+
+
+def draw_image(image: Tensor) -> str:
+    """Return a floating image of 1 or 3 channels as a small picture, stretched to black and white."""
+    return encode_scene(stretch(shrink(image.detach().float().cpu())).expand(3, -1, -1))
+
+
+def draw_labels(labels: Tensor, *, void: int = VOID_COLOUR) -> str:
+    """Return H×W labels as a small picture in the colours of the classes."""
+    size = shrink(labels[None].float()).shape[1:]
+    small = F.interpolate(labels[None, None].float(), size, mode="nearest-exact")[0, 0].long()
+    return encode_scene(colour_labels(small, void=void), lossless=True)
 
 
 def draw_detections(

@@ -1,4 +1,4 @@
-"""What a trained model answers for one image file."""
+"""The answer of a trained model for one image file."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ class Prediction:
 
     Args:
         words: one line for a table.
-        answer: the same for a JSON file.
+        answer: the entry of the JSON file.
         pictures: PIL images to write, by the end of their file names: {"-overlay": image}.
     """
 
@@ -30,7 +30,7 @@ class Predictor(Protocol):
         """Return the answer for the image in a file. The model is in eval mode.
 
         Raises:
-            ValueError: the file cannot be read; names it.
+            ValueError: the file cannot be read; the message has its name.
         """
         ...
 

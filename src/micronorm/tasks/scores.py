@@ -23,10 +23,10 @@ def compute_logits(model: nn.Module, images: Tensor, shape: tuple[int, ...]) -> 
     Args:
         model: maps images to logits.
         images: N×C×H×W.
-        shape: what the logits of one image must have, classes first.
+        shape: the shape that the logits of one image must have, classes first.
 
     Raises:
-        TypeError: the model returns something else than a tensor.
+        TypeError: the model does not return a tensor.
         ValueError: the logits have another shape.
     """
     logits = model(images)

@@ -1,28 +1,27 @@
 """Semantic segmentation: cross entropy per labelled pixel, and the intersection over union of each class."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from micronorm.data.folders import decode
-from micronorm.data.masks import open_camvid, open_label_maps, open_voc
+from micronorm.data.files import decode, to_pixels
+from micronorm.data.masks import MaskSet, open_camvid, open_label_maps, open_voc
 from micronorm.data.pixels import IMAGENET, Standardizer
-from micronorm.data.search import open_first
 from micronorm.data.shapes import CLASSES, VOID, ShapeSamples
 from micronorm.tasks.pictures import (
     PALETTE,
     VOID_COLOUR,
+    colour_code,
     colour_labels,
-    encode_scene,
-    even_indices,
+    draw_image,
+    draw_labels,
     in_eval_mode,
-    shrink,
-    stretch,
+    load_few,
 )
 from micronorm.tasks.prediction import Prediction, list_shares
 from micronorm.tasks.scores import ConfusionMatrix, SumLoss, compute_logits
@@ -40,7 +39,7 @@ class Segmentation:
         void: the label of pixels that do not count.
 
     Example:
-        >>> task = open_segmentation("shapes")
+        >>> task = DATA_SETS["shapes"]()
         >>> batch = next(task.test.load([(0, torch.arange(2))], seed=0))
         >>> sorted(task.score(nn.Conv2d(3, 4, 1), batch).figures())
         ['accuracy', 'miou']
@@ -84,26 +83,27 @@ class Segmentation:
         `label` and `prediction` name the classes that occur; `probability` is the mean confidence of the pixels.
         """
         found = []
-        shares = ((0, index[None]) for index in even_indices(len(self.test), count))  # one image fits any memory
         with in_eval_mode(model) as parameter:
-            for images, labels in self.test.load(shares, seed=0):
-                logits = self._logits(model, images[0][None].to(parameter.device, parameter.dtype))
+            for (image, *_), (truth, *_) in load_few(self.test, count):
+                logits = self._logits(model, image[None].to(parameter.device, parameter.dtype))
                 probability, classes = logits.softmax(1).max(1)
-                truth, answer = labels[0].cpu(), classes[0].cpu()
-                scene = {
-                    "image": encode_scene(stretch(shrink(images[0].float().cpu())).expand(3, -1, -1)),
-                    "truth": self._draw(truth),
-                    "answer": self._draw(answer),
-                }
+                truth, answer = truth.cpu(), classes[0].cpu()
                 present = sorted({*truth.unique().tolist(), *answer.unique().tolist()} - {self.void})
-                colours = {self.names[k]: "#" + bytes(PALETTE[k].tolist()).hex() for k in present}
+                colours = {self.names[k]: colour_code(k) for k in present}
                 if (truth == self.void).any():
-                    colours["no label"] = "#" + bytes(PALETTE[VOID_COLOUR].tolist()).hex()
+                    colours["no label"] = colour_code(VOID_COLOUR)
                 right = (answer == truth)[truth != self.void].float().mean().item()
-                words = {"label": self._names(truth), "prediction": self._names(answer)}
-                note = f"{100 * right:.0f} % of the pixels are right"
                 found.append(
-                    scene | words | {"probability": probability.mean().item(), "note": note, "colours": colours}
+                    {
+                        "image": draw_image(image),
+                        "truth": draw_labels(truth, void=self.void),
+                        "answer": draw_labels(answer, void=self.void),
+                        "label": self._names(truth),
+                        "prediction": self._names(answer),
+                        "probability": probability.mean().item(),
+                        "note": f"{100 * right:.0f} % of the pixels are right",
+                        "colours": colours,
+                    }
                 )
         return found
 
@@ -113,8 +113,7 @@ class Segmentation:
         from PIL import Image
 
         image, parameter = decode(path), next(model.parameters())
-        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
-        inputs = Standardizer(IMAGENET, torch.device("cpu"))(pixels[None])
+        inputs = Standardizer(IMAGENET, torch.device("cpu"))(to_pixels(image)[None])
         labels = self._logits(model, inputs.to(parameter.device, parameter.dtype)).argmax(1)[0].cpu()
         counts = labels.unique(return_counts=True)
         shares = {self.names[k]: n / labels.numel() for k, n in zip(*(c.tolist() for c in counts), strict=True)}
@@ -142,61 +141,28 @@ class Segmentation:
         present = [self.names[k] for k in labels.unique().tolist() if k != self.void]
         return ", ".join(present) or "nothing"
 
-    def _draw(self, labels: Tensor) -> str:
-        """Return H×W labels as a small picture in the colours of the classes."""
-        size = shrink(labels[None].float()).shape[1:]
-        small = F.interpolate(labels[None, None].float(), size, mode="nearest-exact")[0, 0].long()
-        return encode_scene(colour_labels(small, void=self.void), lossless=True)
 
-
-def open_predictor(data: str, *, names: tuple[str, ...], size: int) -> Segmentation:
+def open_predictor(names: tuple[str, ...]) -> Segmentation:
     """Return the task without its data, for whole images of any size, standardized as those of ImageNet."""
     return Segmentation((), (), names=names)
 
 
-_FILES = {"voc": open_voc, "camvid": open_camvid, "label_maps": open_label_maps}
-NAMES = ("shapes", *_FILES)
+def _open_shapes(*, device: torch.device | str = "cpu") -> Segmentation:
+    """Open 2,048 training and 128 test images."""
+    train = ShapeSamples(2048, seed=1, augment=True, device=device)
+    return Segmentation(train, ShapeSamples(128, seed=2, device=device), names=CLASSES)
 
 
-def open_segmentation(
-    name: str,
-    folder: Path | str | None = None,
-    *,
-    device: torch.device | str = "cpu",
-    workers: int = 0,
-    download: bool = False,
-    verify: bool = True,
-    size: int | None = None,
-    classes: int | None = None,
+def _open_files(
+    read: Callable[..., MaskSet], folder: Path | str | None = None, *, workers: int = 0, size: int | None = None
 ) -> Segmentation:
-    """Open the segmentation task of a data set.
-
-    Args:
-        name: "shapes" (2,048 training and 128 test images, generated), "voc" (PASCAL VOC 2012), "camvid", or
-            "label_maps": images and masks of your own, see `data.masks.open_label_maps`.
-        folder: where the data are; None searches ./data, then ~/data. "label_maps" needs it.
-        device: where generated images are kept. Images of files stay on the CPU.
-        workers: processes that decode files.
-        download: refused; none of the data sets can be downloaded.
-        verify: not used: there are no published checksums.
-        size: height and width of the training crops; None for 513 (voc), 180 (camvid), or at most 513 (label_maps).
-        classes: outputs of the model; None for the number of classes of the data set.
-    """
-    if name not in NAMES:
-        raise ValueError(f"no data set is known as {name!r}; there are {', '.join(NAMES)}")
-    if name == "shapes":
-        if folder is not None or download or workers or size is not None:
-            raise ValueError("shapes are generated: leave --data, --download, --workers and --size out")
-        names, void = CLASSES, VOID
-        train: Any = ShapeSamples(2048, seed=1, augment=True, device=device)
-        test: Any = ShapeSamples(128, seed=2, device=device)
-    else:
-        if download:
-            raise ValueError(f"{name} cannot be downloaded by this command: leave --download out")
-        if name == "label_maps" and folder is None:
-            raise ValueError("label maps are yours: give their folder with --data")
-        crop = {} if size is None else {"crop": size}
-        train, test, names, void = open_first(_FILES[name], folder, workers=workers, **crop)
-    if classes not in (None, len(names)):
-        raise ValueError(f"{name} has {len(names)} classes, the model {classes} outputs")
+    train, test, names, void = read(folder, workers=workers, **({} if size is None else {"size": size}))
     return Segmentation(train, test, names=names, void=void)
+
+
+DATA_SETS = {
+    "shapes": _open_shapes,
+    "voc": partial(_open_files, open_voc),
+    "camvid": partial(_open_files, open_camvid),
+    "label_maps": partial(_open_files, open_label_maps),
+}

@@ -3,16 +3,17 @@
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from micronorm.data.search import open_first
-from micronorm.data.volumes import FOLDS, Size, open_decathlon
-from micronorm.tasks.pictures import PALETTE, colour_labels, encode_scene, even_indices, in_eval_mode, shrink, stretch
+from micronorm.data.files import FOLDS
+from micronorm.data.volumes import Size, open_decathlon
+from micronorm.tasks.pictures import colour_code, draw_image, draw_labels, in_eval_mode, load_few
 from micronorm.tasks.scores import SumLoss, SumScore
 
 PATCH = (32, 48, 32)
@@ -175,23 +176,21 @@ class Volumes:
     def examples(self, model: nn.Module, *, count: int = 8) -> list[dict[str, Any]]:
         """Return the slice with the most foreground of `count` test volumes, with true and predicted labels."""
         found = []
-        shares = ((0, index[None]) for index in even_indices(len(self.test), count))
         with in_eval_mode(model) as parameter:
-            for (volume,), (labels,) in self.test.load(shares, seed=0):
+            for (volume,), (labels,) in load_few(self.test, count):
                 chance, answer = self._answer(model, volume.to(parameter.device, parameter.dtype))
                 at = int((labels > 0).sum((1, 2)).argmax())
                 truth, guess = labels[at].cpu(), answer[at].cpu()
-                colours = {name: "#" + bytes(PALETTE[k].tolist()).hex() for k, name in self._foreground()}
                 found.append(
                     {
-                        "image": encode_scene(stretch(shrink(volume[:, at].float().cpu())).expand(3, -1, -1)),
-                        "truth": encode_scene(colour_labels(truth, void=len(PALETTE)), lossless=True),
-                        "answer": encode_scene(colour_labels(guess, void=len(PALETTE)), lossless=True),
+                        "image": draw_image(volume[:, at]),
+                        "truth": draw_labels(truth),
+                        "answer": draw_labels(guess),
                         "label": self._present(truth),
                         "prediction": self._present(guess),
                         "probability": chance[at].mean().item(),
                         "note": f"slice {at} of {len(labels)}",
-                        "colours": colours,
+                        "colours": {name: colour_code(k) for k, name in self._foreground()},
                     }
                 )
         return found
@@ -225,46 +224,10 @@ def _resize_labels(labels: Tensor, size: torch.Size) -> Tensor:
     return F.interpolate(labels[:, None].float(), size, mode="nearest-exact")[:, 0].long()
 
 
-NAMES = tuple(f"hippocampus-fold{fold}" for fold in range(FOLDS))
-
-
-def open_volumes(
-    name: str,
-    folder: Path | str | None = None,
-    *,
-    device: torch.device | str = "cpu",
-    workers: int = 0,
-    download: bool = False,
-    verify: bool = True,
-    size: int | None = None,
-    classes: int | None = None,
-) -> Volumes:
-    """Open the task of a fold of the hippocampus data set (Medical Segmentation Decathlon, task 4).
-
-    Args:
-        name: "hippocampus-fold0" to "hippocampus-fold4".
-        folder: where the data are; None searches ./data, then ~/data.
-        device: where the training volumes are kept.
-        workers: refused; volumes are read once.
-        download: refused.
-        verify: not used: there are no published checksums.
-        size: refused; patches have one size.
-        classes: outputs of the model; None for the number of classes of the data set.
-    """
-    if name not in NAMES:
-        raise ValueError(f"no data set is known as {name!r}; there are {', '.join(NAMES)}")
-    if download or workers or size is not None:
-        raise ValueError("volumes are read from files into memory: leave --download, --workers and --size out")
-    options: dict[str, Any] = {"name": "hippocampus", "fold": int(name[-1]), "patch": PATCH, "device": device}
-    train, test, names = open_first(open_decathlon, folder, **options)
-    if classes not in (None, len(names)):
-        raise ValueError(f"{name} has {len(names)} classes, the model {classes} outputs")
+def _open_hippocampus(fold: int, folder: Path | str | None = None, *, device: torch.device | str = "cpu") -> Volumes:
+    """Open the hippocampus (Medical Segmentation Decathlon, task 4), tested on one of its folds."""
+    train, test, names = open_decathlon(folder, name="hippocampus", fold=fold, patch=PATCH, device=device)
     return Volumes(train, test, names=names, patch=PATCH)
 
 
-def open_predictor(data: str, *, names: tuple[str, ...], size: int) -> NoReturn:
-    """Raise ValueError: `micronorm predict` reads images."""
-    raise ValueError(
-        f"micronorm predict reads images, and {data} has volumes; in Python, give the network of mn.load(RUN) and a "
-        "normalized volume to micronorm.tasks.volumes.sliding_window"
-    )
+DATA_SETS = {f"hippocampus-fold{fold}": partial(_open_hippocampus, fold) for fold in range(FOLDS)}

@@ -11,10 +11,9 @@ import torch
 from PIL import EpsImagePlugin, Image
 
 from micronorm.data.coco import open_coco
-from micronorm.data.folders import decode
+from micronorm.data.files import check_picture, decode, find_listed, read_json
 from micronorm.data.frame_folders import open_frame_folders
-from micronorm.data.listed import find_listed, read_json
-from micronorm.data.masks import check_picture, open_label_maps, open_voc
+from micronorm.data.masks import open_label_maps, open_voc
 from micronorm.data.nuclei import open_nuclei
 from micronorm.data.videos import decode_video
 from micronorm.data.volumes import open_decathlon
@@ -55,7 +54,7 @@ def in_voc(root, name):
     (root / "set/ImageSets/Segmentation/train.txt").write_text(f"b {name}\n")
     for file in ("JPEGImages/a.jpg", "SegmentationClass/a.png"):
         (root / "set" / file).rename(root / f"outside{file[-4:]}")
-    return lambda: open_voc(root / "set", crop=16)
+    return lambda: open_voc(root / "set", size=16)
 
 
 def in_volumes(root, name):

@@ -1,0 +1,229 @@
+"""Files of data sets: find a set's folder, read lists, decode and check images, and split files into folds.
+
+Nothing in a data set is trusted. A name in a list must not lead out of its folder. A picture is opened by PIL's readers
+of pixels only: for a PostScript file, whatever its name, PIL would start Ghostscript, which runs the program in it.
+"""
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path, PurePath
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+DEFAULT_FOLDERS = (Path("data"), Path("~/data"))
+"""Searched in this order if no folder is given."""
+SUFFIXES = (".jpg", ".jpeg", ".png")
+"""Suffixes of image files, in upper or lower case."""
+FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP", "TIFF", "PPM")
+"""Formats of pictures that are read, in PIL's names. A file may have the suffix of another one."""
+FOLDS = 5
+
+_TAIL = 1024  # bytes at the end of a file that contain its end marker
+_END_MARKERS = {".jpg": b"\xff\xd9", ".jpeg": b"\xff\xd9", ".png": b"IEND"}
+
+
+def search_folders(folder: Path | str | None = None) -> tuple[Path, ...]:
+    """Return the given folder, or the default ones."""
+    return tuple(Path(place).expanduser() for place in (DEFAULT_FOLDERS if folder is None else (folder,)))
+
+
+def find_root(
+    folder: Path | str | None,
+    children: Sequence[str],
+    holds: Callable[[Path], Any],
+    *,
+    title: str,
+    layout: str,
+    itself: bool = True,
+) -> Path:
+    """Return the first folder that contains a data set.
+
+    Args:
+        folder: where to search; None for the default folders.
+        children: the set's usual names, searched for in `folder`.
+        holds: whether a folder contains the set.
+        title: the name of the set, for the error.
+        layout: what its folder contains, and where to get it, for the error.
+        itself: search `folder` itself before its children.
+
+    Raises:
+        FileNotFoundError: no folder contains the set; lists the searched folders.
+    """
+    places = search_folders(folder)
+    names = ("", *children) if itself else children
+    found = next((root for place in places for name in names if holds(root := place / name)), None)
+    if found is None:
+        searched = " and ".join(str(place.absolute()) for place in places)
+        raise FileNotFoundError(f"{title} was looked for in {searched}, and in {', '.join(children)} below: {layout}")
+    return found
+
+
+def fold_of(name: str) -> int:
+    """Return the fold of a file: SHA-256 of its name, modulo 5.
+
+    Example:
+        >>> [fold_of(f"{k}.mp4") for k in range(8)]
+        [2, 3, 1, 1, 4, 2, 4, 4]
+    """
+    return int(hashlib.sha256(name.encode()).hexdigest(), 16) % FOLDS
+
+
+def split_by_fold(
+    items: Sequence[T], name_of: Callable[[T], str], *, fold: int, where: Path
+) -> tuple[list[T], list[T]]:
+    """Return the items for training, and those of one fold for testing.
+
+    Args:
+        items: what to split.
+        name_of: returns the name that decides about the fold of an item.
+        fold: from 0 to 4.
+        where: the folder of the items, for the error.
+
+    Raises:
+        ValueError: there is no such fold, or a part is empty.
+    """
+    if not 0 <= fold < FOLDS:
+        raise ValueError(f"fold must lie between 0 and {FOLDS - 1}, got {fold}")
+    parts: tuple[list[T], list[T]] = ([], [])
+    for item in items:
+        parts[fold_of(name_of(item)) == fold].append(item)
+    if not all(parts):
+        raise ValueError(
+            f"fold {fold} of {where} has {len(parts[0])} samples for training and {len(parts[1])} for testing: add more"
+        )
+    return parts
+
+
+def read_lines(path: Path) -> list[str]:
+    """Return the lines of a text file.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: it is empty or not UTF-8.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"no list {path}")
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} must be text in UTF-8 ({error}); save it so") from error
+    if not "".join(lines).strip():
+        raise ValueError(f"{path} is empty")
+    return lines
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file. Raise an error with its name if it is missing or is no JSON."""
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}")
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not a JSON file ({error}); replace it") from error
+
+
+def find_listed(folder: Path, name: str, source: Path) -> Path:
+    """Return the path of a file that `source` names, below `folder`. Raise ValueError if the name leads out of it.
+
+    Example:
+        >>> find_listed(Path("voc/images"), "../../.ssh/key.png", Path("voc/train.txt"))
+        Traceback (most recent call last):
+        ...
+        ValueError: voc/train.txt names '../../.ssh/key.png', which is not below voc/images; ...
+    """
+    parts = PurePath(name)
+    if parts.anchor or ".." in parts.parts or not parts.parts:
+        raise ValueError(
+            f"{source} names {name!r}, which is not below {folder}; files of a data set must have relative names "
+            "without '..'"
+        )
+    return folder / parts
+
+
+@contextlib.contextmanager
+def naming_broken_file(path: Path, kind: str) -> Iterator[None]:
+    """Raise ValueError with the path and the kind of the file if it cannot be read within this block."""
+    try:
+        yield
+    except Exception as error:  # decoders raise many kinds of errors
+        why = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"{path} is not a readable {kind} ({type(error).__name__}: {why}); replace it or delete it"
+        ) from error
+
+
+def open_picture(path: Path) -> Any:
+    """Return an open PIL image, whose pixels are not decoded yet.
+
+    Raises:
+        OSError: the file is no picture in one of `FORMATS`, or is a pipe or a folder. PIL may raise other errors.
+    """
+    from PIL import Image
+
+    if not path.is_file():  # a pipe could be read forever
+        raise OSError("it is not a regular file")
+    return Image.open(path, formats=FORMATS)
+
+
+def decode(path: Path) -> Any:
+    """Return the image as a PIL image, in RGB. Raise ValueError with its name if it cannot be read."""
+    with naming_broken_file(path, "image"), open_picture(path) as image:
+        return image.convert("RGB")
+
+
+def decode_pixels(path: Path) -> Tensor:
+    """Return the image as 3×H×W uint8."""
+    return to_pixels(decode(path))
+
+
+def to_pixels(image: Any) -> Tensor:
+    """Return an RGB image of PIL as 3×H×W uint8."""
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+def decode_labels(path: Path, *, modes: Sequence[str]) -> np.ndarray:
+    """Return the values of an image with one channel, H×W.
+
+    Args:
+        path: the file.
+        modes: PIL's modes that are allowed, such as "L" for grey values of 8 bits.
+    """
+    with naming_broken_file(path, "label map"), open_picture(path) as image:
+        mode, values = image.mode, np.array(image)
+    if mode not in modes:
+        raise ValueError(
+            f"a label map must have one number per pixel (PIL's modes {', '.join(modes)}), {path} has {mode}"
+        )
+    return values
+
+
+def check_picture(path: Path) -> tuple[int, int]:
+    """Return width and height of a JPEG or PNG file. Raise an error with its name if it is missing or cut short.
+
+    Reads the header and the end of the file, so that a hundred thousand files take seconds.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"no image at {path}")
+    with naming_broken_file(path, "image"), open_picture(path) as image:
+        size = image.size
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL))
+        tail = file.read()
+    if _END_MARKERS.get(path.suffix.lower(), b"") not in tail:
+        raise ValueError(f"{path} ends before its image does: the file was cut short; replace it or delete it")
+    return size
+
+
+def require_torchvision() -> None:
+    """Raise ImportError with the fix if torchvision is not installed."""
+    try:
+        import torchvision.transforms.v2  # noqa: F401
+    except ImportError as error:
+        raise ImportError("image files need torchvision (pip install torchvision)") from error
