@@ -77,7 +77,7 @@ class BatchChannelNorm(BatchChannelNormState):
         backend: `"triton"`, fused kernels for CUDA devices; `"one-pass"`, the same passes in PyTorch operations;
             `"reference"`, the plain equations differentiated by autograd; `"auto"`, kernels where they run, else
             one-pass.
-        activation: `"relu"`, `"leaky_relu"` or `"silu"`. Kernels compute it in the same passes without saving more.
+        activation: `"relu"`, `"leaky_relu"` or `"silu"`, computed in the same passes without saving more.
         negative_slope: the slope of `"leaky_relu"` for negative values.
         device: as in torch.nn.
         dtype: as in torch.nn.
@@ -218,15 +218,17 @@ class BatchChannelNorm(BatchChannelNormState):
         if backend == "reference":
             y = batch_channel_norm_reference(x, estimates, *affine, **options)
             return activation(y if residual is None else y + residual)
+        relu_inside = activation.kind is ActivationKind.RELU and residual is None
         recorder, numbers = active(self), []
-        found = None if recorder is None else numbers
-        y = batch_channel_norm(x, estimates, *affine, **options, data=data, numbers=found)
+        y = batch_channel_norm(
+            x, estimates, *affine, **options, relu=relu_inside, data=data, numbers=None if recorder is None else numbers
+        )
         if recorder is not None:
-            recorder.remember(y, elementwise, (x,), tuple(numbers))
+            recorder.remember(y, partial(elementwise, relu=relu_inside), (x,), tuple(numbers))
+        if relu_inside or (residual is None and activation.kind is ActivationKind.IDENTITY):
+            return y
         result = activation(y if residual is None else y + residual)
-        # The recorder follows a ReLU of y by itself.
-        alone = residual is None and activation.kind in (ActivationKind.IDENTITY, ActivationKind.RELU)
-        if recorder is not None and not alone:
+        if recorder is not None:
             sources = (x,) if residual is None else (x, residual)
             recorder.remember(result, partial(_repeat, activation, len(sources)), sources, tuple(numbers))
         return result
@@ -330,7 +332,7 @@ class BatchChannelNorm(BatchChannelNormState):
 def _repeat(activation: Activation, sources: int, x: Tensor, *rest: Tensor) -> Tensor:
     """Compute act(BCN(x) + residual) again by the operations of the one-pass forward; `rest`: residual and numbers."""
     residual, numbers = rest[: sources - 1], rest[sources - 1 :]
-    return activation(sum(residual, elementwise(x, *numbers)))
+    return activation(sum(residual, elementwise(x, *numbers, relu=False)))
 
 
 @dataclass(frozen=True)

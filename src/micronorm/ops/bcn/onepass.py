@@ -125,13 +125,15 @@ def _gradients(
     )
 
 
-def elementwise(x: Tensor, pivot_nc: Tensor, scale_nc: Tensor, offset_nc: Tensor) -> Tensor:
+def elementwise(x: Tensor, pivot_nc: Tensor, scale_nc: Tensor, offset_nc: Tensor, *, relu: bool) -> Tensor:
     """Return y = A·(x − c) + B without a graph: the forward's elementwise pass, which also recomputes y to the bit."""
     if can_block(x):
-        return transform(x, pivot_nc, scale_nc, offset_nc)
+        return transform(x, pivot_nc, scale_nc, offset_nc, relu=relu)
     # While tracing, torch 2.11 loses the gradient of an output made by an in-place operation or by a cast that
     # changes nothing, so the last operation makes a new tensor.
     y = (x.to(pivot_nc.dtype) - over_space(pivot_nc, x)).mul_(over_space(scale_nc, x)) + over_space(offset_nc, x)
+    if relu:
+        y = y.clamp(min=0)
     return y if y.dtype == x.dtype else y.to(x.dtype)
 
 
@@ -154,17 +156,18 @@ class _OnePass(torch.autograd.Function):
         groups: int,
         eps: float,
         from_batch: bool,
+        relu: bool,
         numbers: list[Tensor] | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, bias, group_weight, group_bias, blend, mean_nc, var_nc, stat_mean, stat_var)
-        ctx.groups, ctx.eps, ctx.from_batch = groups, eps, from_batch
+        ctx.groups, ctx.eps, ctx.from_batch, ctx.relu = groups, eps, from_batch, relu
         affine = _widen(weight, bias, group_weight, group_bias, blend, dtype=mean_nc.dtype, groups=groups)
         terms = _terms(Moments(mean_nc, var_nc), Moments(stat_mean, stat_var), affine, groups=groups, eps=eps)
         pivot_nc = mean_nc.to(compute_dtype(x.dtype))
         scale_nc, offset_nc = _coefficients(terms, affine, mean_nc - pivot_nc, pivot_nc.dtype)
         if numbers is not None:
             numbers += (pivot_nc, scale_nc, offset_nc)
-        return elementwise(x, pivot_nc, scale_nc, offset_nc)
+        return elementwise(x, pivot_nc, scale_nc, offset_nc, relu=relu)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -179,8 +182,9 @@ class _OnePass(torch.autograd.Function):
         terms = _terms(data, estimates, affine, groups=ctx.groups, eps=ctx.eps)
         pivot_nc = mean_nc.to(compute_dtype(x.dtype))
         residue_nc = data.mean - pivot_nc
+        gate = _coefficients(terms, affine, residue_nc, pivot_nc.dtype) if ctx.relu else None
         blocked = can_block(x)
-        sum_g_nc, sum_gt_nc = (reduce if blocked else _reduce)(grads[0], x, pivot_nc)
+        g, sum_g_nc, sum_gt_nc = (reduce if blocked else _reduce)(grads[0], x, pivot_nc, gate)
         grad = _gradients(
             sum_g_nc,
             torch.addcmul(sum_gt_nc, residue_nc, sum_g_nc, value=-1),
@@ -191,14 +195,14 @@ class _OnePass(torch.autograd.Function):
         )
         shift_nc = torch.addcmul(grad.shift_nc, grad.curve_nc, residue_nc, value=-1)
         coefficients = (v.to(pivot_nc.dtype) for v in (grad.slope_nc, grad.curve_nc, shift_nc))
-        dx = (combine if blocked else _combine)(grads[0], x, pivot_nc, *coefficients)
+        dx = (combine if blocked else _combine)(g, x, pivot_nc, *coefficients, overwrite=g is not grads[0])
         return (
             dx.to(x.dtype),
             grad.weight.to(weight.dtype),
             grad.bias.to(bias.dtype),
             grad.group_weight.to(group_weight.dtype),
             grad.group_bias.to(group_bias.dtype),
-            *(None,) * 9,
+            *(None,) * 10,
         )
 
 
@@ -206,15 +210,23 @@ def _widen(*tensors: Tensor, dtype: torch.dtype, groups: int) -> _Affine:
     return _Affine(*(t.to(dtype).reshape((groups, -1) if t.ndim else ()) for t in tensors))
 
 
-def _reduce(g: Tensor, x: Tensor, pivot_nc: Tensor) -> tuple[Tensor, Tensor]:
+def _reduce(
+    grad_y: Tensor, x: Tensor, pivot_nc: Tensor, gate: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Do `passes.reduce` in operations that autograd and tracers support."""
     t = x.to(pivot_nc.dtype) - over_space(pivot_nc, x)
-    g, wide = g.to(t.dtype), wide_dtype(x.device)
-    return as_ncs(g).sum(-1).to(wide), as_ncs(g * t).sum(-1).to(wide)
+    g = grad_y.to(t.dtype)
+    if gate is not None:
+        # Not a product: a masked infinite gradient must give 0, not NaN.
+        g = torch.where(t * over_space(gate[0], t) + over_space(gate[1], t) > 0, g, 0.0)
+    wide = wide_dtype(x.device)
+    return g, as_ncs(g).sum(-1).to(wide), as_ncs(g * t).sum(-1).to(wide)
 
 
-def _combine(g: Tensor, x: Tensor, pivot_nc: Tensor, slope_nc: Tensor, curve_nc: Tensor, shift_nc: Tensor) -> Tensor:
-    """Do `passes.combine` in operations that autograd and tracers support."""
+def _combine(
+    g: Tensor, x: Tensor, pivot_nc: Tensor, slope_nc: Tensor, curve_nc: Tensor, shift_nc: Tensor, *, overwrite: bool
+) -> Tensor:
+    """Do `passes.combine` in operations that autograd and tracers support; `overwrite` is ignored."""
     t = x.to(pivot_nc.dtype) - over_space(pivot_nc, x)
     # t first: dx takes the memory format of x, whatever that of g
     return t * over_space(curve_nc, t) + over_space(shift_nc, t) + g.to(t.dtype) * over_space(slope_nc, t)
@@ -245,6 +257,7 @@ def batch_channel_norm(
     groups: int,
     eps: float = 1e-5,
     blend: Tensor | float = 1.0,
+    relu: bool = False,
     data: Moments | None = None,
     numbers: list[Tensor] | None = None,
 ) -> Tensor:
@@ -261,6 +274,7 @@ def batch_channel_norm(
         groups: G, a divisor of C.
         eps: added to both variances, inside the roots.
         blend: α; below 1 the group normalization is mixed with the identity.
+        relu: fuse a rectifier; its mask is recomputed, not stored.
         data: `moments(x)`, if known already.
         numbers: a list that receives c, A and B, with which `elementwise` recomputes y.
 
@@ -280,6 +294,6 @@ def batch_channel_norm(
             statistics = Moments(*(e.detach().reshape(-1, e.shape[-1]).to(wide, copy=True) for e in estimates))
         alpha = torch.as_tensor(blend, dtype=wide, device=x.device).clone()
     affine = (weight, bias, group_weight, group_bias, alpha)
-    y = _OnePass.apply(x, *affine, *data, *statistics, groups, eps, estimates is None, numbers)
+    y = _OnePass.apply(x, *affine, *data, *statistics, groups, eps, estimates is None, relu, numbers)
     assert isinstance(y, Tensor)
     return y

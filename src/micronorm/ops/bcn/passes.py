@@ -15,7 +15,7 @@ def _split(values_nc: tuple[Tensor, ...], x: Tensor, cuts: list[Cut]) -> list[li
     return [blocks(over_space(v, x), cuts) for v in values_nc]
 
 
-def transform(x: Tensor, pivot_nc: Tensor, scale_nc: Tensor, offset_nc: Tensor) -> Tensor:
+def transform(x: Tensor, pivot_nc: Tensor, scale_nc: Tensor, offset_nc: Tensor, *, relu: bool) -> Tensor:
     """Return y = A·(x − c) + B, in x's dtype and memory format."""
     result = torch.empty_like(x)
     x, y = with_space(x), with_space(result)
@@ -25,30 +25,43 @@ def transform(x: Tensor, pivot_nc: Tensor, scale_nc: Tensor, offset_nc: Tensor) 
     for x_block, y_block, pivot, scale, offset in zip(blocks(x, cuts), blocks(y, cuts), *values, strict=True):
         t = y_block if y.dtype == pivot.dtype else scratch.like(x_block)
         torch.sub(x_block, pivot, out=t).mul_(scale).add_(offset)
+        if relu:
+            t.relu_()
         if t is not y_block:
             y_block.copy_(t)
     return result
 
 
-def reduce(g: Tensor, x: Tensor, pivot_nc: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Σg and Σg·(x − c) per (n, c), where g is dL/dy."""
-    x, g = with_space(x), with_space(g)
+def reduce(
+    grad_y: Tensor, x: Tensor, pivot_nc: Tensor, gate: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return g, Σg and Σg·(x − c) per (n, c); g is `grad_y`, masked by the ReLU if its `gate` (A, B) is given."""
+    result = grad_y if gate is None else torch.empty_like(x, dtype=pivot_nc.dtype)
+    x, grad_y, g = with_space(x), with_space(grad_y), with_space(result)
     cuts, space = cuts_of(x), space_of(x)
     sums = _zeros(x)
     scratch = Scratch(pivot_nc.dtype)
-    for x_block, g_block, pivot, sum_g, sum_gt in zip(
-        blocks(x, cuts), blocks(g, cuts), *_split((pivot_nc,), x, cuts), *(blocks(s, cuts) for s in sums), strict=True
+    small = _split((pivot_nc, *(gate or ())), x, cuts)
+    for x_block, grad_block, g_block, sum_g, sum_gt, pivot, *scale_offset in zip(
+        *(blocks(big, cuts) for big in (x, grad_y, g)), *(blocks(s, cuts) for s in sums), *small, strict=True
     ):
         t = torch.sub(x_block, pivot, out=scratch.like(x_block))
+        if scale_offset:
+            # The forward's own expression, so that the mask equals the forward's to the last bit.
+            torch.mul(t, scale_offset[0], out=g_block).add_(scale_offset[1])
+            # The function that autograd uses for relu: a masked infinite gradient gives 0, not NaN.
+            torch.ops.aten.threshold_backward.grad_input(grad_block.to(t.dtype), g_block, 0, grad_input=g_block)
         sum_g.add_(g_block.sum(space, keepdim=True, dtype=t.dtype))
         sum_gt.add_(t.mul_(g_block).sum(space, keepdim=True))
     first, second = sums.flatten(2)
-    return first, second
+    return result, first, second
 
 
-def combine(g: Tensor, x: Tensor, pivot_nc: Tensor, slope_nc: Tensor, curve_nc: Tensor, shift_nc: Tensor) -> Tensor:
-    """Return dx = P·g + Q·(x − c) + R in the dtype of the pass."""
-    result = torch.empty_like(x, dtype=pivot_nc.dtype)
+def combine(
+    g: Tensor, x: Tensor, pivot_nc: Tensor, slope_nc: Tensor, curve_nc: Tensor, shift_nc: Tensor, *, overwrite: bool
+) -> Tensor:
+    """Return dx = P·g + Q·(x − c) + R, written to the memory of g if `overwrite`."""
+    result = g if overwrite else torch.empty_like(x, dtype=pivot_nc.dtype)
     x, g, dx = with_space(x), with_space(g), with_space(result)
     cuts = cuts_of(x)
     scratch = Scratch(pivot_nc.dtype)
