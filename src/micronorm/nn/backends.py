@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from micronorm.ops.runtime import is_transformed, kernel_problem, tensor_problem
+from micronorm.ops.runtime import is_transformed, kernel_problem, takes_kernel
 
 BACKENDS = ("auto", "reference", "one-pass", "triton")
 """The values that `backend=` of a normalization accepts."""
@@ -39,17 +39,9 @@ def resolve_backend(backend: str, x: Tensor) -> str:
     """
     if backend not in ("auto", "triton"):
         return check_backend(backend)  # an attribute may have been set since the layer was made
-    transformed = is_transformed()
-    if backend == "auto" and transformed:
+    if backend == "auto" and is_transformed():
         return "reference"  # autograd can differentiate it; the one-pass form has its own backward
-    if backend == "auto" and not x.is_cuda:
-        return "one-pass"
-    problem = tensor_problem(x, transformed=transformed) or _size_problem(x)
-    if problem is None:
-        return "triton"
-    if backend == "triton":
-        raise ValueError(f'backend="triton" cannot compute this: {problem}; use backend="auto"')
-    return "one-pass"
+    return "triton" if takes_kernel(backend, x, _size_problem) else "one-pass"
 
 
 def _size_problem(x: Tensor) -> str | None:

@@ -66,13 +66,27 @@ def _find_problem(kind: str, index: int | None) -> str | None:
     return None
 
 
-def tensor_problem(x: Tensor, *, transformed: bool) -> str | None:
-    """Return why no kernel can be launched on a tensor, or None if one can.
+def takes_kernel(backend: str, x: Tensor, own_problem: Callable[[Tensor], str | None]) -> bool:
+    """Return whether a kernel computes x. "auto" takes one for CUDA tensors if it can, "triton" wherever kernels run.
 
     Args:
-        x: the tensor.
-        transformed: `is_transformed()`, which callers know already.
+        backend: "auto" or "triton".
+        x: the input.
+        own_problem: returns why this kernel in particular cannot compute x, or None.
+
+    Raises:
+        ValueError: the backend is "triton", and no kernel can compute x.
     """
+    if backend == "auto" and not x.is_cuda:
+        return False
+    problem = tensor_problem(x) or own_problem(x)
+    if problem is not None and backend == "triton":
+        raise ValueError(f'backend="triton" cannot compute this: {problem}; use backend="auto"')
+    return problem is None
+
+
+def tensor_problem(x: Tensor) -> str | None:
+    """Return why no kernel can be launched on a tensor, or None if one can."""
     # Reading `x.device.type` takes torch microseconds, so the usual case goes without it.
     device = ("cuda", x.get_device()) if x.is_cuda else (x.device.type, x.device.index)
     problem = kernel_problem(*device)
@@ -81,7 +95,7 @@ def tensor_problem(x: Tensor, *, transformed: bool) -> str | None:
     # Code that is being compiled calls the kernels as operators, on plain tensors.
     if type(x) not in _PLAIN and not torch.compiler.is_compiling():
         return f"kernels take plain tensors, not {type(x).__name__}"
-    if transformed:
+    if is_transformed():
         return "kernels do not support torch.func transforms and forward-mode differentiation"
     return None
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from micronorm.ops.runtime import is_transformed, tensor_problem
+from micronorm.ops.runtime import takes_kernel
 from micronorm.ops.weight import operators, reference
 
 BACKENDS = ("auto", "reference", "triton")
@@ -27,14 +27,7 @@ def choose_backend(w: Tensor, backend: str = "auto") -> str:
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-    if backend == "reference" or (backend == "auto" and not w.is_cuda):
-        return "reference"
-    problem = tensor_problem(w, transformed=is_transformed()) or _weight_problem(w)
-    if problem is None:
-        return "triton"
-    if backend == "triton":
-        raise ValueError(f'backend="triton" cannot compute this weight: {problem}; use backend="auto"')
-    return "reference"
+    return "triton" if backend != "reference" and takes_kernel(backend, w, _weight_problem) else "reference"
 
 
 def _weight_problem(w: Tensor) -> str | None:

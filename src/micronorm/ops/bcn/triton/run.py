@@ -5,7 +5,7 @@ of plain attributes, and what was computed for that key (strides, tiles, compile
 """
 
 import struct
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from micronorm.ops.bcn.triton.plans import MOST_KEPT, Backward, Forward, Layer, 
 from micronorm.ops.moments import Moments, wide_dtype
 from micronorm.ops.runtime import on_its_device
 
-__all__ = ["Gradients", "backward", "estimates", "forward", "gather", "parts_size", "recompute", "rule"]
+__all__ = ["backward", "estimates", "forward", "gather", "parts_size", "recompute", "rule"]
 
 Tensors = tuple[Tensor | None, ...]
 """The tensors of a normalization: μ̂, σ̂², γ^b, β^b, γ^c, β^c and the blend; None for those it does not have.
@@ -26,11 +26,6 @@ estimates and C numbers without.
 """
 
 _NO_TENSORS: Tensors = (None,) * 7
-
-
-def _bare(activation: Activation) -> Rule:
-    """Return the rule of launches that do no N×C arithmetic."""
-    return rule(Estimates.NONE, 1, 0.0, activation.kind, activation.slope)
 
 
 def _pointers(tensors: Tensors, filler: Tensor) -> list[Tensor]:
@@ -138,7 +133,7 @@ def _backward_plan(
 
 def _parts_plan(x: Tensor, groups: int) -> tuple[Tensor, Forward]:
     """Return x as kernels can read it, and a plan whose `reduce` is that of every forward of this x and G."""
-    x, _, plan = _forward_plan(x, None, rule(Estimates.NONE, groups, 0.0, IDENTITY.kind, IDENTITY.slope), _NO_TENSORS)
+    x, _, plan = _forward_plan(x, None, rule(Estimates.NONE, groups, 0.0, *IDENTITY), _NO_TENSORS)
     return x, plan
 
 
@@ -232,25 +227,21 @@ def forward(
 @on_its_device
 def recompute(x: Tensor, residual: Tensor | None, numbers: Tensor, activation: Activation) -> Tensor:
     """Return the y that `forward` gave, to the bit, from the numbers it left."""
-    x, residual, plan = _forward_plan(x, residual, _bare(activation), _NO_TENSORS)
+    elementwise = rule(Estimates.NONE, 1, 0.0, *activation)  # it does no N×C arithmetic
+    x, residual, plan = _forward_plan(x, residual, elementwise, _NO_TENSORS)
     y = torch.empty_like(x)
     plan.apply(x, x if residual is None else residual, y, numbers, numbers, *_pointers(_NO_TENSORS, numbers))
     return y
 
 
-class Gradients(NamedTuple):
-    """dL/dx, dL/dresidual, and the gradients of γ^b, β^b, γ^c and β^c one after the other."""
-
-    x: Tensor
-    residual: Tensor | None
-    parameters: Tensor
-
-
 @on_its_device
 def backward(
     x: Tensor, grad: Tensor, y: Tensor | None, numbers: Tensor, rule: Rule, norm: Tensors, from_batch: bool
-) -> Gradients:
-    """Return the gradients; `y` is the output if a residual was added and then activated, else None."""
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return dL/dx, dL/dresidual, and the gradients of γ^b, β^b, γ^c and β^c one after the other.
+
+    `y` is the output if a residual was added and then activated. Otherwise it is None, and so is dL/dresidual.
+    """
     x, grad, y, plan = _backward_plan(x, grad, y, rule, norm, from_batch)
     dx = torch.empty_like(x)
     dr = None if y is None else torch.empty_like(x)
@@ -262,19 +253,19 @@ def backward(
     if plan.tile is not None:
         plan.whole(x, grad, output, dx, added, numbers, shares, *small)
         _sum_samples(plan, shares, total)
-        return Gradients(dx, dr, total)
+        return dx, dr, total
     parts = numbers.new_empty(plan.parts)
     plan.reduce(x, grad, output, added, numbers, parts)
     gated = grad if dr is None else dr
     if plan.finishing is not None:
         plan.finish(x, gated, dx, parts, numbers, shares, *small)
         _sum_samples(plan, shares, total)
-        return Gradients(dx, dr, total)
+        return dx, dr, total
     slopes = numbers.new_empty((3, layer.samples, layer.channels))
     plan.terms(parts, numbers, slopes, shares, *small)
     _sum_samples(plan, shares, total)
     plan.apply(x, gated, dx, slopes, numbers, total, *small)
-    return Gradients(dx, dr, total)
+    return dx, dr, total
 
 
 def _sum_samples(plan: Backward, shares: Tensor, total: Tensor) -> None:
