@@ -11,20 +11,13 @@ by `micronorm train`. Methods take turns, round by round. Ratios are to frozen B
 has FrozenBatchNorm in the backbone and no norm elsewhere, as is usual from pretrained weights.
 """
 
-import argparse
-import shlex
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
+from step_rounds import parse_arguments, run
 from training_step import allocator_memory, with_fast_pooling
 
 import micronorm as mn
-from micronorm.bench.measure import one_line
-from micronorm.bench.results import number, provenance, write_csv
-from micronorm.bench.timing import device_ms, host_ms, spread
 from micronorm.nn.per_step.shared_weights import SharedWeights
 from micronorm.ops.keyed import sample_keys
 from micronorm.recipes.rcnn import build_rcnn, parts_to_convert
@@ -37,7 +30,6 @@ METHODS = {
     "GN+WS": (mn.GN(), mn.WS()),
     "BCN+WS": (mn.BCN(), mn.WS()),
 }
-ROUTES = ("eager", "captured", "compiled")
 CLASSES = 81
 OBJECTS = 8
 
@@ -108,78 +100,24 @@ def _objects(height: int, width: int, device: torch.device) -> dict[str, torch.T
     return {"boxes": boxes.to(device), "labels": labels.to(device), "masks": masks.to(device)}
 
 
-def measure(route: str, methods: Sequence[str], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield a row per method, which take turns."""
-    device = torch.device(options.device)
-    clock: Callable[..., float] = device_ms if device.type == "cuda" else host_ms
-    steps, rows, times = {}, {}, {}
-    for method in methods:
-        rows[method] = {"method": method, "route": route}
-        try:
-            step = DetectorStep(method, route, device, tiny=options.tiny)
-            for _ in range(3):
-                step()
-            if step.on_gpu:
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-                step()
-                torch.cuda.synchronize()
-                rows[method]["peak_mb"] = (torch.cuda.max_memory_allocated() - step.memory_before) / 1e6
-        except Exception as error:  # the other methods are still measured
-            rows[method]["fault"] = one_line(error)
-            continue
-        steps[method], times[method] = step, []
-    for _ in range(options.rounds):
-        for method, step in steps.items():
-            times[method].append(clock(step, options.repeats))
-    for method, row in rows.items():
-        if times.get(method):
-            found = spread(times[method])
-            row |= {"ms": found.median, "q25_ms": found.q25, "q75_ms": found.q75}
-        yield row
-
-
-def compare(rows: Sequence[dict[str, Any]]) -> None:
-    """Add each row's time and memory as a multiple of frozen BatchNorm's."""
-    base = next((row for row in rows if row["method"] == "frozen BN" and "ms" in row), None)
-    for row in rows if base is not None else ():
-        for name in ("ms", "peak_mb"):
-            if name in row:
-                row[f"{name}_to_frozen_bn"] = row[name] / base[name]
+def build(row: dict[str, Any], device: torch.device, tiny: bool) -> tuple[DetectorStep, float | None]:
+    """Return the step of a row, and the peak of its memory in MB."""
+    step = DetectorStep(row["method"], row["route"], device, tiny=tiny)
+    for _ in range(3):
+        step()
+    if not step.on_gpu:
+        return step, None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return step, (torch.cuda.max_memory_allocated() - step.memory_before) / 1e6
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--route", nargs="+", choices=ROUTES, default=list(ROUTES))
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--repeats", type=int, default=3, help="steps per round and method")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a small network and small images, to try the script")
-    parser.add_argument("--out", type=Path, help="write the results to this CSV file")
-    options = parser.parse_args()
-    torch.backends.cudnn.benchmark = True
-    routes = [route for route in options.route if options.device == "cuda" or route == "eager"]
-    arguments = [a for a in sys.argv[1:] if not a.startswith("--out") and a != str(options.out)]
-    command = shlex.join(["python", "benchmarks/detector_step.py", *arguments])
-    facts = provenance(torch.device(options.device), command, packages=("torchvision", "triton"))
-    rows: list[dict[str, Any]] = []
-    for route in routes:
-        new = list(measure(route, list(METHODS), options))
-        compare(new)
-        rows += new
-        for row in new:
-            print({name: number(v, 3) if isinstance(v, float) else v for name, v in row.items()}, flush=True)
-    if options.out is not None:
-        columns = ["ms", "q25_ms", "q75_ms", "ms_to_frozen_bn", "peak_mb", "peak_mb_to_frozen_bn"]
-        write_csv(
-            options.out,
-            [
-                {"method": row["method"], "route": row["route"]}
-                | {name: number(row.get(name), 3) for name in columns}
-                | {"fault": row.get("fault", ""), **facts}
-                for row in rows
-            ],
-        )
+    options = parse_arguments(__doc__, {})
+    keys = [{"method": method} for method in METHODS]
+    run("detector_step.py", options, keys, build, base="frozen BN", suffix="frozen_bn")
 
 
 if __name__ == "__main__":

@@ -261,6 +261,7 @@ def test_a_terminal_gets_live_progress_and_no_lines_of_finished_runs(quick, monk
     result = invoke("demo", "--epochs", "1", "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
     assert "━" in result.output
+    assert all(result.output.count(name) > 1 for name in NAMES)  # while it trains, and in the table
     assert errors_by_run(result.output) == {}
     assert "\x1b[?25h" in result.output  # the cursor is back
 

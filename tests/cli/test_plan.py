@@ -72,7 +72,9 @@ def test_specs_are_named_in_any_case_and_take_their_own_options():
     assert norm_spec("BCN", groups=8, statistics="batch") == mn.BCN(groups=8, statistics="batch")
     assert norm_spec("evonorms0", groups=None) == mn.EvoNormS0()
     assert weight_spec("Cwn") == mn.CWN()
-    assert norm_spec("none", groups=3) is None
+    assert norm_spec("none", groups=None) is None
+    with pytest.raises(TargetError, match="--groups needs another norm than none"):
+        norm_spec("none", groups=3)
     with pytest.raises(TargetError, match="no spec 'bcn'"):
         weight_spec("bcn")
 

@@ -124,11 +124,12 @@ class _Demo:
         command = f"{COMMAND} --epochs {self.variation.epochs} --seed {self.variation.seed}"
         live = self.console.is_interactive
         for recipe in RECIPES:
-            folder, listener = self.out / recipe.row, TrainingProgress(self.console) if live else Listener()
+            folder, name = self.out / recipe.row, name_of(recipe)
+            listener = TrainingProgress(self.console, name=name) if live else Listener()
             run(recipe, self.variation, Execution(observe=OBSERVED), out=folder, listener=listener, command=command)
             self.errors[recipe.name] = errors = Errors.read(folder)
             if not live:
-                say(self.console, f"{name_of(recipe)}: {errors.percent:.2f} % test error")
+                say(self.console, f"{name}: {errors.percent:.2f} % test error")
 
     def _table(self) -> Table:
         table = Table(box=SIMPLE_HEAD)

@@ -50,7 +50,7 @@ class Errors:
 
 
 @dataclass(frozen=True)
-class Findings:
+class DemoFindings:
     """What the demo found: a sentence on each of three questions, and the numbers behind the second.
 
     `differences` are, by recipe, the largest relative differences after `steps` steps with all images at once and with
@@ -66,12 +66,12 @@ class Findings:
     size: int
 
 
-def findings(errors: Mapping[str, Errors], differences: Mapping[str, float], *, steps: int, size: int) -> Findings:
+def findings(errors: Mapping[str, Errors], differences: Mapping[str, float], *, steps: int, size: int) -> DemoFindings:
     """Return the findings from the errors and differences of each recipe, by its name."""
     batch, single, ours = "digits/bn-64", "digits/bn", "digits/bcn-ws"
     sentence = describe_errors(errors[ours], errors[single], errors[batch])
     split = describe_split(differences[ours], steps=steps, size=size)
-    return Findings(sentence, *split, describe_baseline(differences[batch]), differences, steps, size)
+    return DemoFindings(sentence, *split, describe_baseline(differences[batch]), differences, steps, size)
 
 
 def name_of(recipe: Recipe) -> str:
@@ -123,7 +123,7 @@ def describe_baseline(difference: float) -> str:
     return f"With BatchNorm the same split changes weights or running statistics by {100 * difference:.0f} %."
 
 
-def write_demo_page(page: Path, found: Findings) -> Path:
+def write_demo_page(page: Path, found: DemoFindings) -> Path:
     """Write the page about the runs in the folder of `page`, and return its path."""
     recipes = find_table("digits").rows
     lead = Lead(

@@ -42,6 +42,7 @@ class TrainingProgress(Listener):
 
     Args:
         console: Where to show it; standard output if None.
+        name: Shown instead of the name of the run's recipe.
         clock: A function that returns seconds.
 
     Example:
@@ -53,8 +54,10 @@ class TrainingProgress(Listener):
         >>> progress.on_end()
     """
 
-    def __init__(self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console = console or Console(highlight=False)
+    def __init__(
+        self, console: Console | None = None, *, name: str = "", clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._console, self._name = console or Console(highlight=False), name
         self._clock = clock
         self._live: Progress | None = None
         self._bar = TaskID(0)
@@ -63,7 +66,7 @@ class TrainingProgress(Listener):
     def on_start(self, total_steps: int | None, start_step: int, description: str) -> None:
         """Start a run of `total_steps`, of which `start_step` are done."""
         self.on_end()
-        self._reset(total_steps, start_step, description)
+        self._reset(total_steps, start_step, self._name or description)
         if self._console.is_interactive:  # a "dumb" terminal cannot redraw a line
             figures = Column(no_wrap=True, overflow="ellipsis", ratio=1)
             bar = [BarColumn(_BAR_WIDTH)] if self._console.width >= _WIDTH_FOR_BAR else []
@@ -73,7 +76,7 @@ class TrainingProgress(Listener):
                 TextColumn("{task.fields[figures]}", markup=False, table_column=figures),
             )
             self._live = Progress(*columns, console=self._console, expand=True)
-            self._bar = self._live.add_task(description, total=total_steps, completed=start_step, figures="")
+            self._bar = self._live.add_task(self._description, total=total_steps, completed=start_step, figures="")
             self._live.start()
 
     def on_step(self, row: Mapping[str, Any]) -> None:

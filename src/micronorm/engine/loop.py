@@ -129,7 +129,7 @@ class _TrainingRun:
         self.already_complete = False
         self.randomness = describe_randomness(model, key_dropout(model))
         self.step, self.lr_factors = build_step(model, task, settings, execution, self.parallel)
-        self.take_step = GraphedStep(self.step, settings.step_batch) if execution.cuda_graph else self.step
+        self.execute_step = GraphedStep(self.step, settings.step_batch) if execution.cuda_graph else self.step
         self.average = None if settings.ema is None else MovingAverage(self.step, settings.ema)
         self.meter = Meter(task, self.device)
         self.collapse_watch = CollapseWatch()
@@ -242,7 +242,7 @@ class _TrainingRun:
         rate = self._set_learning_rate()
         if self.step.observation is not None:
             self.step.observation.epoch = epoch
-        result = self.take_step(inputs, Requests(stop=stop, save=self._checkpoint_is_due()))
+        result = self.execute_step(inputs, Requests(stop=stop, save=self._checkpoint_is_due()))
         self.done += 1
         if self.average is not None:
             self.average.update()
