@@ -93,8 +93,8 @@ def _rebuild(options: dict[str, Any], header: dict[str, str]) -> nn.Module:
     how = {key: value for key, value in header.items() if key in _HOW} | options
     if "model" not in how:
         raise TargetError("give the model: --model recipe:NAME, timm:NAME, torchvision:NAME or package.module:factory")
-    network = resolve_model(how["model"], from_file="model" not in options)
-    if how["model"].startswith("recipe:") or any(map(is_ours, network.modules())):
+    network, recipe = resolve_model(how["model"], from_file="model" not in options)
+    if recipe is not None or any(map(is_ours, network.modules())):
         unused = [f"--{name}" for name in options if name != "model"]
         if unused:
             raise TargetError(f"{how['model']} gives a converted model: leave out {' and '.join(unused)}")
