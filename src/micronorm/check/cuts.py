@@ -117,8 +117,8 @@ class _Check:
         whole = self.experiment.run(self.cuts["whole"])
         if whole.error is not None:
             whole.error.add_note(
-                "check_cuts called loss(model, part) with the whole batch as part, in float64. The loss calls the model "
-                "itself and returns (sum over the samples, number of samples)."
+                "check_cuts called loss(model, part) with the whole batch as part, in float64. The loss calls "
+                "the model itself and returns (sum over the samples, number of samples)."
             )
             raise whole.error
         if not whole.gradients:
