@@ -385,9 +385,9 @@ def test_a_recipe_of_ones_own_with_torchs_layers_only_is_folded_and_planned_as_i
 
     assert command("train", "plain_recipes.py:plain", "--steps", "1")[0] == 0
     run, model = "runs/mine-plain-0", "plain_recipes.py:plain"
-    code, output = command("fold", run, "--model", model, "--out", "x.safetensors")
+    code, output = command("fold", run, "--model", model, "--onnx", "x.onnx", "--size", "8", "8")
     assert code == 0, output
-    code, output = command("fold", run, "--model", model, "--norm", "gn", "--out", "x.safetensors")
+    code, output = command("fold", run, "--model", model, "--norm", "gn", "--onnx", "x.onnx")
     assert (code, "leave out --norm" in output) == (2, True), output
     code, output = command("plan", "plain_recipes.py:first")
     assert (code, "BatchChannelNorm(8/" in output) == (0, True), output
