@@ -269,3 +269,13 @@ def test_a_mean_over_nothing_in_one_part_is_said_to_be_not_finite():
     found = mn.check_cuts(Net(nn.Identity()), (x, torch.tensor([1, 2, 3, 0, 0, 0])), loss).findings[0]
     assert (found.where, found.cause) == ("loss", "non_finite")
     assert found.evidence["samples"] == [3, 4, 5]
+
+
+def test_a_model_whose_weights_are_not_finite_is_said_to_have_diverged():
+    model = Net(nn.Identity())
+    with torch.no_grad():
+        next(model.parameters()).fill_(torch.nan)
+    name = next(name for name, _ in model.named_parameters())
+    found = mn.check_cuts(model, images(), summed).findings[0]
+    assert (found.cause, found.evidence["parameters"]) == ("non_finite_weights", [name])
+    assert "smaller learning rate" in found.fix

@@ -80,3 +80,9 @@ def test_an_error_of_the_users_own_code_comes_through():
     with pytest.raises(KeyError, match="mine") as caught:
         mn.check_cuts(Net(nn.Identity()), images(), loss)
     assert "float64" in caught.value.__notes__[0]
+
+
+def test_a_loss_of_outputs_and_labels_is_told_how_it_is_called():
+    with pytest.raises(TypeError, match="cross_entropy") as caught:
+        mn.check_cuts(Net(nn.Identity()), images(), nn.functional.cross_entropy)
+    assert any("called loss(model, part)" in note for note in caught.value.__notes__)

@@ -172,3 +172,34 @@ def test_a_file_without_a_state_dict_ends_in_one_line_that_names_it(tmp_path, na
         assert result.exit_code in (1, 2)
         assert str(checkpoint) in result.stderr
         assert len(result.stderr.strip().splitlines()) == 1
+
+
+def of_one_size() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
+
+
+def of_volumes() -> nn.Module:
+    return nn.Sequential(nn.Conv3d(1, 8, 3, padding=1), nn.BatchNorm3d(8), nn.ReLU())
+
+
+def test_a_network_of_one_image_size_is_exported_for_this_size(tmp_path):
+    checkpoint, out = tmp_path / "model.safetensors", tmp_path / "model.onnx"
+    save_file(mn.convert(of_one_size()).state_dict(), checkpoint)
+    arguments = checkpoint, "--model", "tests.cli.test_fold:of_one_size", "--onnx", out
+    result = run(*arguments)
+    assert (result.exit_code, "; give --size or --shape" in result.stderr) == (1, True), result.stderr
+    result = run(*arguments, "--size", 8, 8)
+    assert (result.exit_code, "use --fixed-size" in result.stderr) == (1, True), result.stderr
+    result = run(*arguments, "--size", 8, 8, "--fixed-size")
+    assert (result.exit_code, "at 2×1×8×8 and 3×1×8×8" in result.stdout) == (0, True), result.stderr
+
+
+def test_a_network_of_volumes_is_exported_for_a_shape(tmp_path):
+    checkpoint, out = tmp_path / "model.safetensors", tmp_path / "model.onnx"
+    save_file(mn.convert(of_volumes()).state_dict(), checkpoint)
+    arguments = checkpoint, "--model", "tests.cli.test_fold:of_volumes", "--onnx", out
+    for wrong, text in (((), "--shape 1x32x48x32"), (("--shape", "1x8xa"), "channels and sizes")):
+        result = run(*arguments, *wrong)
+        assert (result.exit_code, text in result.stderr) == (2, True), result.stderr
+    result = run(*arguments, "--shape", "1x8x4x6")
+    assert (result.exit_code, "at 2×1×8×4×6" in result.stdout) == (0, True), result.stderr

@@ -370,3 +370,24 @@ def test_a_recipe_of_ones_own_is_trained_from_its_file(tmp_path, monkeypatch):
     assert code == 0, output
     assert command("train", "my_recipes.py:small")[0] == 2
     assert "must be a recipes.Recipe, got function" in command("train", "my_recipes.py:small")[1]
+
+
+def test_a_recipe_of_ones_own_with_torchs_layers_only_is_folded_and_planned_as_it_is(tmp_path, monkeypatch):
+    plain = 'plain = replace(recipes.find("digits/bn-64"), table="mine", row="plain", network="small")'
+    (tmp_path / "plain_recipes.py").write_text(f"{OWN}\n{plain}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    monkeypatch.setitem(NETWORKS, "small", None)
+
+    def command(*arguments: str) -> tuple[int, str]:
+        result = CliRunner().invoke(app, list(arguments))
+        return result.exit_code, " ".join(result.output.split())
+
+    assert command("train", "plain_recipes.py:plain", "--steps", "1")[0] == 0
+    run, model = "runs/mine-plain-0", "plain_recipes.py:plain"
+    code, output = command("fold", run, "--model", model, "--onnx", "x.onnx", "--size", "8", "8")
+    assert code == 0, output
+    code, output = command("fold", run, "--model", model, "--norm", "gn", "--onnx", "x.onnx")
+    assert (code, "leave out --norm" in output) == (2, True), output
+    code, output = command("plan", "plain_recipes.py:first")
+    assert (code, "BatchChannelNorm(8/" in output) == (0, True), output

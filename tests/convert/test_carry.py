@@ -1,6 +1,7 @@
 """What a converted layer keeps of the one it replaces, and where it starts."""
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -48,6 +49,27 @@ def test_statistics_and_affine_carry_over_and_parameters_stay_the_objects_they_w
     assert torch.equal(new.running_mean, old.running_mean)
     assert torch.equal(new.running_var, old.running_var)
     assert new.eps == 1e-3
+
+
+class _ScaleOnly(nn.Module):
+    def __init__(self, num_channels: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(num_channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight.view(-1, 1, 1)
+
+
+@dataclass(frozen=True)
+class _Scale(mn.NormSpec):
+    layer = _ScaleOnly
+
+
+def test_the_plan_says_which_part_of_the_affine_the_new_layer_has_no_place_for():
+    model = trained_looking(nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16)))
+    reason = mn.plan(model, _Scale(), weight=None).decisions[1].reason
+    assert reason == "weight carried over; bias dropped: _ScaleOnly has none of that shape"
+    assert mn.plan(model, mn.GN(), weight=None).decisions[1].reason.startswith("affine carried over")
 
 
 def test_an_eps_that_was_asked_for_is_used():

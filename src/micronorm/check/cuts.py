@@ -117,7 +117,10 @@ class _Check:
     def _run_whole(self) -> Run:
         whole = self.experiment.run(self.cuts["whole"])
         if whole.error is not None:
-            whole.error.add_note("check_cuts ran the loss on the whole batch, with model and batch in float64")
+            whole.error.add_note(
+                "check_cuts called loss(model, part) with the whole batch as part, in float64. The loss calls "
+                "the model itself and returns (sum over the samples, number of samples)."
+            )
             raise whole.error
         if not whole.gradients:
             raise ValueError(
@@ -130,12 +133,20 @@ class _Check:
         for trace, value, part in zip(run.traces, run.sums, run.cut, strict=False):
             if not math.isfinite(value):
                 call = trace.first_not_finite() or trace.root
+                broken = self._broken_parameters()
+                if broken:
+                    return finding(call.name, call.type, "non_finite_weights", loss=value, parameters=broken)
                 return finding(call.name, call.type, "non_finite", loss=value, cut=cut, samples=list(part))
         for name, gradient in run.gradients.items():
             if not gradient.isfinite().all():
                 owner, type_name = self._owner(name)
                 return finding(owner, type_name, "non_finite", cut=cut, gradient=name)
         return None
+
+    def _broken_parameters(self) -> list[str]:
+        """Return the names of the first three parameters and buffers that are not finite before the step."""
+        tensors = (*self.experiment.model.named_parameters(), *self.experiment.model.named_buffers())
+        return [name for name, value in tensors if not value.isfinite().all()][:3]
 
     def _find_randomness(self) -> None:
         """Repeat the whole step from another seed and, if it differs, from the same seed."""

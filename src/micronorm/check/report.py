@@ -72,6 +72,11 @@ CAUSES: dict[str, tuple[str, str]] = {
         "Find the overflow or the division by zero. A common case is a mean over nothing (no positive sample, all "
         "pixels ignored): return sum and count instead.",
     ),
+    "non_finite_weights": (
+        "returns values that are not finite, because the model has parameters or buffers that are not",
+        "The training before this check has diverged. Load an earlier checkpoint, and use a smaller learning rate or a "
+        "warm-up.",
+    ),
     "unknown": (
         "differs for an unknown reason",
         "No module shows the difference. Reduce the model, or put the operation into its own module, and check again.",

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from torch import nn
+from torch import Tensor, nn
 
 from micronorm.cli.faults import FAILED, one_line
 from micronorm.cli.specs import Groups, Statistics, norm_spec, weight_spec
@@ -41,6 +41,13 @@ def fold(
     channels: Annotated[
         int | None, typer.Option(min=1, help="Channels of the example image. Default: those of the first convolution.")
     ] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(help="Shape of one example instead, such as 1x32x48x32 for a volume: channels first."),
+    ] = None,
+    fixed_size: Annotated[
+        bool, typer.Option("--fixed-size", help="The ONNX file takes this size only; the batch may change.")
+    ] = False,
 ) -> None:
     """Fold a trained checkpoint into plain layers, and write them as a state dict, as ONNX, or both.
 
@@ -59,7 +66,7 @@ def fold(
         network = _read(checkpoint, model, {key: value for key, value in options.items() if value is not None})
         folded = network if out is None else fold_model(network)
         if onnx is not None:
-            _write_onnx(folded, onnx, channels, size)
+            _write_onnx(folded, onnx, _example(folded, channels, size, shape), fixed_size=fixed_size)
         if out is not None:
             write_atomically(out, pack_state(folded))
             typer.echo(f"{out}: {len(folded.state_dict())} tensors")
@@ -92,8 +99,8 @@ def _rebuild(model: str | None, options: dict[str, Any], header: dict[str, str])
     target = model or header.get("model")
     if target is None:
         raise TargetError("give the model: --model recipe:NAME, timm:NAME, torchvision:NAME or package.module:factory")
-    network = resolve_model(target, from_file=model is None)
-    if target.startswith("recipe:") or any(map(is_ours, network.modules())):
+    network, recipe = resolve_model(target, from_file=model is None)
+    if recipe is not None or any(map(is_ours, network.modules())):
         if options:
             unused = " and ".join(f"--{name}" for name in options)
             raise TargetError(f"{target} gives a converted model: leave out {unused}")
@@ -102,8 +109,28 @@ def _rebuild(model: str | None, options: dict[str, Any], header: dict[str, str])
     return convert(network, norm_spec(options.pop("norm", "bcn"), **options), weight)
 
 
-def _write_onnx(model: nn.Module, path: Path, channels: int | None, size: tuple[int, int]) -> None:
-    report = export_onnx(model, path, (torch.randn(2, channels or input_channels(model), *size),))
+def _example(model: nn.Module, channels: int | None, size: tuple[int, int], shape: str | None) -> Tensor:
+    """Return two random inputs of the model."""
+    if shape is not None:
+        sizes = shape.split("x")
+        if len(sizes) < 2 or not all(part.isdecimal() and int(part) for part in sizes):
+            raise TargetError(f"--shape is channels and sizes, such as 3x224x224 or 1x32x48x32, got {shape!r}")
+        return torch.randn(2, *map(int, sizes))
+    first = next((m for m in model.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)), None)
+    if isinstance(first, nn.Conv1d | nn.Conv3d):
+        sizes = f"{first.in_channels}x" + ("1000" if isinstance(first, nn.Conv1d) else "32x48x32")
+        raise TargetError(f"the model starts with a {type(first).__name__}: give --shape, such as --shape {sizes}")
+    return torch.randn(2, channels or input_channels(model), *size)
+
+
+def _write_onnx(model: nn.Module, path: Path, example: Tensor, *, fixed_size: bool) -> None:
+    try:
+        report = export_onnx(model, path, (example,), dynamic="batch" if fixed_size else True)
+    except ValueError as fault:
+        if not str(fault).startswith("the model does not run on inputs"):
+            raise
+        text = str(fault).replace('give other_inputs, or dynamic="batch"', "use --fixed-size if it takes one size only")
+        raise ValueError(text if text != str(fault) else f"{text}; give --size or --shape") from fault
     shapes = " and ".join("×".join(map(str, shape)) for shape in report.shapes)
     nodes = f"opset {report.opset}, {report.group_normalizations} GroupNormalization nodes"
     typer.echo(f"{path}: {nodes}; onnxruntime agrees to {report.worst:.1e} at {shapes}")

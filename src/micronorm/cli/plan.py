@@ -14,7 +14,6 @@ from micronorm.cli.targets import TargetError, resolve_model
 from micronorm.convert import Plan
 from micronorm.convert import plan as make_plan
 from micronorm.nn.spec import NormSpec, WeightSpec
-from micronorm.recipes import find
 from micronorm.recipes.networks import build_network
 
 NOTHING = 1
@@ -81,9 +80,9 @@ def _subject(
 ) -> tuple[nn.Module, NormSpec | None, WeightSpec | None]:
     """Return the model and the specs to plan with. A recipe gives its plain network, and its specs by default."""
     specs = norm_spec(norm or "bcn", **options), weight_spec(weight or "ws")
-    if not target.startswith("recipe:"):
-        return resolve_model(target), *specs
-    recipe = find(target.removeprefix("recipe:"))
+    model, recipe = resolve_model(target)
+    if recipe is None:
+        return model, *specs
     if norm is None and any(value is not None for value in options.values()):
         raise TargetError("--groups and --statistics change the recipe's norm: name one with --norm too")
     network = build_network(recipe.network, classes=recipe.classes)

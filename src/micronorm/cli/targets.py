@@ -36,6 +36,25 @@ def resolve(target: str, *, from_file: bool = False) -> nn.Module | tuple:
         TargetError: The name is unknown (the message lists similar names), or the factory fails or returns something
             else.
     """
+    return _call(target, _look_up(target, from_file=from_file))
+
+
+def resolve_model(target: str, *, from_file: bool = False) -> tuple[nn.Module, Recipe | None]:
+    """Build the model that a target names, as `resolve` does; take the first item if a factory returns a tuple.
+
+    Returns:
+        The model, and the recipe that built it, or None. The network of a recipe is converted already.
+    """
+    found = _look_up(target, from_file=from_file)
+    made = _call(target, found)
+    model = made if isinstance(made, nn.Module) else next(iter(made), None)
+    if not isinstance(model, nn.Module):
+        raise TargetError(f"{target} must give a model or a tuple that begins with one, got {type(model).__name__}")
+    return model, found if isinstance(found, Recipe) else None
+
+
+def _look_up(target: str, *, from_file: bool) -> Any:
+    """Return the model of a library, the recipe, or the object in the user's code that a target names."""
     source, colon, name = target.rpartition(":") if ".py:" in target else target.partition(":")
     if not colon or not source or not name:
         raise TargetError(
@@ -50,19 +69,7 @@ def resolve(target: str, *, from_file: bool = False) -> nn.Module | tuple:
             f"the file says that its model is {target!r}, which is not run: a file may name a recipe or a model of "
             f"timm or torchvision only. If you trust that code, give --model {target}"
         )
-    made = _call(target, import_object(source, name))
-    if not isinstance(made, nn.Module | tuple):
-        raise TargetError(f"{target} must give a model or (model, batch, loss), got {type(made).__name__}")
-    return made
-
-
-def resolve_model(target: str, *, from_file: bool = False) -> nn.Module:
-    """Build the model that a target names, as `resolve` does; take the first item if a factory returns a tuple."""
-    made = resolve(target, from_file=from_file)
-    model = made if isinstance(made, nn.Module) else next(iter(made), None)
-    if not isinstance(model, nn.Module):
-        raise TargetError(f"{target} must give a model or a tuple that begins with one, got {type(model).__name__}")
-    return model
+    return import_object(source, name)
 
 
 def input_channels(model: nn.Module) -> int:
@@ -113,10 +120,10 @@ def _timm(name: str) -> nn.Module:
     return timm.create_model(name, pretrained=False)
 
 
-def _recipe(name: str) -> nn.Module:
+def _recipe(name: str) -> Recipe:
     try:
-        return find(name).build(seed=0)
-    except (ValueError, ImportError) as error:  # an unknown recipe, or one of torchvision's networks without it
+        return find(name)
+    except ValueError as error:
         raise TargetError(str(error)) from error
 
 
@@ -156,14 +163,17 @@ def _import_file(path: Path) -> Any:
     return module
 
 
-def _call(target: str, factory: Any) -> Any:
-    """Return what a factory makes. A recipe gives its network; a model or a tuple is returned as it is."""
+def _call(target: str, factory: Any) -> nn.Module | tuple:
+    """Return what a factory makes. A recipe gives its network; a model or a tuple stands for itself."""
     try:
         if isinstance(factory, Recipe):
             return factory.build(seed=0)
-        return factory() if callable(factory) and not isinstance(factory, nn.Module) else factory
+        made = factory() if callable(factory) and not isinstance(factory, nn.Module) else factory
     except Exception as error:  # a user's factory may raise anything
         raise TargetError(f"{target} fails ({type(error).__name__}: {error})") from error
+    if not isinstance(made, nn.Module | tuple):
+        raise TargetError(f"{target} must give a model or (model, batch, loss), got {type(made).__name__}")
+    return made
 
 
 def unknown(message: str, name: str, known: Sequence[str]) -> str:

@@ -104,6 +104,12 @@ def computed_inside(made: nn.Module, norm: SourceNorm) -> tuple[str | None, tupl
     return None, (f"norms do not compute the {type(act).__name__} inside its layer",)
 
 
+def carries(made: nn.Module, norm: SourceNorm, name: str) -> bool:
+    """Return whether the new layer takes a tensor of the old one: both have it, with the same shape."""
+    old, new = norm.tensor(name), getattr(made, name, None)
+    return old is not None and isinstance(new, Tensor) and old.shape == new.shape
+
+
 def _carry_into_bcn(made: BatchChannelNorm, norm: SourceNorm) -> None:
     _carry(made, norm, ("running_mean", "running_var"))
     made.update_estimates_weight()
@@ -120,9 +126,9 @@ def _carry(made: nn.Module, norm: SourceNorm, names: tuple[str, ...]) -> None:
     """Move parameters as the same objects, so that tied ones stay tied, and copy buffers."""
     layer: Any = made
     for name in names:
-        old, new = norm.tensor(name), getattr(layer, name, None)
-        if old is None or new is None or old.shape != new.shape:
+        if not carries(made, norm, name):
             continue
+        old, new = norm.tensor(name), getattr(layer, name)
         if isinstance(old, nn.Parameter) and isinstance(new, nn.Parameter):
             layer._parameters[name] = old
         else:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from micronorm.convert.carry import build, computed_inside, fit, zero_initialized
+from micronorm.convert.carry import build, carries, computed_inside, fit, zero_initialized
 from micronorm.convert.flow import Flow, Node, trace_flow
 from micronorm.convert.flow.kinds import one_element_per_channel, passes_scale
 from micronorm.convert.flow.trace import by_order
@@ -209,7 +209,8 @@ class Planner:
         one_element = bool(inputs) and all(one_element_per_channel(node, flat=old.takes_flat) for node in inputs)
         spec, remarks = fit(wanted, old, one_element=one_element)
         groups = spec.groups_for(old.channels) if isinstance(spec, GroupedSpec) else None
-        remarks += self._remarks(old, groups)
+        built = spec(old.channels, dims=old.dims)
+        remarks += self._remarks(old, built, groups)
         if self.warm_steps and old.tensor("running_mean") is None:
             remarks.append("no warm start: there are no statistics to start from")
         weight = old.tensor("weight")
@@ -219,7 +220,6 @@ class Planner:
         if old.family == "frozen":
             start = "starts from its old function and " if self.warm_steps else ""
             remarks.append(f"was frozen; {start}trains from here on, as the layer before it does")
-        built = spec(old.channels, dims=old.dims)
         inside, unfused = computed_inside(built, old)
         name = type(built).__name__ + ("Act" if old.tail and isinstance(built, BatchChannelNorm) else "")
         shape = f"{old.channels}/{groups}" if groups is not None else f"{old.channels}"
@@ -235,11 +235,11 @@ class Planner:
             unfused=unfused if self.fuse else (),
         )
 
-    def _remarks(self, old: SourceNorm, groups: int | None) -> list[str]:
+    def _remarks(self, old: SourceNorm, built: nn.Module, groups: int | None) -> list[str]:
         """Return remarks on what the new norm takes over from the old one."""
         weight, mean = old.tensor("weight"), old.tensor("running_mean")
         if not isinstance(self.norm, BCN) or groups is None:
-            return ["affine carried over" if weight is not None else "no affine to carry over"]
+            return _affine_remarks(old, built)
         if mean is None:
             carried = "affine carried over; " if weight is not None else ""
             return [f"{carried}no statistics to carry: estimates start at (0, 1), mn.calibrate sets them"]
@@ -326,6 +326,17 @@ class Planner:
         ours = any(d.reason.startswith(_CONVERTED) for d in decisions)
         why = "nothing to convert: the model is already converted" if ours else "nothing to convert"
         raise ValueError(f"{why}. Looked at {seen}{more}{hint}")
+
+
+def _affine_remarks(old: SourceNorm, built: nn.Module) -> list[str]:
+    """Return remarks on the affine of a norm that becomes `built`, a layer which may have no place for it."""
+    names = [name for name in ("weight", "bias") if old.tensor(name) is not None]
+    kept = [name for name in names if carries(built, old, name)]
+    if kept == names:
+        return ["affine carried over" if names else "no affine to carry over"]
+    lost = " and ".join(name for name in names if name not in kept)
+    dropped = f"{lost} dropped: {type(built).__name__} has none of that shape"
+    return [f"{kept[0]} carried over", dropped] if kept else [dropped]
 
 
 def _with_fusion(decision: Decision, fusions: Fusions) -> Decision:
