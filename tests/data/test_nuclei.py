@@ -96,7 +96,7 @@ def test_labels_without_any_nucleus_are_refused(tmp_path):
     write_nuclei(tmp_path)
     for name in "bde":
         _relabel(tmp_path / f"labels/{name}.png", np.zeros((20, 24)))
-    with pytest.raises(ValueError, match=r"the 3 labels from .*b\.png on have no nucleus"):
+    with pytest.raises(ValueError, match=r"none of the 3 label maps \(.*b\.png and others\) has a nucleus"):
         open_nuclei(tmp_path, masks=False)
 
 

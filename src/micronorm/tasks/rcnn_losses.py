@@ -42,7 +42,7 @@ def detection_losses(
         model: a Faster, Mask or Keypoint R-CNN of torchvision in training mode; it may be wrapped in
             DistributedDataParallel.
         images: 3×H×W each, in [0, 1].
-        targets: "boxes" (K×4, x1 y1 x2 y2 in pixels), "labels" (K, from 1 on), and "masks" (K×H×W) for a Mask R-CNN.
+        targets: "boxes" (K×4, x1 y1 x2 y2 in pixels), "labels" (K, at least 1), and "masks" (K×H×W) for a Mask R-CNN.
             K may be 0.
         keys: int64 N, from `micronorm.ops.keyed.sample_keys`: they determine which anchors and regions are sampled.
 
@@ -139,7 +139,7 @@ def _sum_over_images(
 
 
 def _prepare(transform: Any, image: Tensor, target: Mapping[str, Any], key: Tensor) -> tuple[Any, dict[str, Any]]:
-    """Standardize, resize and pad one image: to a multiple of 32, whatever the others need."""
+    """Standardize, resize and pad one image to a multiple of 32. Other images do not change the result."""
 
     def choose(sizes: Sequence[int]) -> int:
         return sizes[int(integers(key, 1, bound=len(sizes), stream=_SIZE))]
@@ -243,6 +243,6 @@ def _check_arguments(
         labels = target["labels"]
         if len(labels) != len(boxes) or (labels < 1).any():
             raise ValueError(
-                f"labels must be one per box, from 1 on (0 is the background); target {k} has {labels.tolist()} for "
+                f"labels must be one per box, at least 1 (0 is the background); target {k} has {labels.tolist()} for "
                 f"{len(boxes)} boxes"
             )
