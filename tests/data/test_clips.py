@@ -48,14 +48,6 @@ def test_test_clips_are_central():
     ]
 
 
-def test_training_clips_are_functions_of_seed_epoch_and_index():
-    samples = clips(crop=4, augment=True)
-    both, alone = load(samples, 0, 1)[0], load(samples, 1)[0]
-    assert torch.equal(both[1:], alone)
-    assert not torch.equal(load(samples, 1, epoch=1)[0], alone)
-    assert not torch.equal(load(samples, 1, seed=1)[0], alone)
-
-
 def test_all_frames_of_a_clip_have_the_same_crop():
     corner = []
     for epoch in range(40):

@@ -72,19 +72,6 @@ def test_without_masks_no_target_has_any(tmp_path):
     assert [target.keys() for target in targets] == [{"boxes", "labels", "image"}] * 2
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_mirroring_depends_on_seed_epoch_and_index_alone(tmp_path, workers):
-    write_coco(tmp_path)
-    whole, alone = open_coco(tmp_path, masks=True).train, open_coco(tmp_path, masks=True, workers=workers).train
-    for epoch in range(4):
-        images, targets, keys = _load(whole, [0, 1], epoch=epoch)
-        image, target, key = _load(alone, [1], epoch=epoch)
-        assert torch.equal(image[0], images[1])
-        assert torch.equal(target[0]["masks"], targets[1]["masks"])
-        assert torch.equal(target[0]["boxes"], targets[1]["boxes"])
-        assert torch.equal(key, keys[1:])
-
-
 def test_an_image_is_mirrored_with_its_boxes_and_masks(tmp_path):
     write_coco(tmp_path)
     train, test, _ = open_coco(tmp_path, masks=True, test="train")

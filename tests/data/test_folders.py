@@ -135,13 +135,6 @@ def test_a_sample_does_not_depend_on_companions_order_or_workers(root):
             assert labels.tolist() == [index // 4 for index in part]
 
 
-def test_another_epoch_or_seed_crops_otherwise(root):
-    train = open_folders(root, size=SIZE).train
-    first = images_of(train, list(range(12)))
-    assert not torch.equal(first, images_of(train, list(range(12)), epoch=1))
-    assert not torch.equal(first, images_of(train, list(range(12)), seed=1))
-
-
 def test_without_augmentation_training_images_are_central_crops(root):
     plain = open_folders(root, size=SIZE, augment=False).train
     assert torch.equal(images_of(plain, [0, 5]), images_of(plain, [0, 5], seed=8, epoch=9))
@@ -219,12 +212,6 @@ def test_links_to_folders_of_images_are_followed(root, tmp_path):
     shutil.copytree(root / "train" / "ant", tmp_path / "more")
     (tmp_path / "imagenet" / "train" / "ant" / "more").symlink_to(tmp_path / "more")
     assert len(open_folders(tmp_path, size=SIZE).train) == 12 + len(list((tmp_path / "more").iterdir()))
-
-
-@pytest.mark.parametrize("index", [-1, 12])
-def test_an_index_beyond_the_set_is_refused(root, index):
-    with pytest.raises(IndexError, match="within the 12 samples"):
-        images_of(open_folders(root, size=SIZE).train, [index])
 
 
 def test_what_is_not_an_image_or_a_class_is_passed_over(root, tmp_path):

@@ -34,15 +34,6 @@ def test_jester_has_the_same_layout_with_other_names(tmp_path):
     assert len(train) == 3
 
 
-def test_clips_do_not_depend_on_their_companions_or_on_workers(tree):
-    train, _, _ = open_frame_folders(tree, name="something", size=16)
-    both, alone = load(train, 2, 1)[0], load(train, 1)[0]
-    assert torch.equal(both[1:], alone)
-    assert not torch.equal(load(train, 1, epoch=1)[0], alone)
-    decoded, _, _ = open_frame_folders(tree, name="something", size=16, workers=1)
-    assert torch.equal(load(decoded, 1)[0], alone)
-
-
 def broken(tree, name):
     frames = tree / "20bn-something-something-v1"
     if name == "folder":

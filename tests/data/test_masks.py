@@ -30,19 +30,6 @@ def _load(samples, indices, *, epoch=0, seed=3):
     return next(samples.load([(epoch, torch.tensor(indices))], seed=seed))
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_crop_depends_on_seed_epoch_and_index_alone(files, workers):
-    whole = _samples(files, crop=24)
-    images, masks = _load(whole, [0, 1, 2, 3], epoch=2)
-    part = _samples(files, crop=24, workers=workers)
-    alone, mask = _load(part, [2], epoch=2)
-    assert torch.equal(alone[0], images[2])
-    assert torch.equal(mask[0], masks[2])
-    assert not torch.equal(_load(whole, [2], epoch=3)[0], alone)
-    assert images.shape == (4, 3, 24, 24)
-    assert (masks.shape, masks.dtype) == ((4, 24, 24), torch.int64)
-
-
 def test_whole_images_keep_their_pixels_and_come_as_lists(files):
     images, masks = _load(_samples(files), [1, 3])
     assert [tuple(mask.shape) for mask in masks] == [SIZES[1], SIZES[3]]

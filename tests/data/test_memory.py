@@ -48,23 +48,6 @@ def test_every_window_and_both_directions_occur_equally_often():
     assert max(counts) < 150
 
 
-def test_a_sample_does_not_depend_on_its_companions_or_their_order():
-    held = samples(noise())
-    whole = one(held, list(range(12)), seed=3, epoch=5)
-    for index in range(12):
-        assert torch.equal(one(held, [index], seed=3, epoch=5)[0], whole[index])
-    order = torch.randperm(12)
-    assert torch.equal(one(held, order.tolist(), seed=3, epoch=5), whole[order])
-
-
-def test_another_epoch_or_seed_augments_otherwise():
-    held = samples(noise())
-    first = one(held, list(range(12)))
-    assert not torch.equal(first, one(held, list(range(12)), epoch=1))
-    assert not torch.equal(first, one(held, list(range(12)), seed=1))
-    assert torch.equal(first, one(held, list(range(12))))
-
-
 def test_window_and_mirroring_are_independent_of_each_other():
     # The same images with one of the two switched off: each draw stays what it was.
     images = noise(200)
@@ -116,12 +99,6 @@ def test_an_empty_share_gives_an_empty_batch(pad):
     batch, labels = next(samples(noise(), pad=pad).load([(0, torch.tensor([], dtype=torch.int64))], seed=0))
     assert batch.shape == (0, 2, 6, 5)
     assert labels.shape == (0,)
-
-
-@pytest.mark.parametrize("index", [-1, 12])
-def test_an_index_beyond_the_set_is_refused(index):
-    with pytest.raises(IndexError, match=f"{index}.*within the 12 samples"):
-        one(samples(noise()), [3, index])
 
 
 @pytest.mark.parametrize(

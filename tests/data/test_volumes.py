@@ -57,18 +57,6 @@ def test_test_volumes_keep_their_shape_and_come_as_lists(root):
     assert labels[0].tolist() == expected.tolist()
 
 
-def test_a_patch_depends_on_seed_epoch_and_index_alone(root):
-    samples = _open(root).train
-    images, labels = _load(samples, [0, 1, 2, 3], epoch=2)
-    alone, label = _load(samples, [2], epoch=2)
-    assert torch.equal(alone[0], images[2])
-    assert torch.equal(label[0], labels[2])
-    assert (images.shape, images.dtype) == ((4, 1, *PATCH), torch.float32)
-    assert (labels.shape, labels.dtype) == ((4, *PATCH), torch.int64)
-    for other in ({"epoch": 3}, {"epoch": 2, "seed": 4}):
-        assert not torch.equal(_load(samples, [2], **other)[0], alone)
-
-
 def test_a_patch_is_a_window_of_the_volume_with_its_labels_perhaps_mirrored():
     numbers = torch.arange(5 * 7 * 6).reshape(5, 7, 6)
     samples = VolumePatches([Volume(numbers.float() * 1e6, numbers.to(torch.uint8))] * 2, patch=(3, 7, 4))

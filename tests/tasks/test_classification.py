@@ -175,14 +175,6 @@ def test_every_set_known_by_name_opens_and_scores(tmp_path, name):
     assert problem.score(model, tested).sums["count"] == 2
 
 
-@pytest.mark.parametrize("name", DATA_SETS)
-def test_training_samples_change_with_the_epoch_and_test_samples_do_not(tmp_path, name):
-    problem, indices = opened(name, tmp_path), torch.arange(3)
-    for samples in (problem.train, problem.test):
-        (one, _), (other, _) = samples.load([(0, indices), (1, indices)], seed=0)
-        assert torch.equal(one, other) is (samples is problem.test)
-
-
 def test_a_folder_in_the_working_directory_is_found(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_binary(tmp_path / "data", 10)

@@ -218,7 +218,7 @@ def test_wrong_arguments_are_named():
             detection_losses(model, images, bad, keys)
     with pytest.raises(ValueError, match="K×4, those of target 0 have"):
         detection_losses(model, images[:1], [{**targets[0], "boxes": torch.zeros(4)}], keys[:1])
-    with pytest.raises(ValueError, match=r"from 1 on .*; target 0 has \[0, 1\] for 2 boxes"):
+    with pytest.raises(ValueError, match=r"at least 1 .*; target 0 has \[0, 1\] for 2 boxes"):
         detection_losses(model, images, [{**targets[0], "labels": torch.tensor([0, 1])}, *targets[1:]], keys)
     with pytest.raises(ValueError, match="eval mode"):
         detection_losses(model.eval(), images, targets, keys)

@@ -36,16 +36,16 @@ def open_coco(
 ) -> DataSet:
     """Open COCO: the folder of train2017, val2017 and annotations, or of train, val and instances_{train,val}.json.
 
-    Categories become the labels 1, 2, … in the order of their ids. Crowds and boxes without an area are no targets;
+    Categories become the labels 1, 2, … in the order of their ids. Crowds and boxes without an area are not targets;
     crowds count in the score. Training images are mirrored at random, and those without an object are left out. Test
     images are all used, as they are.
 
     Args:
         folder: this folder, or one that contains it as `child`; None for ./data and ~/data.
-        masks: read the outlines of the objects, too.
+        masks: whether targets have the mask of each object.
         workers: processes that decode; 0 decodes in this one.
         child: the name to look for in `folder`.
-        test: the part to test on. "train" shows whether a model can learn its images by heart.
+        test: the part to test on. "train" shows whether a model can memorize its images.
 
     Raises:
         FileNotFoundError: no such folder, or an image is missing.

@@ -25,9 +25,9 @@ TINY = "tiny_imagenet20"
 _TRIES = 10
 _NAMES = {"imagenet": ("imagenet", "ImageNet", "ilsvrc2012", "ILSVRC2012"), TINY: (TINY,)}
 _LAYOUT = (
-    "a folder with train/CLASS/*.JPEG and val/CLASS/*.JPEG, the layout of torchvision's ImageFolder. The images of "
-    "ILSVRC2012 are given out at https://image-net.org/download after registration; torchvision.datasets.ImageNet "
-    "unpacks the archives into this layout."
+    "a folder with train/CLASS/*.JPEG and val/CLASS/*.JPEG, the layout of torchvision's ImageFolder. Download "
+    "ILSVRC2012 from https://image-net.org/download after registration; torchvision.datasets.ImageNet unpacks the "
+    "archives into this layout."
 )
 
 
@@ -117,7 +117,7 @@ class FolderDecoder:
             raise ValueError(f"size must be positive, got {size}")
         require_torchvision()
         self._root, self._size, self._augment = root, size, augment
-        self._standardize = Standardizer(standardization, torch.device("cpu"))
+        self._standardize = Standardizer(standardization)
         names, labels = [], []
         for label, name in enumerate(classes):
             files = _images(root / name)

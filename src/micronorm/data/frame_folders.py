@@ -115,7 +115,7 @@ class _FrameDecoder:
         if size < 1:
             raise ValueError(f"size must be positive, got {size}")
         require_torchvision()
-        self._standardize = Standardizer(IMAGENET, torch.device("cpu"))
+        self._standardize = Standardizer(IMAGENET)
         self._paths = [video.path for video in videos]
         self._lengths, self._labels = (torch.tensor(column) for column in list(zip(*videos, strict=True))[1:])
         self._size, self._augment = size, augment

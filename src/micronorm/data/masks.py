@@ -120,7 +120,7 @@ def open_label_maps(folder: Path | str | None, *, size: int | None = None, worke
     """Open images and masks of your own: train/images, train/masks, val/images and val/masks. All masks are read.
 
     A mask has the name of its image and the suffix .png. The file classes.txt names the classes, one per line, in the
-    order of their labels from 0 on. One further label may occur, which is void. Without classes.txt void is 255, and
+    order of their labels, which start at 0. One further label may occur: void. Without classes.txt void is 255, and
     the classes are "class 0" up to the largest label.
 
     Args:
@@ -241,7 +241,7 @@ class MaskDecoder:
                     f"{mask_size[0]}×{mask_size[1]}"
                 )
         self._files, self._classes, self._void, self._crop = list(files), classes, void, crop
-        self._standardize = Standardizer(IMAGENET, torch.device("cpu"))
+        self._standardize = Standardizer(IMAGENET)
 
     def __len__(self) -> int:
         return len(self._files)

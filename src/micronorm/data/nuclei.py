@@ -20,7 +20,7 @@ from micronorm.data.samples import DataSet
 NAMES = ("background", "nucleus")
 
 LEAST_PIXELS = 10
-"""A nucleus of which a training crop contains fewer pixels is no target."""
+"""A nucleus with fewer pixels in a training crop is not a target."""
 
 STRIDE = 32
 """Detectors pad images to a multiple of this number, and so does this reader."""
@@ -35,7 +35,7 @@ def open_nuclei(folder: Path | str | None, *, masks: bool, workers: int = 0, cro
 
     Args:
         folder: the folder of `images` and `labels`, or one with a child `dsb2018`; None for ./data and ~/data.
-        masks: give the mask of each nucleus, too.
+        masks: whether targets have the mask of each nucleus.
         workers: processes that prepare batches; 0 prepares them in this one.
         crop: height and width of the training crops. Smaller images are padded with black.
 
@@ -74,7 +74,7 @@ class _NucleiDecoder(DetectionDecoder):
         if crop is None:
             self._pictures = [_pad_to_stride(picture) for picture in self._pictures]
         if not any(picture.nuclei.any() for picture in self._pictures):
-            raise ValueError(f"the {len(files)} labels from {files[0].mask} on have no nucleus to learn or to score")
+            raise ValueError(f"none of the {len(files)} label maps ({files[0].mask} and others) has a nucleus")
         self._crop = crop
 
     def __len__(self) -> int:

@@ -24,11 +24,11 @@ class Standardizer:
     """Compute (x − mean)/std of N×C×H×W bytes in float32, with mean and std on a device.
 
     Example:
-        >>> Standardizer(Standardization((8.0,), (8.0,)), torch.device("cpu"))(torch.zeros(1, 1, 1, 1).byte()).item()
+        >>> Standardizer(Standardization((8.0,), (8.0,)))(torch.zeros(1, 1, 1, 1).byte()).item()
         -1.0
     """
 
-    def __init__(self, standardization: Standardization, device: torch.device) -> None:
+    def __init__(self, standardization: Standardization, device: torch.device | str = "cpu") -> None:
         columns = [torch.tensor(column, dtype=torch.float32) for column in standardization]
         if columns[0].shape != columns[1].shape or not (columns[1] > 0).all():
             raise ValueError(f"standardization needs one mean and one positive std per channel, got {standardization}")

@@ -38,13 +38,14 @@ def open_videos(folder: Path | str | None, *, fold: int, size: int = 64, device:
 
     Args:
         folder: the folder of class folders, or one with a child `clips`; None for ./data and ~/data.
-        fold: from 0 to 4: the part that is tested on.
+        fold: the fold to test on, from 0 to 4.
         size: height and width of the inputs.
         device: where the frames are kept.
 
     Raises:
-        FileNotFoundError: there are no two class folders with videos.
-        ValueError: a file is no readable video, with its name; a part is empty; or the frames need too much memory.
+        FileNotFoundError: fewer than two class folders have videos.
+        ValueError: a video cannot be read (the message has its name), a part is empty, or the frames need too much
+            memory.
         ImportError: neither PyAV nor torchcodec is installed.
     """
     layout = f"at least two folders, one per class, with files {', '.join(SUFFIXES)}"
@@ -89,7 +90,7 @@ def decode_video(path: Path) -> Tensor:
     """Return all frames of a video, F×3×H×W uint8, by PyAV or, if it is not installed, by torchcodec.
 
     Raises:
-        ValueError: the file is no readable video, or was cut short.
+        ValueError: the file cannot be read as a video, or was cut short.
         ImportError: neither is installed.
     """
     if path.exists() and not path.is_file():  # a pipe could be read forever

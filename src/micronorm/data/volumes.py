@@ -155,7 +155,7 @@ class VolumePatches(IndexedSamples):
         if len(patch) != 3 or min(patch) < 1:
             raise ValueError(f"patch must be three positive sizes, got {patch}")
         self.patch, self._device = patch, torch.device(device)
-        # One row of voxels for all volumes: a batch is then a single indexing, whatever their shapes.
+        # The voxels of all volumes are in one row, so that one indexing makes a batch of volumes of any shapes.
         self._values = torch.cat([volume.image.flatten() for volume in volumes]).to(device)
         self._labels = torch.cat([volume.labels.flatten() for volume in volumes]).to(device)
         self._shapes = torch.tensor([volume.image.shape for volume in volumes], device=device)

@@ -27,7 +27,7 @@ _MICRO = (
 _QUOTED = "the paper quotes this figure from the paper on SN and did not run it; ours runs it like the rows beside it"
 _EMPTY = "the paper leaves this cell empty"
 _KERNEL = "ours: our form of the layer, with a length per output channel that starts at the kernel's own"
-_RMS = "ours: without its mean taken off first, a kernel is divided by its root mean square"
+_RMS = "ours: a kernel whose mean is not subtracted is divided by its root mean square"
 _STEP_BATCH = "the paper gives the iteration size, 32 images of one GPU; 4 GPUs, as for ResNet-101, are ours"
 _CAPTION = (
     "the caption says 32 or 64 images per GPU for all rows; a GN row does not depend on it, and its figures are those "

@@ -26,7 +26,7 @@ def load(run: str | os.PathLike[str], *, model: nn.Module | None = None) -> nn.M
         The converted network with the weights of `model.safetensors`, computing what it computed at the end of the run.
 
     Raises:
-        FileNotFoundError: the folder is no run directory, or the run has not ended.
+        FileNotFoundError: the folder is not a run directory, or the run has not ended.
         ValueError: the recipe is unknown or has changed since, or the weights do not fit.
 
     Example:

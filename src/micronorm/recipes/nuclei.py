@@ -13,7 +13,7 @@ _NUCLEI_NOTES = (
     "one image at a time: BN has the statistics of one image, in the heads those of its regions",
     "crops of 256×256 for training, whole images for testing, none of them resized; split by a hash of the image's ID",
 )
-_CHECK = "a check of the whole pipeline, not a benchmark: it must be able to learn by heart"
+_CHECK = "a check of the whole pipeline, not a benchmark: the detector must be able to memorize its images"
 _START = "short: its weights are a start for the detectors of table nuclei"
 
 

@@ -18,7 +18,7 @@ class TemporalShift(nn.Module):
     """Move an eighth of the channels one frame back in time, and another eighth one frame ahead.
 
     The first C/share channels of a frame come from the next frame, the second C/share from the frame before; the rest
-    stay. Where there is no such frame they are zero.
+    stay. At the ends of a clip, where such a frame does not exist, they are zero.
 
     Args:
         frames: T, the frames of a clip, which are successive samples of the batch.
@@ -89,7 +89,7 @@ def join_frames(clips: Tensor, frames: int) -> Tensor:
     return clips.flatten(0, 1)
 
 
-torch.fx.wrap("join_frames")  # the check is no part of the data flow that a conversion traces
+torch.fx.wrap("join_frames")  # the check is not part of the data flow that a conversion traces
 
 
 def temporal_shift(network: nn.Module, *, frames: int = 8, share: int = 8, example_inputs: Any = None) -> ClipNetwork:

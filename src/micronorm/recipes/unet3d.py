@@ -1,4 +1,4 @@
-"""A residual 3-D U-Net with deep supervision, in the manner of nnU-Net's residual encoder."""
+"""A residual 3-D U-Net with deep supervision, similar to nnU-Net's residual encoder."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -144,11 +144,11 @@ class FileClassification(Classification):
         image, size = decode(path), (self._size, self._size)
         if self._data == "digits":  # 16 shades of grey
             grey = torch.from_numpy(np.array(image.convert("L").resize(size))) * (16 / 255)
-            return Standardizer(SCALE, torch.device("cpu"))(grey[None, None])
+            return Standardizer(SCALE)(grey[None, None])
         cifar = self._data.startswith("cifar")
         image = image.resize(size) if cifar else crop_centre(image, self._size)
         standardization = STANDARDIZATION[int(self._data.removeprefix("cifar"))] if cifar else IMAGENET
-        return Standardizer(standardization, torch.device("cpu"))(to_pixels(image)[None])
+        return Standardizer(standardization)(to_pixels(image)[None])
 
 
 open_predictor = FileClassification

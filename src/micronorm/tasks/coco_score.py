@@ -18,7 +18,7 @@ class CocoScore:
 
     Args:
         annotations: the truth as a COCO dictionary. Its categories, in the order of their ids, are the labels 1, 2, ….
-        masks: score masks, too. The truth must have them.
+        masks: whether to score masks as well. The truth must have them.
 
     Raises:
         ImportError: faster-coco-eval is not installed.
@@ -62,7 +62,7 @@ class CocoScore:
     def figures(self) -> dict[str, float]:
         """Return the figures in per cent: for boxes, and with the prefix `mask_` for masks.
 
-        A figure is left out if the images have no object of its area: an average over nothing is no number.
+        A figure is left out if the images have no object of its area: there is nothing to average.
         """
         figures = self._evaluate("bbox")
         if self._masks:

@@ -139,7 +139,7 @@ def _sum_over_images(
 
 
 def _prepare(transform: Any, image: Tensor, target: Mapping[str, Any], key: Tensor) -> tuple[Any, dict[str, Any]]:
-    """Standardize, resize and pad one image: to a multiple of 32, whatever the others need."""
+    """Standardize, resize and pad one image to a multiple of 32. Other images do not change the result."""
 
     def choose(sizes: Sequence[int]) -> int:
         return sizes[int(integers(key, 1, bound=len(sizes), stream=_SIZE))]
@@ -245,6 +245,6 @@ def _check_arguments(
         labels = target["labels"]
         if len(labels) != len(boxes) or (labels < 1).any():
             raise ValueError(
-                f"labels must be one per box, from 1 on (0 is the background); target {k} has {labels.tolist()} for "
+                f"labels must be one per box, at least 1 (0 is the background); target {k} has {labels.tolist()} for "
                 f"{len(boxes)} boxes"
             )

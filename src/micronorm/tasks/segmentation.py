@@ -113,7 +113,7 @@ class Segmentation:
         from PIL import Image
 
         image, parameter = decode(path), next(model.parameters())
-        inputs = Standardizer(IMAGENET, torch.device("cpu"))(to_pixels(image)[None])
+        inputs = Standardizer(IMAGENET)(to_pixels(image)[None])
         labels = self._logits(model, inputs.to(parameter.device, parameter.dtype)).argmax(1)[0].cpu()
         counts = labels.unique(return_counts=True)
         shares = {self.names[k]: n / labels.numel() for k, n in zip(*(c.tolist() for c in counts), strict=True)}

@@ -21,7 +21,7 @@ _SHOWN = 4  # frames of a clip
 class Video(Classification):
     """Predict the class of a clip.
 
-    The loss is a sum over clips, and counts are of clips, whatever the number of frames.
+    The loss is a sum over clips, and the count is the number of clips, not of frames.
 
     Args:
         train: the training samples. A batch is (clips, labels), N×T×C×H×W floating and N int64.

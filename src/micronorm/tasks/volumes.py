@@ -35,7 +35,7 @@ def dice_and_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns:
         Two tensors of N numbers, in float32 at least. Each number depends on its sample alone, so that their sums do
-        not depend on how a batch is cut. A Dice over all voxels of a batch ("batch Dice") is no such sum.
+        not depend on how a batch is cut. A Dice over all voxels of a batch ("batch Dice") is not such a sum.
 
     Example:
         >>> labels = torch.tensor([[0, 1, 1, 2]])
