@@ -118,7 +118,7 @@ class NewTrainer:
         return self.build_network_architecture("class name", {}, [], 1, 3, False)
 
 
-class OldTrainer(NewTrainer):
+class OldTrainer:
     """Calls it as older versions do."""
 
     @staticmethod
