@@ -115,6 +115,17 @@ def test_a_file_that_was_cut_short_is_named_before_training(files):
         check_picture(files[1].image)
 
 
+def test_data_after_the_pixels_of_a_jpeg_are_no_fault(files):
+    path = files[1].image
+    data = path.read_bytes()
+    path.write_bytes(data + bytes(5000))  # as phones append a video
+    assert check_picture(path) == (18, 24)
+    thumbnail = b"\xff\xe1\x00\x06\xff\xd8\xff\xd9"  # a segment of four bytes with an end marker
+    path.write_bytes(data[:2] + thumbnail + data[2:-100] + bytes(5000))
+    with pytest.raises(ValueError, match=r"1\.jpg ends before its image does"):
+        check_picture(path)
+
+
 def test_a_mask_of_another_size_is_named_before_training(files):
     write_masked(files[0].image.with_name("x.jpg"), files[0].mask, (5, 5))
     with pytest.raises(ValueError, match=r"0\.jpg has 30×20 pixels, .*m0\.png has 5×5"):

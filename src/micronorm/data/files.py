@@ -26,7 +26,8 @@ FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP", "TIFF", "PPM")
 FOLDS = 5
 
 _TAIL = 1024  # bytes at the end of a file that contain its end marker
-_END_MARKERS = {".jpg": b"\xff\xd9", ".jpeg": b"\xff\xd9", ".png": b"IEND"}
+_JPEG_END = b"\xff\xd9"
+_END_MARKERS = {".jpg": _JPEG_END, ".jpeg": _JPEG_END, ".png": b"IEND"}
 
 
 def search_folders(folder: Path | str | None = None) -> tuple[Path, ...]:
@@ -216,9 +217,23 @@ def check_picture(path: Path) -> tuple[int, int]:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL))
         tail = file.read()
-    if _END_MARKERS.get(path.suffix.lower(), b"") not in tail:
+    marker = _END_MARKERS.get(path.suffix.lower(), b"")
+    if marker not in tail and not (marker == _JPEG_END and _has_end_of_scan(path.read_bytes())):
         raise ValueError(f"{path} ends before its image does: the file was cut short; replace it or delete it")
     return size
+
+
+def _has_end_of_scan(data: bytes) -> bool:
+    """Return whether the pixels of a JPEG file end with their marker. Phones append videos and other data to the file.
+
+    The segments before the pixels are skipped: a thumbnail in them has an end marker of its own.
+    """
+    place = 2
+    while data[place : place + 1] == b"\xff":
+        if data[place + 1 : place + 2] == b"\xda":  # start of scan; within the pixels no byte follows 0xff as it is
+            return _JPEG_END in data[place:]
+        place += 2 + int.from_bytes(data[place + 2 : place + 4], "big")
+    return False
 
 
 def require_torchvision() -> None:
