@@ -94,7 +94,7 @@ def _changed_tensors(chance: random.Random, content: bytes) -> bytes:
     """Return a safetensors file with another header, or other bytes."""
     end = 8 + int.from_bytes(content[:8], "little")
     if chance.random() < 0.3:
-        at = chance.randrange(len(content))
+        at = chance.randrange(len(content) + 1)
         return chance.choice((content[:at], content[:at] + b"\xff\xff" + content[at + 2 :], b""))
     try:
         header: Any = json.loads(content[8:end])

@@ -113,9 +113,10 @@ def _open_predictor(facts: dict[str, Any]) -> Predictor:
 def _check(facts: dict[str, Any]) -> None:
     """Raise ValueError if the record does not say what was trained. It may come from a stranger."""
     definition, variation = facts.get("definition"), facts.get("variation") or {}
-    parts = isinstance(definition, dict) and isinstance(variation, dict) and str(facts["data"].get("name")) in DATA
-    if not parts or not _is_size(definition.get("classes")) or not _is_size(variation.get("size") or 0):
-        raise ValueError("the run's record does not say what was trained: it was not written by micronorm train")
+    described = isinstance(definition, dict) and isinstance(variation, dict) and str(facts["data"].get("name")) in DATA
+    if described and _is_size(definition.get("classes")) and _is_size(variation.get("size") or 0):  # type: ignore[union-attr]
+        return
+    raise ValueError("the run's record does not say what was trained: it was not written by micronorm train")
 
 
 def _is_size(value: Any) -> bool:

@@ -45,13 +45,14 @@ class Reparameterized(Fingerprinted):
         """
         layer: Any = self
         old = layer._parameters.get(name, param)
-        if name == "weight" and old is not param and not (layer.training or self._loading):
+        evaluates = not layer.training
+        if name == "weight" and old is not param and evaluates and not self._loading:
             self._weight_replaced = old.shape == param.shape  # type: ignore[union-attr]
-        if name == "bias" and param is not None and (old is None or (self._weight_replaced and not layer.training)):
+        if name == "bias" and param is not None and evaluates and (old is None or self._weight_replaced):
             raise RuntimeError(
                 f"{type(self).__name__} computes with another weight than `weight`, so BatchNorm cannot be folded into "
-                "it: fold the whole model with mn.fold(model) before other tools see it. To set weight and bias "
-                "yourself, make the layer with a bias, and call .train() before."
+                "it: fold the whole model with mn.fold(model) before other tools see it. To set a bias yourself, call "
+                ".train() first."
             )
         super().register_parameter(name, param)  # type: ignore[misc]
 
