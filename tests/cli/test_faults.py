@@ -108,4 +108,4 @@ def test_a_pipe_as_the_table_of_a_benchmark_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     result = CliRunner().invoke(app, ["bench", "--out", str(tmp_path / "pipe")])
     assert result.exit_code == 2
-    assert result.stderr == f"micronorm bench: --out must be a file, {tmp_path / 'pipe'} is something else\n"
+    assert result.stderr == f"micronorm bench: --out must be a file, {tmp_path / 'pipe'} is a pipe\n"

@@ -443,14 +443,25 @@ def add_a_bias(conv: nn.Module, norm: nn.Module) -> None:
     conv.register_parameter("bias", nn.Parameter(torch.zeros_like(norm.running_mean)))
 
 
-@pytest.mark.parametrize("fuse", [fuse_conv_bn_eval, add_a_bias])
+@pytest.mark.parametrize("fuse, bias", [(fuse_conv_bn_eval, False), (fuse_conv_bn_eval, True), (add_a_bias, False)])
 @pytest.mark.parametrize("weight", [mn.WS(), mn.WN(), mn.CWN()], ids=str)
-def test_tools_that_fold_batch_norm_fail_loudly_on_a_standardized_weight(fuse, weight):
-    model = mn.convert(nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8)), None, weight).eval()
+def test_tools_that_fold_batch_norm_fail_loudly_on_a_standardized_weight(fuse, bias, weight):
+    model = mn.convert(nn.Sequential(nn.Conv2d(3, 8, 3, bias=bias), nn.BatchNorm2d(8)), None, weight).eval()
     with pytest.raises(RuntimeError, match=r"mn\.fold\(model\)"):
         fuse(*model)
     assert_folds(model.double(), image(channels=3))
-    mn.nn.WSConv2d(3, 8, 3).bias = nn.Parameter(torch.ones(8))  # a layer with a bias may get another one
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_weight_and_bias_may_be_replaced_for_other_reasons(training):
+    conv, other = (mn.nn.WSConv2d(3, 8, 3).train(training) for _ in range(2))
+    conv.load_state_dict(other.state_dict(), assign=True)
+    assert torch.equal(conv.weight, other.weight)
+    conv.bias = nn.Parameter(torch.ones(8))
+    conv.weight = nn.Parameter(conv.weight[:4].detach())  # pruned
+    conv.bias = nn.Parameter(conv.bias[:4].detach())
+    conv.train().weight = nn.Parameter(torch.ones(4, 3, 3, 3))
+    conv.bias = nn.Parameter(torch.ones(4))
 
 
 def test_eps_is_a_number_for_everything_else():

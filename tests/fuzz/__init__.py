@@ -1,4 +1,4 @@
-"""Random hostile input for the command line: options, run directories, checkpoints and names on report pages.
+"""Random hostile input for the command line: options, run directories, checkpoints, data sets and names on pages.
 
     python -m tests.fuzz --seconds 60 --seed 0
 

@@ -5,7 +5,7 @@ import pytest
 from micronorm.cli import report
 from tests.fuzz import fuzz, run_case
 
-FEW = {"command-line": 60, "run-directory": 3, "checkpoint": 3, "names": 2}
+FEW = {"command-line": 60, "run-directory": 3, "checkpoint": 3, "names": 2, "data-set": 6, "trained-run": 4}
 
 
 @pytest.mark.parametrize("kind", FEW)

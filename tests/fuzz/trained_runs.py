@@ -94,12 +94,15 @@ def _changed_tensors(chance: random.Random, content: bytes) -> bytes:
     """Return a safetensors file with another header, or other bytes."""
     end = 8 + int.from_bytes(content[:8], "little")
     if chance.random() < 0.3:
-        at = chance.randrange(len(content))
+        at = chance.randrange(len(content) + 1)
         return chance.choice((content[:at], content[:at] + b"\xff\xff" + content[at + 2 :], b""))
-    header: dict[str, Any] = json.loads(content[8:end])
+    try:
+        header: Any = json.loads(content[8:end])
+    except (ValueError, RecursionError):
+        return content  # it was damaged before
     name = chance.choice([*header, "__metadata__", "__metadata__"])
-    inner = header[name]
-    if name == "__metadata__" and chance.random() < 0.7:
+    inner = header.get(name)
+    if isinstance(inner, dict) and name == "__metadata__" and chance.random() < 0.7:
         inner = {**inner, chance.choice(("model", "micronorm", "norm")): chance.choice(values.TEXTS)}
     else:
         inner = values.changed(chance, inner)

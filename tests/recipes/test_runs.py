@@ -15,6 +15,7 @@ from micronorm.cli import app
 from micronorm.engine.checkpoint import checkpoints
 from micronorm.recipes import Recipe, find, find_table, tables
 from micronorm.recipes.results import gather, read_runs
+from micronorm.recipes.run import Variation
 from micronorm.tasks import open_task
 from micronorm.tasks.classification import open_classification
 from tests.data.miniature import write_binary, write_camvid, write_decathlon, write_folders, write_voc
@@ -157,3 +158,11 @@ def test_a_row_that_nobody_can_run_says_why(miniature, out):
     assert result.exit_code == 2
     assert find("cifar2/dn").unavailable in result.stderr
     assert len(find_table("cifar2").rows) == 9
+
+
+@pytest.mark.parametrize(
+    "change", [{"dtype": False}, {"dtype": "float8"}, {"lr": "1"}, {"size": [8]}, {"weights": 7}], ids=str
+)
+def test_a_variation_that_no_run_has_is_named(change):
+    with pytest.raises(ValueError, match=f"variation {next(iter(change))}=.* is not valid"):
+        Variation(**change)

@@ -70,8 +70,8 @@ def bench(
     settings = _settings(where, routes, dtype=dtype, rounds=rounds)
     if out is not None:  # raise before the measurement, which may take an hour
         out.parent.mkdir(parents=True, exist_ok=True)
-        if out.exists() and not out.is_file():  # opening a pipe would wait for its reader
-            raise ValueError(f"--out must be a file, {out} is something else")
+        if out.is_fifo():  # opening it would wait for its reader
+            raise ValueError(f"--out must be a file, {out} is a pipe")
         out.open("a").close()
     repeated = {"case": case, "layout": layout, "method": method, "route": route}
     single = {"dtype": dtype, "rounds": rounds, "device": device, "no-compile": no_compile}

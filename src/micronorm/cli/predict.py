@@ -18,8 +18,8 @@ from micronorm.cli.targets import find_recipe
 from micronorm.cli.train import find_device
 from micronorm.data.folders import SUFFIXES
 from micronorm.engine.parallel import own_device
-from micronorm.recipes.load import load
-from micronorm.recipes.recipe import DATA
+from micronorm.recipes.load import find_trained, load
+from micronorm.recipes.recipe import DATA, Recipe
 from micronorm.records import write_atomically
 from micronorm.records.encoding import is_count
 from micronorm.tasks import open_predictor
@@ -27,7 +27,7 @@ from micronorm.tasks.prediction import Prediction, Predictor
 
 ANSWERS = "predictions.json"
 _MOST_SHOWN = 20
-_LARGEST = 100_000
+_LARGEST = 10_000  # pixels; a larger image would only exhaust the memory
 
 
 def predict(
@@ -48,9 +48,9 @@ def predict(
     """
     files = find_images(images)
     facts = records.read(run, rows=False).facts
-    _check(facts)
-    predictor = _open_predictor(facts)
-    own = None if recipe is None else find_recipe(recipe).build(seed=0, classes=len(_names(facts)))
+    trained = find_recipe(recipe) if recipe is not None else find_trained(run, facts)
+    predictor = _open_predictor(trained, facts)
+    own = None if recipe is None else trained.build(seed=0, classes=len(_names(facts)) or None)
     model = load(run, model=own).to(own_device(None if device is None else find_device(device)))
     out.mkdir(parents=True, exist_ok=True)
     found: dict[Path, Prediction] = {}
@@ -97,32 +97,24 @@ def _output_names(files: Sequence[Path]) -> dict[Path, str]:
     return {path: f"{path.stem}-{k + 1}" for k, path in enumerate(files)}
 
 
-def _names(facts: dict[str, Any]) -> list[str]:
-    """Return the names of the classes; numbers if the record has no names."""
-    names = facts["data"].get("names")
-    return list(map(str, names)) if isinstance(names, list) else list(map(str, range(facts["definition"]["classes"])))
-
-
-def _open_predictor(facts: dict[str, Any]) -> Predictor:
-    definition, variation, data = facts["definition"], facts.get("variation") or {}, facts["data"]["name"]
-    # A classifier may have more outputs than its folder has classes.
+def _open_predictor(recipe: Recipe, facts: dict[str, Any]) -> Predictor:
+    """Return what prepares an image. The recipe says what was trained; the record may come from a stranger."""
+    variation = facts.get("variation") or {}
+    size = variation.get("size") if isinstance(variation, dict) else 0
+    if size is not None and not (is_count(size) and 0 < size <= _LARGEST):
+        raise ValueError(f"the run's record has a variation that micronorm train does not write: {str(variation)[:80]}")
     names = _names(facts)
-    names += [str(k) for k in range(len(names), definition["classes"])]
-    size = variation.get("size") or DATA[data].shape[1]
-    return open_predictor(definition.get("task", "classification"), data, names=names, size=size)
+    # A classifier may have more outputs than its folder has classes.
+    names += [str(k) for k in range(len(names), recipe.classes)]
+    if not names:
+        raise ValueError(f"the run's record has no names of classes, which {recipe.name} needs")
+    return open_predictor(recipe.task, recipe.data, names=names, size=size or DATA[recipe.data].shape[1])
 
 
-def _check(facts: dict[str, Any]) -> None:
-    """Raise ValueError if the record does not say what was trained. It may come from a stranger."""
-    parts: list[Any] = [facts.get("definition"), facts.get("variation") or {}]
-    known = all(isinstance(part, dict) for part in parts) and str(facts["data"].get("name")) in DATA
-    if not (known and _is_size(parts[0].get("classes")) and _is_size(parts[1].get("size") or 0)):
-        raise ValueError("the run's record does not say what was trained: it was not written by micronorm train")
-
-
-def _is_size(value: Any) -> bool:
-    """Return whether this can be a number of classes or pixels. A larger one would only exhaust the memory."""
-    return is_count(value) and value <= _LARGEST
+def _names(facts: dict[str, Any]) -> list[str]:
+    """Return the names of the data set's classes, if the record has them."""
+    names = facts["data"].get("names")
+    return list(map(str, names)) if isinstance(names, list) else []
 
 
 def _show(console: Console, found: dict[Path, Prediction], out: Path) -> None:

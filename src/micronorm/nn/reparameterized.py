@@ -33,23 +33,35 @@ class Reparameterized(Fingerprinted):
     bias: Any
     shared_weight: Tensor | None = None
     """The effective weight while `per_step.shared_weights` shares it between several forwards, else None."""
+    _loading = _weight_replaced = False
     weight_observers: tuple[PassiveHook, ...] = ()
     """Called with the effective weight of every forward, for example to read its gradient in the backward."""
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter. Refuse a bias for a layer that was made without one.
+        """Register a parameter, unless BatchNorm is being folded into `weight`.
 
-        Tools that fold BatchNorm into convolutions (torch.nn.utils.fusion) scale `weight` and add a bias. Here the
-        layer would standardize the scaled weight, which removes the scale without a word.
+        Tools that do so (torch.nn.utils.fusion) take a layer in eval mode, scale its weight, and then set its bias.
+        Here the layer would standardize the scaled weight, which removes the scale without a word.
         """
         layer: Any = self
-        if name == "bias" and param is not None and layer._parameters.get(name, param) is None:
+        old = layer._parameters.get(name, param)
+        evaluates = not layer.training
+        if name == "weight" and old is not param and evaluates and not self._loading:
+            self._weight_replaced = old.shape == param.shape  # type: ignore[union-attr]
+        if name == "bias" and param is not None and evaluates and (old is None or self._weight_replaced):
             raise RuntimeError(
                 f"{type(self).__name__} computes with another weight than `weight`, so BatchNorm cannot be folded into "
-                "it: fold the whole model with mn.fold(model) before other tools see it. For a layer with a bias, "
-                "give bias=True when you make it."
+                "it: fold the whole model with mn.fold(model) before other tools see it. To set a bias yourself, call "
+                ".train() first."
             )
         super().register_parameter(name, param)  # type: ignore[misc]
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._loading = True  # load_state_dict(assign=True) may replace the parameters
+        try:
+            super()._load_from_state_dict(*args, **kwargs)
+        finally:
+            self._loading = False
 
     def rows(self, weight: Tensor) -> Tensor:
         """Return `weight` as O×…."""

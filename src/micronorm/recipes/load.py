@@ -9,6 +9,7 @@ from torch import nn
 from micronorm import records
 from micronorm.convert.checkpoint import load_state, read_state
 from micronorm.engine.journal import WEIGHTS
+from micronorm.recipes.recipe import Recipe
 from micronorm.recipes.registry import find
 
 _NETWORK = ("network", "classes", "norm", "weight")  # the part of a recipe's definition that determines the network
@@ -53,19 +54,26 @@ def load(run: str | os.PathLike[str], *, model: nn.Module | None = None) -> nn.M
     return model.eval()
 
 
-def _build(folder: Path, facts: dict[str, Any]) -> nn.Module:
+def find_trained(folder: Path, facts: dict[str, Any]) -> Recipe:
+    """Return the recipe of micronorm that a run's record names. Raise ValueError if it is another one."""
     name = str(facts["recipe"])
     try:
-        recipe = find(name)
+        return find(name)
     except ValueError as error:
         raise ValueError(
             f"{folder}: the recipe {name!r} is not one of micronorm's. Give its network: "
             "mn.load(run, model=recipe.build(seed=0)), or --model FILE.py:NAME on the command line"
         ) from error
+
+
+def _build(folder: Path, facts: dict[str, Any]) -> nn.Module:
+    recipe = find_trained(folder, facts)
     was, now = facts.get("definition"), recipe.definition()
     was = was if isinstance(was, dict) else {}
     changes = [f"{key} was {was[key]} and is {now[key]}" for key in _NETWORK if was.get(key, now[key]) != now[key]]
     if changes:
-        raise ValueError(f"{folder}: the recipe {name} has changed since the run: {', '.join(changes)}; give model=")
+        raise ValueError(
+            f"{folder}: the recipe {recipe.name} has changed since the run: {', '.join(changes)}; give model="
+        )
     names = facts["data"].get("names")
     return recipe.build(seed=0, classes=len(names) if isinstance(names, list) else None)

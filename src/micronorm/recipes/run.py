@@ -21,6 +21,8 @@ from micronorm.engine.weights import load_weights, read_weights
 from micronorm.recipes.recipe import Recipe
 from micronorm.tasks import open_task
 
+_KINDS: Mapping[str, Any] = {"lr": (int, float), "dtype": str, "weights": str}  # the others are whole numbers
+
 
 @dataclass(frozen=True, kw_only=True)
 class Variation:
@@ -35,6 +37,11 @@ class Variation:
     unverified: bool | None = None
     weights: str | None = None
     """A file of weights to start from."""
+
+    def __post_init__(self) -> None:
+        for name, value in self.given().items():  # the record of a run to be resumed may be damaged
+            if not isinstance(value, _KINDS.get(name, int)) or (name == "dtype" and value not in DTYPES):
+                raise ValueError(f"the run's variation {name}={str(value)[:40]!r} is not valid")
 
     def apply(self, settings: Settings) -> Settings:
         """Return the recipe's settings with these changes."""
