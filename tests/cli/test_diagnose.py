@@ -62,7 +62,7 @@ def invoke(name: str, *arguments: str) -> Any:
 
 
 def state_of(name: str) -> dict[str, torch.Tensor]:
-    return resolve_model(f"factories_of_diagnose:{name}").state_dict()
+    return resolve_model(f"factories_of_diagnose:{name}")[0].state_dict()
 
 
 DIGITS = ("--data", "digits", "--images", "64")
@@ -119,7 +119,7 @@ def test_a_checkpoint_is_what_is_judged(kind):
 
 
 def test_a_checkpoint_of_a_converted_model_is_loaded_into_a_converted_model():
-    model = mn.convert(resolve_model("factories_of_diagnose:groups"), mn.BCN(), mn.WS())
+    model = mn.convert(resolve_model("factories_of_diagnose:groups")[0], mn.BCN(), mn.WS())
     torch.save(model.state_dict(), "converted.pt")
     arguments = (*DIGITS, "--checkpoint", "converted.pt")
     unfit = invoke("groups", *arguments)
