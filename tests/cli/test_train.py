@@ -277,7 +277,7 @@ def test_there_is_nothing_to_resume_in_a_new_folder_and_the_run_begins(tmp_path)
     [
         (("--micro-batch", "0"), "--micro-batch must be auto or a number of samples from 1 on, got '0'"),
         (("--dtype", "int8"), "--dtype must be one of float32, float64, bfloat16, float16, got 'int8'"),
-        (("--size", "32"), "size is for imagenet"),
+        (("--size", "32"), "digits has no option --size: leave it out"),
         (("--cuda-graph",), "leave --cuda-graph out"),
         (("--device", "gpu"), "--device must be cpu, cuda or cuda:N, got 'gpu'"),
         (("--device", "mps"), "--device must be cpu, cuda or cuda:N, got 'mps'"),
@@ -285,7 +285,7 @@ def test_there_is_nothing_to_resume_in_a_new_folder_and_the_run_begins(tmp_path)
         (("--workers", "2"), "digits has no option --workers: leave it out"),
         (("--unverified",), "--unverified is for CIFAR's files, digits/bcn-ws is of digits"),
         (("--compile", "--recompute"), "recompute has no effect in compiled code"),
-        (("--data", "."), "leave the folder (--data) and --download out"),
+        (("--data", "."), "digits has no option --data: leave it out"),
     ],
 )
 def test_options_that_cannot_be_are_refused(tmp_path, arguments, message):

@@ -24,6 +24,7 @@ class CocoScore:
         ImportError: faster-coco-eval is not installed.
 
     Example:
+        >>> import torch
         >>> truth = {"id": 1, "image_id": 7, "category_id": 3, "bbox": [2, 2, 4, 4], "area": 16, "iscrowd": 0}
         >>> images = [{"id": 7, "height": 9, "width": 9}]
         >>> annotations = {"images": images, "annotations": [truth], "categories": [{"id": 3, "name": "disc"}]}
