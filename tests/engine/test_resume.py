@@ -444,3 +444,12 @@ def test_a_run_killed_before_its_outcome_was_written_writes_it_when_resumed(tmp_
     assert records.read(tmp_path).outcome is None
     run(tmp_path, resume=True)
     assert_as_if_nothing_had_happened(tmp_path, reference)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to(path.parent.parent / "elsewhere")])
+def test_a_lock_that_is_a_pipe_or_a_link_is_refused(tmp_path, make):
+    (tmp_path / "run").mkdir()
+    make(tmp_path / "run/.lock")
+    with pytest.raises(ValueError, match="must be a file of its own"):
+        journal.lock_folder(tmp_path / "run")
+    assert not (tmp_path / "elsewhere").exists()

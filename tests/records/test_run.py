@@ -57,3 +57,17 @@ def test_syncing_reaches_every_file_of_rows(run, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
     run.sync()
     assert synced == [(run.path / name).stat().st_ino for name in (records.STEPS, records.EPOCHS)]
+
+
+@pytest.mark.parametrize("name", ["steps.jsonl", "run.json", "outcome.json"])
+def test_a_run_with_a_linked_file_is_not_continued(tmp_path, name):
+    """Rows would be appended to a file outside of the run."""
+    run = Run.create(tmp_path / "run", FACTS)
+    run.append_steps([{"step": 1}])
+    run.finish({})
+    (tmp_path / "run" / name).rename(tmp_path / "elsewhere")
+    before = (tmp_path / "elsewhere").read_bytes()
+    (tmp_path / "run" / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=f"{name} is a link"):
+        Run.open(tmp_path / "run")
+    assert (tmp_path / "elsewhere").read_bytes() == before

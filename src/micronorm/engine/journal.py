@@ -38,8 +38,12 @@ def lock_folder(folder: Path) -> BinaryIO:
 
     Raises:
         FileExistsError: another process holds the folder.
+        ValueError: the lock is a link or a pipe.
     """
-    file = (folder / LOCK).open("ab")
+    place = folder / LOCK
+    if place.is_symlink() or (place.exists() and not place.is_file()):  # a link leads elsewhere, a pipe waits forever
+        raise ValueError(f"{place} must be a file of its own; delete it")
+    file = place.open("ab")
     try:
         if fcntl is not None:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -84,9 +84,13 @@ class Run:
 
         Raises:
             FileNotFoundError: the directory holds no run.
-            ValueError: its facts are damaged, or of a newer format.
+            ValueError: its facts are damaged, or of a newer format; or a file is a link.
         """
-        return cls(Path(path), read_facts(Path(path)))
+        folder = Path(path)
+        linked = [name for name in ALL if (folder / name).is_symlink()]
+        if linked:  # rows would be appended to a file elsewhere
+            raise ValueError(f"{folder / linked[0]} is a link: a run writes into its own folder only; copy the file")
+        return cls(folder, read_facts(folder))
 
     def add_facts(self, **facts: Any) -> None:
         """Add facts, replacing those of the same names."""
