@@ -38,9 +38,9 @@ class Parsed(HTMLParser):
     def count(self, tag: str, of_class: str | None = None) -> int:
         return sum(t == tag and (of_class is None or of_class in a.get("class", "").split()) for t, a in self.tags)
 
-    def sections(self) -> dict[str, bool]:
-        """The anchors of the sections, and whether each has something to show."""
-        return {a["id"]: a.get("class") != "absent" for tag, a in self.tags if tag == "section"}
+    def sections(self) -> list[str]:
+        """The anchors of the sections."""
+        return [a["id"] for tag, a in self.tags if tag == "section"]
 
 
 def page(tmp_path: Path, runs, **options) -> tuple[str, Parsed]:

@@ -21,7 +21,7 @@ from micronorm.report.layer_charts import (
 from micronorm.report.runs import NamedRun, legend_of
 
 ABSENT = (
-    "No layer statistics are recorded. Train with --observe 50, or put `with mn.observe(model):` around your own loop."
+    "No layer statistics are recorded. Train with --observe 50, or put mn.observe(model) around a loop of your own."
 )
 
 

@@ -70,15 +70,24 @@ class Section:
 
     def html(self, *, folded: bool = False) -> str:
         """Return the section as HTML, its content behind its heading if `folded`."""
-        parts = [f"<p>{escape(self.absent)}</p>"] if self.absent else []
-        parts += [f'<p class="about">{escape(self.about)}</p>'] if self.about else []
+        parts = [f'<p class="about">{escape(self.about)}</p>'] if self.about else []
         parts += [legend_html(self.legend)] if self.charts else []
         parts += [f'<div class="charts">{"".join(map(_figure_html, self.charts))}</div>'] if self.charts else []
         body = "\n".join(filter(None, (*parts, self.body)))
         heading = f"<h2>{escape(self.heading)}</h2>"
         inner = f"<details><summary>{heading}</summary>\n{body}\n</details>" if folded else f"{heading}\n{body}"
-        kind = ' class="absent"' if self.absent else ' class="folded"' if folded else ""
+        kind = ' class="folded"' if folded else ""
         return f'<section id="{self.key}"{kind}>\n{inner}\n</section>\n'
+
+
+def absent_html(sections: "Sequence[Section]") -> str:
+    """Return one section that names those without data, and says once for each reason how to get them."""
+    headings: dict[str, list[str]] = {}
+    for section in sections:
+        if section.absent:
+            headings.setdefault(section.absent, []).append(section.heading)
+    items = "".join(f"<li>{escape(', '.join(names))}: {escape(reason)}</li>" for reason, names in headings.items())
+    return f'<section id="absent">\n<h2>Not on this page</h2>\n<ul>{items}</ul>\n</section>\n' if items else ""
 
 
 def _figure_html(chart: "Chart") -> str:

@@ -14,7 +14,7 @@ from micronorm.records import write_atomically
 from micronorm.report.charts import bar_chart
 from micronorm.report.diagnostics import shares, singularities, stat_diff
 from micronorm.report.facts import facts
-from micronorm.report.html import Section, Table, count, is_finite, table_html
+from micronorm.report.html import Section, Table, absent_html, count, is_finite, table_html
 from micronorm.report.paper import paper
 from micronorm.report.plots import DARK, LIGHT
 from micronorm.report.predictions import predictions
@@ -139,10 +139,12 @@ def _page_html(
 ) -> str:
     style = _stylesheet()
     absent = "".join(f'<p class="about">{escape(f"Left out: {reason}")}</p>\n' for reason in left_out)
-    links = "".join(f'<a href="#{s.key}">{escape(s.heading)}</a>' for s in sections if not s.absent)
+    shown = [section for section in sections if not section.absent]
+    links = "".join(f'<a href="#{s.key}">{escape(s.heading)}</a>' for s in shown)
     first = f'<p class="verdict">{escape(verdict(named))}</p>\n' if lead is None else _lead_html(lead, named)
     nav = f'<nav aria-label="Sections">{links}</nav>' if lead is None else "<h2>Details</h2>"
-    body = "".join(section.html(folded=lead is not None) for section in sections if lead is None or not section.absent)
+    body = "".join(section.html(folded=lead is not None) for section in shown)
+    body += absent_html(sections) if lead is None else ""
     # The policy forbids scripts, requests and all styles but this one.
     policy = f"default-src 'none'; style-src {_hash(style)}; img-src data:; base-uri 'none'; form-action 'none'"
     return f"""<!DOCTYPE html>

@@ -104,7 +104,10 @@ def _group_html(group: Sequence[NamedRun]) -> str:
         )
         kind = ' class="wrong"' if wrong else ""
         items += f"<li{kind}>{_image(sample)}{_short(sample['label'])}<span>{answers}</span></li>"
-    return f'<h3>Wrong answers of {number}</h3><ul class="legend">{counts}</ul><ul class="samples">{items}</ul>'
+    # The frames of a clip are side by side, and need more than an eighth of the page.
+    first = group[0].record.predictions[0]
+    strips = " strips" if first["width"] > 3 * first["height"] else ""
+    return f'<h3>Wrong answers of {number}</h3><ul class="legend">{counts}</ul><ul class="samples{strips}">{items}</ul>'
 
 
 def _confidence(sample: dict[str, Any]) -> str:
