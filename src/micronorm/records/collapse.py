@@ -40,7 +40,7 @@ def find_collapse(losses: Sequence[float]) -> str | None:
     return (
         f"the network collapsed: its loss rose from {first:.3g} to {peak:.3g} at step {losses.index(peak) + 1}, and "
         f"now stays at {last:.3g}; start again with residual branches at zero (zero_init_residual=True), with a "
-        "warm-up, or with a smaller learning rate"
+        "warm-up, or with both (one of them may not be enough), or lower the learning rate"
     )
 
 
