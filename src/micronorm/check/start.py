@@ -53,7 +53,7 @@ def check_start(
     return (
         f"at lr {lr:g} the loss rose from {losses[0]:.3g} to {peak:.3g} within {losses.index(peak)} steps of SGD: the "
         "network may collapse at the start; begin with residual branches at zero (mn.convert(..., "
-        "zero_init_residual=True)), with a warm-up, or with a smaller learning rate"
+        "zero_init_residual=True)), with a warm-up, or with both, or lower the learning rate"
     )
 
 
