@@ -180,6 +180,15 @@ def test_shapes_are_learned_from_a_guess_as_far_as_it_runs_and_nothing_is_comput
     assert not model.conv.weight.is_meta
 
 
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_a_network_that_halves_its_map_many_times_is_not_taken_for_one_with_a_pooling(dims):
+    conv = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[dims]
+    norm = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}[dims](8)
+    halves = [conv(8, 8, 3, stride=2, padding=1) for _ in range(8)]
+    flow = flow_of(nn.Sequential(conv(3, 8, 3, padding=1), *halves, norm))
+    assert not one_element_per_channel(flow.calls[norm][0].inputs[0], flat=False)
+
+
 def test_a_gate_of_one_element_does_not_make_the_gated_map_one():
     class Gated(nn.Module):
         def __init__(self) -> None:

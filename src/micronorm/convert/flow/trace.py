@@ -4,6 +4,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from micronorm.convert.flow.execution import record
 from micronorm.convert.flow.graph import Flow, Node
 from micronorm.convert.flow.symbolic import trace_symbolically
 from micronorm.convert.surgery import restore_forwards
+
+_LARGE = 16  # how much longer than usual the sides of the input are whose shapes are learned
 
 
 def trace_flow(
@@ -99,13 +102,17 @@ def _learn_shapes(flow: Flow, executed: Flow) -> None:
 
 
 def _guess_shapes(flow: Flow, stand_in: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> None:
-    """Learn shapes from a guessed input on the meta device, where nothing is computed; keep what a failed run gives."""
+    """Learn shapes from a guessed input on the meta device, where nothing is computed; keep what a failed run gives.
+
+    Begin with a large input: in a small one the last maps of a network may have one element by chance.
+    """
     for module in stand_in.modules():  # hooks of the user must not see this run
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
     runs: list[list[Node]] = [[]]
     with suppress(Exception), torch.device("meta"):
-        for _, inputs in guesses(stand_in.to("meta")):
+        stand_in.to("meta")
+        for _, inputs in chain(guesses(stand_in, scale=_LARGE), guesses(stand_in)):
             runs.append([])
             with suppress(Exception):
                 record(stand_in, is_leaf, *as_call(inputs), nodes=runs[-1])
@@ -143,8 +150,11 @@ def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (inputs,), {}
 
 
-def guesses(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield inputs that fit the first convolution: images of usual sizes, and a list of one image, for detectors."""
+def guesses(model: nn.Module, *, scale: int = 1) -> Iterator[tuple[str, Any]]:
+    """Yield inputs that fit the first convolution: images of usual sizes, and a list of one image, for detectors.
+
+    Each side of an image is `scale` times as long as usual.
+    """
     convolution = next((m for m in model.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)), None)
     if convolution is None:
         return
@@ -158,6 +168,7 @@ def guesses(model: nn.Module) -> Iterator[tuple[str, Any]]:
     if isinstance(config, dict) and "input_size" in config:  # timm's; in_chans= may have changed the channels
         named = tuple(config["input_size"])
         sizes = list(dict.fromkeys([(convolution.in_channels, *named[1:]), named]))
+    sizes = [(channels, *(scale * side for side in space)) for channels, *space in sizes]
     like = convolution.weight
     required = [
         p
