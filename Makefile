@@ -19,7 +19,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 help: ## this list
 	@echo "make demo   trains five networks on digits and writes a page of results, about two minutes on one CPU core"
-	@echo "make test   lint, types and tests, about nine minutes on two cores"
+	@echo "make test   lint, types and tests, about eight minutes on two cores"
 	@echo
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | grep -v -E '^(demo|test):' | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
 

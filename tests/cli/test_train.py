@@ -283,7 +283,7 @@ def test_there_is_nothing_to_resume_in_a_new_folder_and_the_run_begins(tmp_path)
         (("--device", "mps"), "--device must be cpu, cuda or cuda:N, got 'mps'"),
         (("--device", "cuda:99"), "--device cuda:99: torch can use"),
         (("--workers", "2"), "digits has no option --workers: leave it out"),
-        (("--unverified",), "--unverified is for CIFAR's files, digits/bcn-ws is of digits"),
+        (("--unverified",), "digits has no option --unverified: leave it out"),
         (("--compile", "--recompute"), "recompute has no effect in compiled code"),
         (("--data", "."), "digits has no option --data: leave it out"),
     ],

@@ -16,7 +16,8 @@ from micronorm.check import check_cuts
 from micronorm.cli.check import summed_cross_entropy
 from micronorm.cli.faults import FAILED, one_line
 from micronorm.cli.targets import TargetError
-from micronorm.data.search import find_data, search_folders
+from micronorm.data.files import search_folders
+from micronorm.data.search import find_data
 from micronorm.engine.environment import environment, package_version
 from micronorm.nn import SPECS, BatchChannelNorm
 from micronorm.nn.backends import KERNELS, explain_backend, kernel_problem

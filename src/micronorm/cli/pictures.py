@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from micronorm.cli.targets import TargetError
-from micronorm.data.folders import SUFFIXES, decode
+from micronorm.data.files import SUFFIXES, decode
 from micronorm.data.pixels import IMAGENET, Standardization
 
 

@@ -16,7 +16,7 @@ from micronorm import records
 from micronorm.cli.faults import FAILED, one_line
 from micronorm.cli.targets import find_recipe
 from micronorm.cli.train import find_device
-from micronorm.data.folders import SUFFIXES
+from micronorm.data.files import SUFFIXES
 from micronorm.engine.parallel import own_device
 from micronorm.recipes.load import find_trained, load
 from micronorm.recipes.recipe import DATA, Recipe

@@ -81,8 +81,6 @@ def train(
     """
     console = Console(highlight=False)
     found = find_recipe(recipe)
-    if unverified and not found.data.startswith("cifar"):
-        raise ValueError(f"--unverified is for CIFAR's files, {found.name} is of {found.data}: leave it out")
     variation = Variation(
         step_batch=step_batch,
         epochs=epochs,

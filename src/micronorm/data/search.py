@@ -4,10 +4,7 @@ import contextlib
 from pathlib import Path
 
 from micronorm.data.cifar import find_cifar
-from micronorm.data.files import search_folders
 from micronorm.data.folders import find_folders
-
-__all__ = ["find_data", "search_folders"]
 
 
 def find_data(folder: Path | str | None = None) -> dict[str, Path]:
