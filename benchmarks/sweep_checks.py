@@ -153,7 +153,7 @@ def _scaled(layer: Any, x: Tensor, activation: Any, residual: Tensor | None = No
     return x * (layer.weight * layer.running_var).view(-1, *[1] * (x.ndim - 2))
 
 
-def _raw(layer: Any) -> Tensor:
+def _raw(layer: Any, dtype: Any = None) -> Tensor:
     return layer.weight
 
 
