@@ -5,7 +5,9 @@ reported that its micro-batches succeeded. Otherwise a rank that ran out of memo
 the other ranks would hang in it.
 """
 
+import atexit
 import contextlib
+import gc
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -134,6 +136,9 @@ class _Group(OneRank):
         if self.opened:
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=TIMEOUT)
+            # DDP keeps the group in reference cycles. A group that is freed as late as Python's own end may abort the
+            # process: gloo's threads then release tensors without an interpreter.
+            atexit.register(gc.collect)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
 
     @override
