@@ -86,7 +86,7 @@ _RELEASES: Mapping[int, tuple[_Release, ...]] = {
 
 
 def find_cifar(folder: Path | str | None, *, classes: Literal[10, 100]) -> Path | None:
-    """Return the folder of a complete release in or below `folder`, or None if there is none.
+    """Return the folder of a complete release in or below `folder`. Return None if no folder has one.
 
     If `folder` is None, search ./data and ~/data. The release may be in `folder` itself, in its child cifar10,
     CIFAR10, cifar-10 or CIFAR-10 (for 100 the same), or in a folder with the release's own name in one of these. The

@@ -47,7 +47,7 @@ def find_folders(folder: Path | str | None, *, name: str = "imagenet") -> Path:
     children of ./data and ~/data alone, because ./data/train and ./data/val may be any data set.
 
     Raises:
-        FileNotFoundError: there is none; lists the searched folders.
+        FileNotFoundError: no folder contains ImageNet; lists the searched ones.
     """
 
     def holds(place: Path) -> bool:

@@ -201,7 +201,7 @@ class Table:
         name: the paper's label without `tab:`, or one of ours.
         title: one line.
         rows: in the paper's order.
-        default: the row that `find` returns for the table's name; None if there is none.
+        default: the row that `find` returns for the table's name, or None.
     """
 
     name: str

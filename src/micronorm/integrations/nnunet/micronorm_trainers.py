@@ -26,7 +26,7 @@ class nnUNetTrainerBCN(nnUNetTrainer):
     ) -> nn.Module:
         """Build the network of the plans and convert it.
 
-        nnU-Net 2.8 looks for a parameter `plans_manager`, and passes the older arguments if there is none. Older
+        nnU-Net 2.8 looks for a parameter `plans_manager`, and passes the older arguments without it. Older
         versions pass these by position: `plans_manager` is then the name of the network's class.
         """
         network = super().build_network_architecture(plans_manager, *arguments, **options)
