@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -5,8 +7,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from micronorm.ops.batch import Running, absorb, batch_norm, normalize, scale_about, unbiased
+from micronorm.ops.batch import (
+    Running,
+    absorb,
+    batch_norm,
+    merge_micro_batches,
+    normalize,
+    scale_about,
+    split_micro_batches,
+    unbiased,
+)
+from micronorm.ops.batch_renorm import batch_renorm
 from micronorm.ops.moments import Moments
+from tests.devices import KERNEL_DEVICES, require_kernels
 from tests.tolerances import assert_close_to_max, tolerance
 
 F64 = torch.float64
@@ -146,3 +159,53 @@ def test_normalizing_by_given_moments_keeps_the_memory_format(memory_format):
     y = normalize(x, Moments(torch.zeros(3), torch.ones(3)), torch.ones(3), torch.zeros(3), eps=0.0)
     assert y.is_contiguous(memory_format=memory_format)
     assert torch.equal(y, x)
+
+
+# --- by the kernels ---------------------------------------------------------------------------------------------------
+
+BY_KERNELS = [((6, 3, 2, 5), 1), ((6, 3, 2, 5), 2), ((6, 3, 2, 5), 6), ((6, 3, 2, 5), None), ((4, 3), 2), ((4, 3), 1)]
+BY_KERNELS += [((4, 3, 2, 1, 3), 2)]
+LIMITS = {"r_max": torch.tensor(1.1), "d_max": torch.tensor(0.2)}
+OPERATIONS = [batch_norm, partial(batch_renorm, **LIMITS)]
+
+
+def channels_last(x: Tensor) -> Tensor:
+    return x.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("shape, micro_batch", BY_KERNELS, ids=str)
+@pytest.mark.parametrize("operation", OPERATIONS, ids=["batch_norm", "batch_renorm"])
+def test_the_kernels_give_outputs_statistics_and_gradients_of_the_plain_operations(
+    device, operation, shape, micro_batch
+):
+    require_kernels(device)
+    inputs = [channels_last(torch.randn(shape, dtype=F64) + 3), *torch.randn(2, 3, dtype=F64)]
+    inputs = [t.to(device).requires_grad_() for t in inputs]
+    running = Running(*(t.to(device) for t in fresh(3)))
+    g = torch.randn(shape, dtype=F64, device=device)
+    found = []
+    for fused in (True, False):
+        y, new = operation(*inputs, running, micro_batch=micro_batch, eps=1e-3, fused=fused)
+        found.append([y.detach(), *new, *torch.autograd.grad(y, inputs, g)])
+    assert found[0][0].stride() == inputs[0].stride()
+    # A gradient of x is a difference of terms of the size of g, and one of a parameter a sum of them.
+    terms = {1: g.numel() // 3}
+    for actual, expected in zip(*found, strict=True):
+        scale = terms.get(expected.ndim, 1) * float(g.abs().max()) + float(expected.abs().max())
+        assert_close_to_max(actual, expected, tol=tolerance("gradient", F64), scale=scale)
+
+
+@pytest.mark.parametrize("x", [channels_last(torch.randn(5, 3, 2, 2)), torch.randn(4, 3, 2, 2)], ids=["rest", "nchw"])
+def test_micro_batches_that_are_no_view_are_not_merged(x):
+    assert merge_micro_batches(x, micro_batch=2) is None
+
+
+def test_a_merged_batch_is_a_view_with_each_micro_batch_as_one_sample():
+    x = channels_last(torch.randn(6, 3, 2, 5))
+    merged = merge_micro_batches(x, micro_batch=2)
+    assert merged is not None
+    assert merged.data_ptr() == x.data_ptr()
+    assert merged.shape == (3, 3, 20)
+    assert torch.equal(merged.mean(2), torch.stack([part.mean((0, 2, 3)) for part in x.split(2)]))
+    assert torch.equal(split_micro_batches(merged, like=x), x)

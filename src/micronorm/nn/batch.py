@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from micronorm.nn.backends import resolve_backend
 from micronorm.nn.inputs import check_eps, check_micro_batch, check_momentum
 from micronorm.nn.running import RunningNorm
 from micronorm.nn.spec import NormSpec
@@ -17,7 +18,8 @@ class GhostBatchNorm(RunningNorm):
     of m = `micro_batch` samples. The last may have fewer. y = γ (x − μ_t)/sqrt(σ²_t + eps) + β with the moments of
     micro-batch t. Output, gradients, running statistics, num_batches_tracked and state-dict keys are those of
     nn.BatchNorm2d called on each micro-batch in turn. A single element per channel, for which torch raises an error,
-    has variance 0. Evaluation is that of BatchNorm2d.
+    has variance 0. Evaluation is that of BatchNorm2d. On CUDA devices kernels compute the training forwards of
+    channels_last inputs if m divides N.
 
     Example:
         >>> import torch
@@ -29,7 +31,8 @@ class GhostBatchNorm(RunningNorm):
     """
 
     def compute(self, x: Tensor) -> tuple[Tensor, Running]:
-        return batch_norm(x, self.weight, self.bias, self.running(), **self.options())
+        fused = resolve_backend("auto", x) == "triton"
+        return batch_norm(x, self.weight, self.bias, self.running(), fused=fused, **self.options())
 
 
 TORCH_LAYERS: dict[int, type[nn.Module]] = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from micronorm.nn.backends import resolve_backend
 from micronorm.nn.checkpointing import write_once
 from micronorm.nn.inputs import check_momentum
 from micronorm.nn.running import RunningNorm
@@ -99,7 +100,9 @@ class BatchRenorm(RunningNorm):
                 write_once(buffer, value)
         count = 1 if self.micro_batch is None else max(1, math.ceil(x.shape[0] / self.micro_batch))
         r_max, d_max = self.schedule.limits(before.batches + torch.arange(count, device=x.device))
-        return batch_renorm(x, self.weight, self.bias, before, r_max=r_max, d_max=d_max, **self.options())
+        fused = resolve_backend("auto", x) == "triton"
+        limits = {"r_max": r_max, "d_max": d_max}
+        return batch_renorm(x, self.weight, self.bias, before, fused=fused, **limits, **self.options())
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, schedule={self.schedule}"

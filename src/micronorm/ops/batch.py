@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from micronorm.ops.bcn.fused import group_norm_fused
 from micronorm.ops.moments import (
     Moments,
     compute_dtype,
@@ -18,6 +19,7 @@ from micronorm.ops.moments import (
     spread_to_samples,
     wide_dtype,
 )
+from micronorm.ops.packed import Number
 
 
 class Running(NamedTuple):
@@ -52,6 +54,31 @@ def batch_moments(instance_nc: Moments, *, micro_batch: int | None) -> tuple[Mom
     size = samples if micro_batch is None else min(micro_batch, samples)
     batch_tc = pool_micro_batches(instance_nc, micro_batch=size)
     return batch_tc, Moments(*(spread_to_samples(p, micro_batch=size, samples=samples) for p in batch_tc))
+
+
+def merge_micro_batches(x: Tensor, *, micro_batch: int | None) -> Tensor | None:
+    """View x as T×C×(m·S), each micro-batch as one sample; None if m does not divide N ≥ 1 or a copy would be needed.
+
+    In channels_last memory, which N×C has too, the samples of a micro-batch follow one another as positions do.
+    """
+    samples, channels = x.shape[:2]
+    size = samples if micro_batch is None else micro_batch
+    by_position = x.movedim(1, -1)
+    if samples == 0 or samples % size or not by_position.is_contiguous():
+        return None
+    return by_position.view(samples // size, -1, channels).movedim(-1, 1)
+
+
+def split_micro_batches(merged: Tensor, *, like: Tensor) -> Tensor:
+    """Undo `merge_micro_batches`: return T×C×(m·S) in the shape of `like`."""
+    return merged.movedim(1, -1).reshape(like.movedim(1, -1).shape).movedim(-1, 1)
+
+
+def instance_norm_fused(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> tuple[Tensor, Moments]:
+    """Normalize every (t, c) of T×C×S by its own moments, by the kernels; return y and the moments, T×C."""
+    y, numbers = group_norm_fused(x, weight, bias, groups=x.shape[1], eps=eps)
+    blocks = numbers[: len(Number) * x[..., 0].numel()].view(len(Number), *x.shape[:2]).to(wide_dtype(x.device))
+    return y, Moments(blocks[Number.PIVOT] + blocks[Number.RESIDUE], blocks[Number.VAR])
 
 
 def unbiased(batch_tc: Moments, *, samples: int, micro_batch: int | None, positions: int) -> Moments:
@@ -95,16 +122,23 @@ def batch_norm(
     micro_batch: int | None = None,
     momentum: float | None = 0.1,
     eps: float = 1e-5,
+    fused: bool = False,
 ) -> tuple[Tensor, Running]:
     """Normalize N samples, in training as ⌈N/m⌉ successive batches of m samples; None is one batch of all.
 
     y = weight·(x − μ_t)/sqrt(σ²_t + eps) + bias for the samples of micro-batch t, with its own mean and biased
     variance. Gradients flow through both. The running statistics move as torch's do, by the unbiased variance.
-    Without `training`, and for an empty batch, the running statistics normalize and do not move.
+    Without `training`, and for an empty batch, the running statistics normalize and do not move. `fused` takes the
+    kernels where the micro-batches can be merged: batch normalization of m samples is instance normalization of one.
     """
     if not training or x.shape[0] == 0:
         return normalize(x, Moments(running.mean, running.var), weight, bias, eps=eps), running
-    batch_tc, batch_nc = batch_moments(moments(x), micro_batch=micro_batch)
-    y = normalize(x, batch_nc, weight, bias, eps=eps)
+    merged = merge_micro_batches(x, micro_batch=micro_batch) if fused else None
+    if merged is not None:
+        y_tcs, batch_tc = instance_norm_fused(merged, weight, bias, eps=eps)
+        y = split_micro_batches(y_tcs, like=x)
+    else:
+        batch_tc, batch_nc = batch_moments(moments(x), micro_batch=micro_batch)
+        y = normalize(x, batch_nc, weight, bias, eps=eps)
     corrected_tc = unbiased(batch_tc, samples=x.shape[0], micro_batch=micro_batch, positions=x.shape[2:].numel())
     return y, absorb(running, corrected_tc, momentum=momentum)
