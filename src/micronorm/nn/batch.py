@@ -31,7 +31,7 @@ class GhostBatchNorm(RunningNorm):
     """
 
     def compute(self, x: Tensor) -> tuple[Tensor, Running]:
-        fused = resolve_backend("auto", x) == "triton"
+        fused = x.numel() != 0 and resolve_backend("auto", x) == "triton"
         return batch_norm(x, self.weight, self.bias, self.running(), fused=fused, **self.options())
 
 

@@ -100,7 +100,7 @@ class BatchRenorm(RunningNorm):
                 write_once(buffer, value)
         count = 1 if self.micro_batch is None else max(1, math.ceil(x.shape[0] / self.micro_batch))
         r_max, d_max = self.schedule.limits(before.batches + torch.arange(count, device=x.device))
-        fused = resolve_backend("auto", x) == "triton"
+        fused = x.numel() != 0 and resolve_backend("auto", x) == "triton"
         limits = {"r_max": r_max, "d_max": d_max}
         return batch_renorm(x, self.weight, self.bias, before, fused=fused, **limits, **self.options())
 
