@@ -7,6 +7,7 @@ import statistics
 from pathlib import Path
 
 from micronorm import recipes
+from micronorm.recipes.cifar import SIZES
 from micronorm.recipes.results import Findings, RunResult, gather, packaged
 
 ROOT = Path(__file__).parents[2]
@@ -111,12 +112,25 @@ def figures_of(*rows: str) -> dict[str, list[float]]:
     return {name: [figures[name] for figures in found] for name in found[0]}
 
 
+def test_the_table_of_cifar10_by_micro_batch_is_the_record():
+    def cell(row: str) -> str:
+        errors = figures_of(f"micro_batch/{row}")["top1"]
+        assert len(errors) == 3
+        return f"{statistics.mean(errors):.2f} ± {statistics.stdev(errors):.2f}"
+
+    text = RESULTS.replace("**", "")
+    assert f"| BN | {' | '.join(cell(f'bn-{size}') for size in SIZES)} |" in text
+    for row, title in {"gn": "GN", "gn-ws": "GN+WS", "bcn-ws": "BCN+WS"}.items():
+        assert f"| {title} | {cell(row)} |{' same |' * 7}" in text
+
+
 def test_the_table_of_the_nuclei_is_the_record():
-    titles = {"gn": "GN", "gn-ws": "GN+WS", "bcn-ws": "BCN+WS"}
+    titles = {"bn": "BN", "gn": "GN", "gn-ws": "GN+WS", "bcn-ws": "BCN+WS"}
     titles |= {"pretrained-frozen-bn": "frozen BN, pretrained", "pretrained-bcn-ws": "BCN+WS, pretrained"}
     for row, title in titles.items():
         figures = figures_of(f"nuclei/{row}")
-        cells = " | ".join(f"{figures[name][0]:.1f}" for name in ("AP", "AP50", "mask_AP", "mask_AP50"))
+        means = (statistics.mean(figures[name]) for name in ("AP", "AP50", "mask_AP", "mask_AP50"))
+        cells = " | ".join(f"{mean:.1f}" for mean in means)
         assert f"| {title} | {cells} |" in RESULTS.replace("**", "")
 
 
