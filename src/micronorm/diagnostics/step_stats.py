@@ -11,17 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from micronorm.diagnostics.channels import RunningMoments, count_positive, rare_channels
-from micronorm.diagnostics.lipschitz import (
-    TERMS,
-    GradientSum,
-    Standardization,
-    gradient_shares,
-    observe_weight,
-    standardization_of,
-)
+from micronorm.diagnostics.lipschitz import GradientSum, Shares, layer_shares, observe_weight
 from micronorm.diagnostics.norm_stats import norm_row
 from micronorm.diagnostics.norms import NormLayer, as_norm_layer
-from micronorm.diagnostics.weights import rows_of, weight_layers
+from micronorm.diagnostics.weights import weight_layers
 from micronorm.nn.checkpointing import inside_backward
 from micronorm.nn.passive_hook import PassiveHook
 from micronorm.nn.reparameterized import Reparameterized
@@ -115,66 +108,40 @@ def _own_output(norm: NormLayer, x: Tensor, data: Moments) -> Tensor | None:
 
 
 class WeightStatistics:
-    """The gradient shares and norms of all weights with a gradient, before the optimizer changes them.
-
-    Rows of equal length are processed together for all layers, because launching operations is what this costs.
-    """
+    """The gradient shares and norms of all weights with a gradient, before the optimizer changes them."""
 
     def __init__(self, layers: Mapping[str, Any], sums: Mapping[str, GradientSum]) -> None:
         self._reparameterized = set(sums)
-        members: dict[Any, list[tuple[str, Tensor, Tensor]]] = {}
-        for name, layer in layers.items():
-            gradient = sums[name].total if name in sums else layer.weight.grad
-            if gradient is not None and layer.weight.grad is not None:
-                how, g = standardization_of(layer, gradient)
-                w, g = rows_of(layer, layer.weight.detach()).flatten(1), g.flatten(1)
-                members.setdefault((how, w.shape[1], w.device, w.dtype, g.dtype), []).append((name, w, g))
-        self._members = [(key[0], [(name, len(w)) for name, w, _ in parts]) for key, parts in members.items()]
-        self._shares = [_shares(key[0], parts) for key, parts in members.items()]
-        self._names = [name for _, parts in self._members for name, _ in parts]
-        weights = [layers[name].weight for name in self._names]
-        # The norm of the parameter's own gradient: that of the effective weight may carry a loss scale.
-        self._norms: list[Tensor] = []
+        self._methods: dict[str, str] = {}
+        self._tensors: list[Tensor] = []
+        gradients = {name: sums[name].total if name in sums else layer.weight.grad for name, layer in layers.items()}
+        known = {name: g for name, g in gradients.items() if g is not None and layers[name].weight.grad is not None}
+        for name, gradient in known.items():
+            self._methods[name], shares = layer_shares(layers[name], gradient)
+            self._tensors.append(torch.stack(shares))
+        weights = [layers[name].weight for name in known]
         if weights:
-            self._norms = [*foreach_norm(weights), *foreach_norm([weight.grad for weight in weights])]
+            # The norm of the parameter's own gradient: that of the effective weight may carry a loss scale.
+            self._tensors += [*foreach_norm(weights), *foreach_norm([weight.grad for weight in weights])]
 
     def tensors(self) -> list[Tensor]:
-        """Return what `rows` needs, on the device."""
-        return [*self._shares, *self._norms]
+        """Return what `rows` needs, on the device: the shares of each layer, the norms, and the gradients' norms."""
+        return self._tensors
 
     def rows(self, numbers: Sequence[Tensor], *, loss_scale: float) -> dict[str, Row]:
         """Return the rows of kind "weight" of `micronorm.records` by layer, given the numbers on the host."""
-        first, count = len(self._shares), len(self._names)
-        norms, grads = numbers[first : first + count], numbers[first + count : first + 2 * count]
+        count = len(self._methods)
+        parts = (numbers[k * count : (k + 1) * count] for k in range(3))
         rows: dict[str, Row] = {}
-        squares: dict[str, Tensor] = {}
-        for (how, parts), shares in zip(self._members, numbers, strict=False):
-            sizes = [size for _, size in parts]
-            for (name, _), totals in zip(parts, _totals(shares, sizes), strict=True):
-                rows[name] = {"kind": "weight", "weight": how.method, **dict(zip(TERMS, totals, strict=True))}
-            squares |= {name: square for (name, _), square in zip(parts, shares[-1].split(sizes), strict=True)}
-        for name, norm, grad in zip(self._names, norms, grads, strict=True):
-            rows[name] |= {"norm": float(norm), "grad": float(grad) / loss_scale}
-        if any(grad.isfinite() and not squares[n].isfinite().all() for n, grad in zip(self._names, grads, strict=True)):
-            # The sums still hold gradients of a skipped step, also for layers where they are finite.
+        stale = False
+        for (name, method), terms, norm, grad in zip(self._methods.items(), *parts, strict=True):
+            shares = Shares(*terms)
+            norms = {"norm": float(norm), "grad": float(grad) / loss_scale}
+            rows[name] = {"kind": "weight", "weight": method, **shares.totals(), **norms}
+            stale |= bool(grad.isfinite()) and not shares.square.isfinite().all()
+        if stale:  # the sums still hold gradients of a skipped step, also for layers where they are finite
             rows = {name: row for name, row in rows.items() if name not in self._reparameterized}
         return rows
-
-
-def _shares(how: Standardization, parts: Sequence[tuple[str, Tensor, Tensor]]) -> Tensor:
-    """Return the four shares of every row and its ‖∇Ŵ‖², 5×R."""
-    w, g = (torch.cat(values) for values in list(zip(*parts, strict=True))[1:])
-    shares = gradient_shares(w, g, center=how.center, scale=how.scale, eps=how.eps)
-    return torch.stack([*(getattr(shares, name) for name in TERMS), shares.square])
-
-
-def _totals(shares: Tensor, sizes: Sequence[int]) -> list[list[float]]:
-    """Return the shares of each layer's ‖∇Ŵ‖²: its rows weighed by their own, without rows that have no gradient."""
-    terms, square = shares[:-1], shares[-1]
-    index = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
-    weighed = torch.where(square == 0, 0.0, terms * square)  # a row without gradient has 0/0; other NaN stay
-    sums = torch.zeros(len(terms), len(sizes), dtype=terms.dtype).index_add_(1, index, weighed)
-    return (sums / torch.zeros(len(sizes), dtype=terms.dtype).index_add_(0, index, square)).T.tolist()
 
 
 # --- one step --------------------------------------------------------------------------------------------------------
