@@ -46,7 +46,7 @@ class FigureData:
     """
 
     def __init__(self, path: Path, facts: Mapping[str, Any]) -> None:
-        self.path = path
+        self.path, self.settings = path, facts["settings"]
         self._partial = path.with_name(path.stem + PARTIAL)
         self._facts = json.loads(_to_json(facts))
         self._began = time.monotonic()
