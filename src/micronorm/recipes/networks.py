@@ -211,10 +211,6 @@ class ResidualUNet3d(nn.Module):
         return logits[::-1] if self.training else logits[-1]
 
 
-def _torchvision(blocks: Sequence[int], *, classes: int, **options: Any) -> nn.Module:
-    return build_resnet(blocks, num_classes=classes, **options)
-
-
 def _clips(*, shift: bool, classes: int, inputs: int, widths: Sequence[int]) -> nn.Module:
     """Build a network of one block per stage for N×8×inputs×H×W clips."""
     network = SmallImageResNet(widths=widths, blocks=(1,) * len(widths), classes=classes, inputs=inputs)
@@ -222,7 +218,7 @@ def _clips(*, shift: bool, classes: int, inputs: int, widths: Sequence[int]) -> 
 
 
 def _tsm_resnet50(*, classes: int) -> nn.Module:
-    return temporal_shift(_torchvision(RN50, classes=classes))
+    return temporal_shift(build_resnet(RN50, classes=classes))
 
 
 _RESNEXT = {"groups": 32, "width_per_group": 4}
@@ -247,10 +243,10 @@ NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "cifar-resnet110": partial(SmallImageResNet, widths=(16, 32, 64), blocks=(18,) * 3),
     # the usual ResNet-18 for CIFAR: ImageNet's widths and depths after a 3×3 stem
     "cifar-resnet18": partial(SmallImageResNet, widths=(64, 128, 256, 512), blocks=(2,) * 4),
-    "resnet50": partial(_torchvision, RN50),
-    "resnet101": partial(_torchvision, RN101),
-    "resnext50-32x4d": partial(_torchvision, RN50, **_RESNEXT),
-    "resnext101-32x4d": partial(_torchvision, RN101, **_RESNEXT),
+    "resnet50": partial(build_resnet, RN50),
+    "resnet101": partial(build_resnet, RN101),
+    "resnext50-32x4d": partial(build_resnet, RN50, **_RESNEXT),
+    "resnext101-32x4d": partial(build_resnet, RN101, **_RESNEXT),
     "deeplabv3-resnet50": partial(DeepLabV3, RN50),
     "deeplabv3-resnet101": partial(DeepLabV3, RN101),
     "fasterrcnn-resnet50": partial(build_rcnn, RN50, masks=False),
