@@ -100,11 +100,11 @@ def test_a_network_that_diverges_has_accuracy_0(tmp_path, monkeypatch):
 @pytest.mark.parametrize("module, name", [(stat_diff, "fig:stat_diff"), (mean_div, "fig:mean_div")])
 def test_an_interrupted_measurement_keeps_the_trainings_that_were_finished(module, name, tmp_path, monkeypatch):
     monkeypatch.setitem(methods.SEEDS, "digits", 2)
-    kept = {method: spec for method, spec in module.METHODS.items() if method in ("GN+WS", "GN + both")}
-    monkeypatch.setattr(module, "METHODS", kept)
+    for method in module.METHODS.keys() - {"GN+WS", "GN + both"}:
+        monkeypatch.delitem(module.METHODS, method)
     whole = measured(name, tmp_path / "whole", epochs=2)
     assert [[row["epoch"] for row in rows] for seeds in whole["numbers"]["methods"].values() for rows in seeds] == (
-        [[1, 2]] * 2 * len(kept)
+        [[1, 2]] * 2
     )
     with pytest.raises(KeyboardInterrupt):
         measured(name, tmp_path, epochs=2, listener=Impatient(5))  # two steps per epoch: in the second training

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,26 +11,23 @@ from micronorm.diagnostics.lipschitz import TERMS, effective_gradients, weight_s
 from micronorm.nn import WS
 from micronorm.nn.reparameterized import Reparameterized
 from micronorm.ops.keyed import permutation
-from micronorm.recipes.figures.figure import Figure, FigureData, Listener, Request, add_caption, add_title
+from micronorm.recipes.figures.figure import add_caption, add_title
 from micronorm.recipes.figures.methods import (
     GROUPS,
     EpochRecorder,
     Specs,
     describe_training,
     mean_over_seeds,
-    settings,
-    train_methods,
+    methods_figure,
 )
 from micronorm.report.plots import COLOURS, TEXT, apply_style, subplots
 
-METHODS: Mapping[str, Specs] = {
+METHODS: dict[str, Specs] = {
     "GN": (GROUPS, None),
     "GN + center": (GROUPS, WS(center=True, scale=False)),
     "GN + scale": (GROUPS, WS(center=False, scale=True)),
     "GN + both": (GROUPS, WS()),
 }
-NETWORKS = {"digits": "digits", "cifar10": "cifar-resnet20"}
-EPOCHS = {"digits": 15, "cifar10": 30}
 PAPER_LIMIT = 0.02
 """The paper reports that the share of (1/I)⟨Ŵ, ∇Ŵ⟩² stays below this."""
 
@@ -75,11 +71,6 @@ def effective_gradient_shares(model: nn.Module, loss: Any) -> dict[str, float]:
     shares = weight_shares(model, gradients)
     means = [list(found.channel_means().values()) for name, found in shares.items() if name in standardized]
     return dict(zip(TERMS, torch.tensor(means, dtype=torch.float64).nanmean(0).tolist(), strict=True))
-
-
-def measure(request: Request, data: FigureData, listener: Listener) -> None:
-    """Train with the four methods."""
-    train_methods(request, data, listener, methods=METHODS, recorder=FirstGradients, epochs=EPOCHS)
 
 
 def draw(data: Mapping[str, Any]) -> Any:
@@ -140,7 +131,11 @@ def _draw_curves(
     axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
 
 
-FIGURE = Figure(
+FIGURE = methods_figure(
+    METHODS,
+    FirstGradients,
+    networks={"digits": "digits", "cifar10": "cifar-resnet20"},
+    epochs={"digits": 15, "cifar10": 30},
     name="fig:mean_div",
     title="Training with GN, centering (eq:9), scaling (eq:10) and both, and their shares of the gradient",
     paper=(
@@ -154,8 +149,5 @@ FIGURE = Figure(
         "shares of center only and scale only are added beside those of both",
         "scaling alone divides by the root mean square",
     ),
-    settings=partial(settings, methods=METHODS, networks=NETWORKS, epochs=EPOCHS),
-    measure=measure,
     draw=draw,
-    datasets=("digits", "cifar10"),
 )

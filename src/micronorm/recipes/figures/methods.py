@@ -14,7 +14,7 @@ from micronorm.engine.settings import Outcome, describe
 from micronorm.nn import GN
 from micronorm.nn.spec import NormSpec, WeightSpec
 from micronorm.recipes import cifar, digits
-from micronorm.recipes.figures.figure import FigureData, Request
+from micronorm.recipes.figures.figure import Figure, FigureData, Request
 from micronorm.recipes.networks import build_network
 from micronorm.recipes.protocols import OPTIMIZER, TITLES
 from micronorm.recipes.recipe import DATA
@@ -52,23 +52,6 @@ def training_settings(request: Request, *, epochs: Mapping[str, int], seed: int 
         schedule=Cosine() if cosine or dataset == "digits" else steps,
         seed=seed,
     )
-
-
-def settings(
-    request: Request, methods: Mapping[str, Specs], *, networks: Mapping[str, str], epochs: Mapping[str, int]
-) -> dict[str, Any]:
-    """Return everything that decides the numbers, in JSON's types."""
-    dataset = request.dataset or "digits"
-    return {
-        "dataset": dataset,
-        "network": networks[dataset],
-        "seed": 0,
-        "seeds": SEEDS[dataset],
-        "methods": {
-            name: [repr(norm), None if weight is None else repr(weight)] for name, (norm, weight) in methods.items()
-        },
-        "training": describe(training_settings(request, epochs=epochs)),
-    }
 
 
 def train_network(
@@ -137,33 +120,58 @@ class EpochRecorder(Listener):
         self.listener.on_epoch(row)
 
 
-def train_methods(
-    request: Request,
-    data: FigureData,
-    listener: Listener,
-    *,
+def methods_figure(
     methods: Mapping[str, Specs],
     recorder: type[EpochRecorder],
+    *,
+    networks: Mapping[str, str],
     epochs: Mapping[str, int],
-) -> None:
-    """Train with each method and seed; `numbers["methods"][name]` becomes a list of epochs for each seed.
+    **fields: Any,
+) -> Figure:
+    """Return a figure for which a network is trained with each method and seed.
 
-    An epoch is a mapping with `epoch` (from 1), `train_loss`, `train_error` and `test_error` in %, and what the
-    recorder measured. An interrupted measurement keeps the trainings that were finished.
+    `numbers["methods"][name]` becomes a list of epochs for each seed. An epoch is a mapping with `epoch` (from 1),
+    `train_loss`, `train_error` and `test_error` in %, and what the recorder measured. An interrupted measurement keeps
+    the trainings that were finished.
+
+    Args:
+        methods: specs by the name of the method.
+        recorder: what is measured.
+        networks: the network of each data set.
+        epochs: the usual length of the training on each data set.
+        fields: further fields of `Figure`.
     """
-    chosen = data.settings
-    task = open_classification(chosen["dataset"], request.data, device=request.device)
-    found = data.numbers.setdefault("methods", {})
-    for seed, (name, (norm, weight)) in product(range(chosen["seeds"]), methods.items()):
-        seeds = found.setdefault(name, [])
-        if len(seeds) > seed:
-            continue
-        plan = training_settings(request, epochs=epochs, seed=seed)
-        model = build(chosen["network"], norm, weight, seed=seed, classes=DATA[chosen["dataset"]].classes)
-        epochs_of = recorder(model, task, plan, listener)
-        train_network(f"{data.path.stem}, {name}, seed {seed}", model, task, plan, request, epochs_of)
-        seeds.append(epochs_of.rows)
-        data.save_progress()
+
+    def settings(request: Request) -> dict[str, Any]:
+        dataset = request.dataset or "digits"
+        specs = {
+            name: [repr(norm), None if weight is None else repr(weight)] for name, (norm, weight) in methods.items()
+        }
+        return {
+            "dataset": dataset,
+            "network": networks[dataset],
+            "seed": 0,
+            "seeds": SEEDS[dataset],
+            "methods": specs,
+            "training": describe(training_settings(request, epochs=epochs)),
+        }
+
+    def measure(request: Request, data: FigureData, listener: Listener) -> None:
+        chosen = data.settings
+        task = open_classification(chosen["dataset"], request.data, device=request.device)
+        found = data.numbers.setdefault("methods", {})
+        for seed, (name, (norm, weight)) in product(range(chosen["seeds"]), methods.items()):
+            seeds = found.setdefault(name, [])
+            if len(seeds) > seed:
+                continue
+            plan = training_settings(request, epochs=epochs, seed=seed)
+            model = build(chosen["network"], norm, weight, seed=seed, classes=DATA[chosen["dataset"]].classes)
+            rows = recorder(model, task, plan, listener)
+            train_network(f"{data.path.stem}, {name}, seed {seed}", model, task, plan, request, rows)
+            seeds.append(rows.rows)
+            data.save_progress()
+
+    return Figure(settings=settings, measure=measure, datasets=tuple(networks), **fields)
 
 
 def describe_training(settings: Mapping[str, Any]) -> str:

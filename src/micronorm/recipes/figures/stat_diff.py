@@ -2,7 +2,6 @@
 
 import statistics
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,26 +9,23 @@ from torch import Tensor, nn
 
 from micronorm.diagnostics.channels import stat_diff
 from micronorm.nn import LN, WS
-from micronorm.recipes.figures.figure import Figure, FigureData, Listener, Request, add_caption, add_title
+from micronorm.recipes.figures.figure import add_caption, add_title
 from micronorm.recipes.figures.methods import (
     GROUPS,
     EpochRecorder,
     Specs,
     describe_training,
     mean_over_seeds,
-    settings,
-    train_methods,
+    methods_figure,
 )
 from micronorm.report.plots import COLOURS, apply_style, subplots
 
-METHODS: Mapping[str, Specs] = {
+METHODS: dict[str, Specs] = {
     "GN": (GROUPS, None),
     "GN+WS": (GROUPS, WS()),
     "LN": (LN(), None),
     "LN+WS": (LN(), WS()),
 }
-NETWORKS = {"digits": "digits", "cifar10": "cifar-resnet110"}
-EPOCHS = {"digits": 15, "cifar10": 164}
 MOMENTUM = 0.1
 
 
@@ -79,11 +75,6 @@ def _update(norm: nn.Module, inputs: tuple[Any, ...]) -> None:
     norm.get_buffer("channel_var").lerp_(var, step)
 
 
-def measure(request: Request, data: FigureData, listener: Listener) -> None:
-    """Train with the four methods."""
-    train_methods(request, data, listener, methods=METHODS, recorder=ChannelStatistics, epochs=EPOCHS)
-
-
 def draw(data: Mapping[str, Any]) -> Any:
     """Draw the mean over layers as a line in a band of one standard deviation; GN on the left, LN on the right."""
     methods = data["numbers"]["methods"]
@@ -122,7 +113,11 @@ def draw(data: Mapping[str, Any]) -> Any:
     return add_caption(figure, "Statistical differences between channels", lines, width=132)
 
 
-FIGURE = Figure(
+FIGURE = methods_figure(
+    METHODS,
+    ChannelStatistics,
+    networks={"digits": "digits", "cifar10": "cifar-resnet110"},
+    epochs={"digits": 15, "cifar10": 164},
     name="fig:stat_diff",
     title="Statistical differences between channels that are normalized together: GN, GN+WS, LN, LN+WS",
     paper=(
@@ -136,8 +131,5 @@ FIGURE = Figure(
         "on digits: a residual network of 9 convolutions, and the schedule of our table `digits`",
         "on CIFAR-10: the schedule of the authors' code, scaled if --epochs gives another length",
     ),
-    settings=partial(settings, methods=METHODS, networks=NETWORKS, epochs=EPOCHS),
-    measure=measure,
     draw=draw,
-    datasets=("digits", "cifar10"),
 )
