@@ -20,7 +20,7 @@ from training_step import allocator_memory
 
 import micronorm as mn
 from micronorm.bench.timing import Captured, warm_up
-from micronorm.recipes.unet3d import ResidualUNet3d
+from micronorm.recipes.networks import ResidualUNet3d
 from micronorm.tasks.volumes import Volumes
 
 TORCH = "IN of torch"

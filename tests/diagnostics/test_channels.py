@@ -70,11 +70,6 @@ def test_a_constant_channel_counts_as_one_of_deviation_root_eps():
     assert math.isfinite(distance_to_bn(torch.zeros(2), torch.tensor([1.0, 0.0]), eps=0.0)[1])
 
 
-def test_bad_moments_are_refused_by_the_distance():
-    with pytest.raises(ValueError, match="C numbers each"):
-        distance_to_bn(torch.zeros(2), torch.ones(3))
-
-
 @pytest.mark.parametrize("groups", [1, 2, 4, 8])
 def test_group_normalization_of_moments_is_that_of_the_data(groups):
     x = torch.randn(5, 8, 6, dtype=WIDE) * 3 + torch.arange(8.0).view(8, 1)

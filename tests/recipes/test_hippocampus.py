@@ -9,9 +9,8 @@ from torch import nn
 import micronorm as mn
 from micronorm import recipes
 from micronorm.engine.settings import Execution
-from micronorm.recipes.networks import build_network
+from micronorm.recipes.networks import ResidualUNet3d, build_network
 from micronorm.recipes.run import run_recipe
-from micronorm.recipes.unet3d import ResidualUNet3d
 from tests.data.miniature import write_decathlon
 from tests.tolerances import assert_close_to_max, tolerance
 

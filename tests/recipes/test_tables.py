@@ -101,15 +101,15 @@ PAPER: dict[str, dict[str, tuple[float, ...]]] = {
     "quick": {},
     "micro_batch": {},
     "digits": {},
-    "shapes": {},
-    "camvid": {},
-    "label_maps": {},
     "nuclei": {},
     "coco128": {},
     "tiny_imagenet": {},
+    "shapes": {},
+    "camvid": {},
+    "label_maps": {},
+    "hippocampus": {},
     "motion": {},
     "clips": {},
-    "hippocampus": {},
 }
 _BOXES = ("AP", "AP50", "AP75", "APl", "APm", "APs")
 FIGURES = {"voc": ("miou",), "fast": _BOXES, "mask": (*_BOXES, *(f"mask_{name}" for name in _BOXES))}

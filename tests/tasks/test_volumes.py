@@ -8,7 +8,7 @@ from torch import nn
 import micronorm as mn
 from micronorm.engine.packing import pack, unpack
 from micronorm.engine.task import Task
-from micronorm.recipes.unet3d import ResidualUNet3d
+from micronorm.recipes.networks import ResidualUNet3d
 from micronorm.tasks import open_task
 from micronorm.tasks.volumes import Volumes, dice_and_entropy, sliding_window
 from tests.data.miniature import write_decathlon

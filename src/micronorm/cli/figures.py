@@ -15,7 +15,7 @@ from micronorm import records
 from micronorm.cli.progress import TrainingProgress, say
 from micronorm.engine.parallel import own_device
 from micronorm.recipes import figures
-from micronorm.recipes.figures.data import read, same_settings
+from micronorm.recipes.figures.data import read
 
 FOLDER = "figures"
 """Folder of data files and pictures, inside the folder of runs."""
@@ -72,8 +72,8 @@ def _find(wanted: dict[str, Any], stem: str, runs: Path) -> tuple[dict[str, Any]
     """Return the data file with these settings and its path: from the folder of runs, or from the checkout."""
     for folder in (runs / FOLDER, figures.RECORDED):
         path = folder / f"{stem}.json"
-        found = read(path)
-        if found is not None and same_settings(found["settings"], wanted):
+        found = read(path, wanted)
+        if found is not None:
             return found, path
     return None, None
 

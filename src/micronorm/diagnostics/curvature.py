@@ -1,4 +1,4 @@
-"""The curvature of the loss: Hessians of a weight and of the centred weight, and smoothness along a step.
+"""The curvature of the loss: its Hessians by a weight and by the centred weight.
 
 For one output channel with fan-in I, Ẇ = P·W with P = 1 − (1/I)·11ᵀ (label `eq:9`). The loss is a function of Ẇ by
 Ŵ = Ẇ/sqrt(mean Ẇ² + ε) (label `eq:10`), for any Ẇ, centred or not. P is linear, so the Hessians H by W and Ḣ by Ẇ
@@ -11,9 +11,7 @@ in squared Frobenius norms. The inequality (label `eq:27`, where the squares are
 ‖Ḣ·1‖² ≥ (1/I)(1ᵀḢ1)². See Sec. `sec:eowotl`.
 """
 
-import contextlib
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,14 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from micronorm.commit.snapshot import preserved
-from micronorm.diagnostics.weights import over_rows, rows_of, weight_layers
-from micronorm.nn.reparameterized import _WS, Reparameterized
+from micronorm.diagnostics.weights import over_rows, rows_of
+from micronorm.nn.reparameterized import _WS
 from micronorm.ops.weight import weight_standardize
-
-Loss = Callable[[], Tensor]
-"""Runs the model and returns the loss, one number. Each call must compute the same function of the parameters."""
-
-# --- Hessians --------------------------------------------------------------------------------------------------------
 
 
 class Bound(NamedTuple):
@@ -87,63 +80,56 @@ def project(hessian: Tensor) -> Tensor:
     return rows - rows.mean(0, keepdim=True)
 
 
-def exact_hessians(model: nn.Module, loss: Loss, layer: str, channel: int) -> Hessians:
-    """Return the Hessians of one output channel of a layer, by 2·I backward passes for a fan-in of I.
+def exact_hessians(model: nn.Module, loss: Callable[[], Tensor], layer: str, channel: int) -> Hessians:
+    """Return the Hessians of one output channel of a WS layer that centers, by 2·I backward passes for a fan-in of I.
 
-    The layer must be a WS layer that centers, or a plain one. For a plain layer, Ḣ is the Hessian of its own weight and
-    H is what centering would make of it, with the mean absorbed. The model is not changed. The computation uses the
-    model's dtype; second derivatives need float64.
+    The model is not changed. The computation uses the model's dtype; second derivatives need float64.
 
     Args:
         model: the network.
-        loss: runs the model and returns the loss.
+        loss: runs the model and returns the loss, one number; the same function of the parameters at each call.
         layer: the name of the layer.
         channel: the output channel.
 
     Example:
-        >>> model = nn.Linear(3, 2)
-        >>> found = exact_hessians(model, lambda: model(torch.eye(3)).square().sum(), "", 0)
-        >>> found.centered.diagonal()
-        tensor([2., 2., 2.])
-        >>> round(found.bound().least, 3), round(found.bound().removed, 3)  # Σ Ḣ = 6, and all of it is removed
-        (4.0, 4.0)
+        >>> from micronorm.nn import WSLinear
+        >>> model = WSLinear(5, 3).double()
+        >>> x = torch.randn(4, 5, dtype=torch.float64)
+        >>> found = exact_hessians(model, lambda: model(x).square().sum(), "", 0)
+        >>> found.raw.shape, found.projection_error() < 1e-10
+        (torch.Size([5, 5]), True)
     """
-    module = _layer(model, layer, channel)
+    module = _ws_layer(model, layer, channel)
     rows = rows_of(module, module.weight.detach())
-    mean = rows.flatten(1).mean(1)
-    found = []
+    shared, found = module.shared_weight, []
     with preserved(model) as snapshot, torch.enable_grad():
         for centered in (False, True):
             snapshot.restore()
-            start = (rows - over_rows(mean, rows) if centered else rows).clone().requires_grad_()
-            with _weight_replaced(module, _effective_weight(module, start, mean, centered=centered)):
-                value = check_loss(loss())
+            mean = over_rows(rows.flatten(1).mean(1), rows) if centered else 0
+            start = (rows - mean).requires_grad_()
+            module.shared_weight = _effective_weight(module, start, centered=centered)
+            try:
+                value = _check_loss(loss())
+            finally:
+                module.shared_weight = shared
             found.append(_hessian(value, start, channel))
     return Hessians(*found)
 
 
-def _layer(model: nn.Module, name: str, channel: int) -> Any:
-    layers = weight_layers(model)
-    layer = layers.get(name)
+def _ws_layer(model: nn.Module, name: str, channel: int) -> Any:
+    layers = {key: module for key, module in model.named_modules() if isinstance(module, _WS) and module.center}
+    layer: Any = layers.get(name)
     if layer is None:
         known = ", ".join(map(repr, list(layers)[:5])) + (", …" if len(layers) > 5 else "")
-        raise ValueError(f"the model has no convolution or linear layer {name!r}; it has {known or 'none'}")
-    if isinstance(layer, Reparameterized) and not (isinstance(layer, _WS) and layer.center):
-        raise ValueError(
-            f"{name!r} is a {type(layer).__name__} that does not center its weight by eq:9; Ẇ is defined for WS layers "
-            "with center=True and for plain layers"
-        )
+        raise ValueError(f"{name!r} is not a WS layer with center=True (eq:9); the model has {known or 'none'}")
     channels = rows_of(layer, layer.weight).shape[0]
     if not 0 <= channel < channels:
         raise ValueError(f"{name!r} has output channels 0 to {channels - 1}, got {channel}")
     return layer
 
 
-def _effective_weight(layer: Any, rows: Tensor, mean: Tensor, *, centered: bool) -> Tensor:
+def _effective_weight(layer: Any, rows: Tensor, *, centered: bool) -> Tensor:
     """Return the weight a layer computes with, as a function of W or of Ẇ (by rows)."""
-    if not isinstance(layer, _WS):  # centering alone, with the mean added back
-        moved = rows if centered else rows - rows.mean(tuple(range(1, rows.ndim)), keepdim=True)
-        return rows_of(layer, moved + over_rows(mean, rows))
     # Ẇ is not centred again: eq:10 alone applies to it.
     what = weight_standardize(rows, center=not centered, scale=layer.scale, eps=layer.eps, backend="reference")
     if layer.absorbed_mean is not None and layer.absorbed_scale is not None:
@@ -158,119 +144,11 @@ def _hessian(value: Tensor, start: Tensor, channel: int) -> Tensor:
     if grad is None:
         raise ValueError("the loss does not depend on the layer's weight; does loss() run the layer?")
     gradient = grad[channel].flatten()
-    if not grad.requires_grad:  # the loss is linear in the weight
-        return gradient.new_zeros(len(gradient), len(gradient))
     rows = [torch.autograd.grad(one, start, retain_graph=True, materialize_grads=True)[0] for one in gradient]
     return torch.stack([row[channel].flatten() for row in rows])
 
 
-@contextlib.contextmanager
-def _weight_replaced(layer: Any, weight: Tensor) -> Iterator[None]:
-    """Let the layer compute with this weight inside the block."""
-    if isinstance(layer, Reparameterized):
-        before = layer.shared_weight
-        layer.shared_weight = weight
-        try:
-            yield
-        finally:
-            layer.shared_weight = before
-        return
-    parameters = dict(layer._parameters)
-    del layer._parameters["weight"]
-    vars(layer)["weight"] = weight
-    try:
-        yield
-    finally:
-        del vars(layer)["weight"]
-        layer._parameters.clear()  # restore the order too, because optimizers and state dicts depend on it
-        layer._parameters.update(parameters)
-
-
-# --- smoothness along a step -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Smoothness:
-    """The loss and its gradient along a step against the gradient g.
-
-    Args:
-        steps: the step sizes η.
-        loss: L(θ).
-        gradient: ‖g‖.
-        losses: L(θ − ηg) for each η.
-        distances: ‖∇L(θ − ηg) − g‖ for each η (gradient predictiveness).
-    """
-
-    steps: tuple[float, ...]
-    loss: float
-    gradient: float
-    losses: tuple[float, ...]
-    distances: tuple[float, ...]
-
-    @property
-    def loss_range(self) -> tuple[float, float]:
-        """Return the smallest and the largest loss along the step, without the start; NaN if any loss is NaN."""
-        return _range(self.losses)
-
-    @property
-    def distance_range(self) -> tuple[float, float]:
-        """Return the smallest and the largest distance of the gradient from g."""
-        return _range(self.distances)
-
-    @property
-    def beta(self) -> float:
-        """Return the largest distance per length moved, a lower bound of the gradient's Lipschitz constant."""
-        moved = [step * self.gradient for step in self.steps]
-        return _range([d / m if m else math.nan for d, m in zip(self.distances, moved, strict=True)])[1]
-
-
-def smoothness(model: nn.Module, loss: Loss, steps: Sequence[float]) -> Smoothness:
-    """Return losses and gradients along a step, as in the literature on why BatchNorm works (ref. `whybnworks`).
-
-    Each evaluation starts from the same buffers, windows and random states, and the model is not changed. `.grad` and
-    the optimizer are not used: a step is η times the plain gradient. The cost is one forward and backward for each step
-    size, and one more. Pass the `module` of a DDP model. `loss` must not keep its graph.
-
-    Args:
-        model: in the mode that the loss needs.
-        loss: runs the model and returns the loss.
-        steps: the step sizes η, above 0. Multiples of the learning rate are usual.
-
-    Example:
-        >>> model = nn.Linear(4, 1, bias=False)
-        >>> x = torch.eye(4)
-        >>> found = smoothness(model, lambda: model(x).square().sum() / 2, [0.5, 1.0])
-        >>> round(found.beta, 4), found.losses[1] < 1e-10  # the Hessian is the identity
-        (1.0, True)
-    """
-    sizes = tuple(float(step) for step in steps)
-    if not sizes or not all(0 < size < math.inf for size in sizes):
-        raise ValueError(f"steps must be one or more finite numbers above 0, got {list(steps)}")
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if not parameters:
-        raise ValueError("no parameter of the model requires a gradient")
-    with preserved(model) as snapshot, torch.enable_grad():
-        start, direction = _evaluate(loss, parameters)
-        losses, distances = [], []
-        for size in sizes:
-            snapshot.restore()
-            with torch.no_grad():
-                for p, g in zip(parameters, direction, strict=True):
-                    p.sub_(g, alpha=size)
-            value, there = _evaluate(loss, parameters)
-            losses.append(value)
-            distances.append(_norm([a - b for a, b in zip(there, direction, strict=True)]))
-    return Smoothness(sizes, start, _norm(direction), tuple(losses), tuple(distances))
-
-
-def _evaluate(loss: Loss, parameters: list[nn.Parameter]) -> tuple[float, list[Tensor]]:
-    value = check_loss(loss())
-    grads = torch.autograd.grad(value, parameters, allow_unused=True)
-    found = [torch.zeros_like(p) if g is None else g.detach() for g, p in zip(grads, parameters, strict=True)]
-    return float(value.detach()), found
-
-
-def check_loss(value: Any) -> Tensor:
+def _check_loss(value: Any) -> Tensor:
     """Return the loss as a scalar. Raise unless it is one number that depends on a parameter."""
     if not isinstance(value, Tensor):
         raise TypeError(f"loss() must return a tensor, got {type(value).__name__}")
@@ -279,12 +157,3 @@ def check_loss(value: Any) -> Tensor:
     if not value.requires_grad:
         raise ValueError("the loss does not depend on any parameter: was it detached, or computed under no_grad?")
     return value.reshape(())
-
-
-def _norm(tensors: list[Tensor]) -> float:
-    return math.sqrt(math.fsum(float(t.to(torch.float64).square().sum()) for t in tensors))
-
-
-def _range(values: Sequence[float]) -> tuple[float, float]:
-    low, high = torch.tensor(values, dtype=torch.float64).aminmax()
-    return float(low), float(high)

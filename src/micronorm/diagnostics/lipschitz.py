@@ -19,7 +19,6 @@ three terms are the paper's. Divided by ‖g‖² they are `mean`, `along` and, 
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -37,8 +36,7 @@ from micronorm.ops.weight.reference import check_weight, gradient
 TERMS = ("along", "mean", "rest", "residual")
 
 
-@dataclass(frozen=True, eq=False)
-class Shares:
+class Shares(NamedTuple):
     """The shares of ‖∇Ŵ‖² of a layer, one number per output channel.
 
     A channel without gradient has NaN shares. The layer's totals ignore it, because they weigh each channel by its
@@ -62,13 +60,13 @@ class Shares:
 
     def totals(self) -> dict[str, float]:
         """Return the shares of the layer's ‖∇Ŵ‖². All are NaN if no channel has a gradient."""
-        terms = torch.stack([getattr(self, name) for name in TERMS])
+        terms = torch.stack(self[: len(TERMS)])
         sums = torch.where(self.square > 0, terms * self.square, 0.0).sum(1) / self.square.sum()
         return dict(zip(TERMS, sums.tolist(), strict=True))
 
     def channel_means(self) -> dict[str, float]:
         """Return the plain means over the channels with a gradient."""
-        terms = torch.stack([getattr(self, name) for name in TERMS])
+        terms = torch.stack(self[: len(TERMS)])
         return dict(zip(TERMS, terms.nanmean(1).tolist(), strict=True))
 
 
@@ -125,36 +123,29 @@ def gradient_shares(
     return Shares(along, mean, rest, 1 - along - mean - rest, square, factor)
 
 
-class Standardization(NamedTuple):
-    """The arguments of `gradient_shares` for a layer, and the name of its method in a run's records."""
-
-    method: str
-    center: bool
-    scale: bool
-    eps: float
-
-
-def standardization_of(layer: Any, grad: Tensor) -> tuple[Standardization, Tensor]:
-    """Return a layer's standardization, and ∇Ŵ (by rows) from the gradient of the weight it computes with.
+def layer_shares(layer: Any, grad: Tensor) -> tuple[str, Shares]:
+    """Return the name of a layer's standardization, and its shares from the gradient of the weight it computes with.
 
     - WS layers are described as they are. An absorbed mean and scale do not change the shares.
     - WN and CWN are WS without ε, and WN without centering. What they remove along Ŵ goes to their learnable length.
-    - A plain layer is treated as if WS replaced it now, with its mean and scale absorbed so that it computes the same.
-      ∇Ŵ is then a multiple of its gradient, which does not change the shares.
+    - A plain layer, "none", is treated as if WS replaced it now, with its mean and scale absorbed so that it computes
+      the same. ∇Ŵ is then a multiple of its gradient, which does not change the shares.
     """
     g = rows_of(layer, grad)
+    method, center, scale, eps = "none", True, True, WS().eps
     if isinstance(layer, _WS):
         if layer.absorbed_scale is not None:  # the layer computes with scale·Ŵ + mean
             g = g * over_rows(layer.absorbed_scale, g)
         names = {(True, True): "WS", (True, False): "WS center", (False, True): "WS scale"}
-        method = names.get((layer.center, layer.scale), "none")
-        return Standardization(method, layer.center, layer.scale, layer.eps), g
-    if isinstance(layer, _WN | _CWN):
+        center, scale, eps = layer.center, layer.scale, layer.eps
+        method = names.get((center, scale), "none")
+    elif isinstance(layer, _WN | _CWN):
         # length·W/‖W‖ is Ŵ·length/√I
         g = g * over_rows(layer.length.detach() / g[0].numel() ** 0.5, g)
-        centered = isinstance(layer, _CWN)
-        return Standardization("CWN" if centered else "WN", centered, True, 0.0), g
-    return Standardization("none", True, True, WS().eps), g
+        center, eps = isinstance(layer, _CWN), 0.0
+        method = "CWN" if center else "WN"
+    weight = rows_of(layer, layer.weight.detach())
+    return method, gradient_shares(weight, g, center=center, scale=scale, eps=eps)
 
 
 # --- gradients of effective weights ----------------------------------------------------------------------------------
@@ -236,7 +227,7 @@ def effective_gradients(model: nn.Module) -> Iterator[dict[str, GradientSum]]:
 
 
 def weight_shares(model: nn.Module, gradients: Mapping[str, GradientSum]) -> dict[str, Shares]:
-    """Return the shares of every layer that got a gradient, by name. See `standardization_of` for each kind of layer.
+    """Return the shares of every layer that got a gradient, by name. See `layer_shares` for each kind of layer.
 
     Args:
         model: the network.
@@ -253,9 +244,7 @@ def weight_shares(model: nn.Module, gradients: Mapping[str, GradientSum]) -> dic
     for name, layer in weight_layers(model).items():
         total = gradients[name].total if name in gradients else None
         if total is not None:
-            how, g = standardization_of(layer, total)
-            weight = rows_of(layer, layer.weight.detach())
-            shares[name] = gradient_shares(weight, g, center=how.center, scale=how.scale, eps=how.eps)
+            shares[name] = layer_shares(layer, total)[1]
     if not shares:
         raise RuntimeError(
             f"none of {len(gradients)} layers has a gradient; run forward and backward inside "

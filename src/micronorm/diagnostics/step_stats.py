@@ -4,30 +4,24 @@ Everything is summed over micro-batches by counts, so it does not depend on how 
 their devices until `StepStatistics.read` transfers them at once.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from micronorm.diagnostics.channels import RunningMoments, count_positive, rare_channels
-from micronorm.diagnostics.lipschitz import (
-    TERMS,
-    GradientSum,
-    Standardization,
-    gradient_shares,
-    observe_weight,
-    standardization_of,
-)
+from micronorm.diagnostics.lipschitz import GradientSum, Shares, layer_shares, observe_weight
 from micronorm.diagnostics.norm_stats import norm_row
 from micronorm.diagnostics.norms import NormLayer, as_norm_layer
-from micronorm.diagnostics.weights import rows_of, weight_layers
+from micronorm.diagnostics.weights import weight_layers
 from micronorm.nn.checkpointing import inside_backward
 from micronorm.nn.passive_hook import PassiveHook
 from micronorm.nn.reparameterized import Reparameterized
 from micronorm.ops.bcn import batch_channel_norm
 from micronorm.ops.moments import Moments, as_ncs, compute_dtype, moments, wide_dtype
-from micronorm.ops.private_api import foreach_norm, functorch_transforms_active
+from micronorm.ops.private_api import functorch_transforms_active
 
 Row = dict[str, Any]
 
@@ -109,72 +103,6 @@ def _own_output(norm: NormLayer, x: Tensor, data: Moments) -> Tensor | None:
     affine = (layer.weight, layer.bias, layer.group_weight, layer.group_bias)
     options: dict[str, Any] = {"groups": layer.num_groups, "eps": float(layer.eps), "blend": layer.blend}
     return batch_channel_norm(x, estimates, *affine, **options, data=data)
-
-
-# --- weights ---------------------------------------------------------------------------------------------------------
-
-
-class WeightStatistics:
-    """The gradient shares and norms of all weights with a gradient, before the optimizer changes them.
-
-    Rows of equal length are processed together for all layers, because launching operations is what this costs.
-    """
-
-    def __init__(self, layers: Mapping[str, Any], sums: Mapping[str, GradientSum]) -> None:
-        self._reparameterized = set(sums)
-        members: dict[Any, list[tuple[str, Tensor, Tensor]]] = {}
-        for name, layer in layers.items():
-            gradient = sums[name].total if name in sums else layer.weight.grad
-            if gradient is not None and layer.weight.grad is not None:
-                how, g = standardization_of(layer, gradient)
-                w, g = rows_of(layer, layer.weight.detach()).flatten(1), g.flatten(1)
-                members.setdefault((how, w.shape[1], w.device, w.dtype, g.dtype), []).append((name, w, g))
-        self._members = [(key[0], [(name, len(w)) for name, w, _ in parts]) for key, parts in members.items()]
-        self._shares = [_shares(key[0], parts) for key, parts in members.items()]
-        self._names = [name for _, parts in self._members for name, _ in parts]
-        weights = [layers[name].weight for name in self._names]
-        # The norm of the parameter's own gradient: that of the effective weight may carry a loss scale.
-        self._norms: list[Tensor] = []
-        if weights:
-            self._norms = [*foreach_norm(weights), *foreach_norm([weight.grad for weight in weights])]
-
-    def tensors(self) -> list[Tensor]:
-        """Return what `rows` needs, on the device."""
-        return [*self._shares, *self._norms]
-
-    def rows(self, numbers: Sequence[Tensor], *, loss_scale: float) -> dict[str, Row]:
-        """Return the rows of kind "weight" of `micronorm.records` by layer, given the numbers on the host."""
-        first, count = len(self._shares), len(self._names)
-        norms, grads = numbers[first : first + count], numbers[first + count : first + 2 * count]
-        rows: dict[str, Row] = {}
-        squares: dict[str, Tensor] = {}
-        for (how, parts), shares in zip(self._members, numbers, strict=False):
-            sizes = [size for _, size in parts]
-            for (name, _), totals in zip(parts, _totals(shares, sizes), strict=True):
-                rows[name] = {"kind": "weight", "weight": how.method, **dict(zip(TERMS, totals, strict=True))}
-            squares |= {name: square for (name, _), square in zip(parts, shares[-1].split(sizes), strict=True)}
-        for name, norm, grad in zip(self._names, norms, grads, strict=True):
-            rows[name] |= {"norm": float(norm), "grad": float(grad) / loss_scale}
-        if any(grad.isfinite() and not squares[n].isfinite().all() for n, grad in zip(self._names, grads, strict=True)):
-            # The sums still hold gradients of a skipped step, also for layers where they are finite.
-            rows = {name: row for name, row in rows.items() if name not in self._reparameterized}
-        return rows
-
-
-def _shares(how: Standardization, parts: Sequence[tuple[str, Tensor, Tensor]]) -> Tensor:
-    """Return the four shares of every row and its ‖∇Ŵ‖², 5×R."""
-    w, g = (torch.cat(values) for values in list(zip(*parts, strict=True))[1:])
-    shares = gradient_shares(w, g, center=how.center, scale=how.scale, eps=how.eps)
-    return torch.stack([*(getattr(shares, name) for name in TERMS), shares.square])
-
-
-def _totals(shares: Tensor, sizes: Sequence[int]) -> list[list[float]]:
-    """Return the shares of each layer's ‖∇Ŵ‖²: its rows weighed by their own, without rows that have no gradient."""
-    terms, square = shares[:-1], shares[-1]
-    index = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
-    weighed = torch.where(square == 0, 0.0, terms * square)  # a row without gradient has 0/0; other NaN stay
-    sums = torch.zeros(len(terms), len(sizes), dtype=terms.dtype).index_add_(1, index, weighed)
-    return (sums / torch.zeros(len(sizes), dtype=terms.dtype).index_add_(0, index, square)).T.tolist()
 
 
 # --- one step --------------------------------------------------------------------------------------------------------
@@ -273,7 +201,7 @@ def _has_no_values(x: Tensor) -> bool:
 
 
 class StepStatistics:
-    """The statistics of a recorded step, on their devices.
+    """The statistics of a recorded step, computed on their devices without waiting for them.
 
     Args:
         recorder: the record of the step.
@@ -282,34 +210,47 @@ class StepStatistics:
     """
 
     def __init__(self, recorder: StepRecorder, *, scale: Tensor | None, weights: bool) -> None:
-        self.norms = {name: sums for name, sums in recorder.norms.items() if not sums.is_empty}
-        self.weights = WeightStatistics(recorder.weights if weights else {}, recorder.gradients)
-        self.scale, self.forwards = scale, recorder.forwards
-        self.parts = [*(sums.tensors() for sums in self.norms.values()), self.weights.tensors()]
-        self.order = list(recorder.names)
+        self.forwards = recorder.forwards
+        self._order, self._sums = list(recorder.names), dict(recorder.norms)
+        self._reparameterized = set(recorder.gradients)
+        self._tensors = {name: sums.tensors() for name, sums in recorder.norms.items() if not sums.is_empty}
+        self._scale = [] if scale is None else [scale]
+        self._methods: dict[str, str] = {}
+        for name, layer in recorder.weights.items() if weights else ():
+            weight = layer.weight.detach()
+            total = recorder.gradients[name].total if name in recorder.gradients else layer.weight.grad
+            if total is not None and layer.weight.grad is not None:
+                self._methods[name], shares = layer_shares(layer, total)
+                # The norm of the parameter's own gradient: that of the effective weight may carry a loss scale.
+                norms = [torch.linalg.vector_norm(t, dtype=compute_dtype(t.dtype)) for t in (weight, layer.weight.grad)]
+                self._tensors[name] = [torch.stack(shares), *norms]
 
     def read(self) -> dict[str, Row]:
         """Return the rows by layer. This waits for the devices once."""
-        scales = [] if self.scale is None else [self.scale]
-        flat = iter(_to_host([*(tensor for part in self.parts for tensor in part), *scales]))
-        *of_norms, of_weights = [[next(flat) for _ in part] for part in self.parts]
-        loss_scale = float(next(flat)) if scales else 1.0
-        rows = self.weights.rows(of_weights, loss_scale=loss_scale)
-        for (name, sums), numbers in zip(self.norms.items(), of_norms, strict=True):
-            rows[name] = sums.row(numbers)
-        return {name: rows[name] for name in self.order if name in rows}
+        flat = iter(_to_host([t for tensors in (self._scale, *self._tensors.values()) for t in tensors]))
+        scale = float(next(flat)) if self._scale else 1.0
+        rows: dict[str, Row] = {}
+        stale = False
+        for name, tensors in self._tensors.items():
+            numbers = [next(flat) for _ in tensors]
+            if name not in self._methods:
+                rows[name] = self._sums[name].row(numbers)
+                continue
+            shares, norm, grad = Shares(*numbers[0]), float(numbers[1]), float(numbers[2])
+            rows[name] = {"kind": "weight", "weight": self._methods[name], **shares.totals()}
+            rows[name] |= {"norm": norm, "grad": grad / scale}
+            stale |= math.isfinite(grad) and not bool(shares.square.isfinite().all())
+        # The sums may still hold gradients of a skipped step, then also for layers where they are finite.
+        left_out = self._reparameterized if stale else ()
+        return {name: rows[name] for name in self._order if name in rows and name not in left_out}
 
 
-def _to_host(tensors: Iterable[Tensor]) -> list[Tensor]:
+def _to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors in float64 on the CPU, by one transfer per device."""
-    tensors = list(tensors)
-    by_device: dict[torch.device, list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        by_device.setdefault(tensor.device, []).append(i)
-    found: dict[int, Tensor] = {}
-    for device, places in by_device.items():
-        parts = [tensors[i] for i in places]
-        flat = torch.cat([part.reshape(-1).to(wide_dtype(device)) for part in parts]).to("cpu", torch.float64)
-        for i, part, values in zip(places, parts, flat.split([part.numel() for part in parts]), strict=True):
-            found[i] = values.reshape(part.shape)
-    return [found[i] for i in range(len(tensors))]
+    found = list(tensors)
+    for device in {tensor.device for tensor in tensors}:
+        places = [i for i, tensor in enumerate(tensors) if tensor.device == device]
+        flat = torch.cat([tensors[i].reshape(-1).to(wide_dtype(device)) for i in places]).to("cpu", torch.float64)
+        for i, values in zip(places, flat.split([tensors[i].numel() for i in places]), strict=True):
+            found[i] = values.reshape(tensors[i].shape)
+    return found

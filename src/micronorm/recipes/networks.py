@@ -1,12 +1,13 @@
-"""The networks of the recipes, made of nn.Conv2d and nn.BatchNorm2d, which conversion then replaces.
+"""The networks of the recipes, made of convolutions and BatchNorm, which conversion then replaces.
 
-The networks for small images are defined here. Those for ImageNet are torchvision's.
+The networks for small images and for volumes are defined here. Those for ImageNet are torchvision's.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -15,37 +16,59 @@ from micronorm.recipes.deeplab import DeepLabV3
 from micronorm.recipes.rcnn import build_rcnn
 from micronorm.recipes.resnet import RN50, RN101, build_resnet
 from micronorm.recipes.temporal_shift import ClipNetwork, temporal_shift
-from micronorm.recipes.unet3d import ResidualUNet3d
+
+SLOPE = 0.01
+"""Slope of the LeakyReLUs for negative values, as in nnU-Net."""
 
 
-def _conv(inputs: int, outputs: int, kernel: int, *, stride: int = 1) -> nn.Conv2d:
+def _conv(inputs: int, outputs: int, kernel: int, *, stride: int = 1, dims: int = 2) -> nn.Module:
     # no bias, because the norm after it has one
-    return nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=False)
+    conv = {2: nn.Conv2d, 3: nn.Conv3d}[dims]
+    return conv(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=False)
 
 
-class BasicBlock(nn.Module):
-    """relu(norm(conv(relu(norm(conv(x))))) + shortcut(x)); the first convolution and the shortcut take the stride.
+def _norm(channels: int, *, dims: int = 2) -> nn.Module:
+    return {2: nn.BatchNorm2d, 3: nn.BatchNorm3d}[dims](channels)
+
+
+class ResidualBlock(nn.Module):
+    """act(norm(conv(act(norm(conv(x))))) + shortcut(x)); the first convolution and the shortcut take the stride.
 
     If the shape changes, the shortcut is a 1×1 convolution with a norm (option B of He et al.), as in the authors'
     CIFAR code. He et al.'s CIFAR networks used option A, without parameters.
+
+    Args:
+        inputs: channels of the input.
+        outputs: channels of the output.
+        stride: divides the size.
+        dims: 2 for images, with ReLU; 3 for volumes, with nnU-Net's LeakyReLU.
     """
 
-    def __init__(self, inputs: int, outputs: int, *, stride: int) -> None:
+    def __init__(self, inputs: int, outputs: int, *, stride: int = 1, dims: int = 2) -> None:
         super().__init__()
-        self.conv1 = _conv(inputs, outputs, 3, stride=stride)
-        self.norm1 = nn.BatchNorm2d(outputs)
-        self.conv2 = _conv(outputs, outputs, 3)
-        self.norm2 = nn.BatchNorm2d(outputs)
+        self.conv1 = _conv(inputs, outputs, 3, stride=stride, dims=dims)
+        self.norm1 = _norm(outputs, dims=dims)
+        self.conv2 = _conv(outputs, outputs, 3, dims=dims)
+        self.norm2 = _norm(outputs, dims=dims)
+        self.act = nn.ReLU() if dims == 2 else nn.LeakyReLU(SLOPE, inplace=True)
         self.shortcut = (
             nn.Identity()
             if inputs == outputs and stride == 1
-            else nn.Sequential(_conv(inputs, outputs, 1, stride=stride), nn.BatchNorm2d(outputs))
+            else nn.Sequential(_conv(inputs, outputs, 1, stride=stride, dims=dims), _norm(outputs, dims=dims))
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """N×inputs×H×W to N×outputs×H/stride×W/stride."""
-        y = F.relu(self.norm1(self.conv1(x)))
-        return F.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
+        """N×inputs×H×W to N×outputs×H/stride×W/stride, or the same for volumes."""
+        y = self.act(self.norm1(self.conv1(x)))
+        return self.act(self.norm2(self.conv2(y)) + self.shortcut(x))
+
+
+def _fused_block(self: ResidualBlock, x: Tensor) -> Tensor:
+    y = norm_act(self.norm1, self.conv1(x), self.act)
+    return norm_act(self.norm2, self.conv2(y), self.act, residual=self.shortcut(x))
+
+
+register_block(ResidualBlock, _fused_block, fuses={"norm1": "act", "norm2": "add act"})
 
 
 class SmallImageResNet(nn.Module):
@@ -61,7 +84,6 @@ class SmallImageResNet(nn.Module):
         inputs: channels of the images.
 
     Example:
-        >>> import torch
         >>> SmallImageResNet(widths=(16, 32, 64), blocks=(3, 3, 3), classes=10)(torch.randn(2, 3, 32, 32)).shape
         torch.Size([2, 10])
     """
@@ -73,8 +95,8 @@ class SmallImageResNet(nn.Module):
         stages = []
         before = widths[0]
         for stage, (width, count) in enumerate(zip(widths, blocks, strict=True)):
-            first = BasicBlock(before, width, stride=2 if stage else 1)
-            stages.append(nn.Sequential(first, *(BasicBlock(width, width, stride=1) for _ in range(count - 1))))
+            first = ResidualBlock(before, width, stride=2 if stage else 1)
+            stages.append(nn.Sequential(first, *(ResidualBlock(width, width) for _ in range(count - 1))))
             before = width
         self.stages = nn.Sequential(*stages)
         self.classifier = nn.Linear(before, classes)
@@ -88,17 +110,11 @@ class SmallImageResNet(nn.Module):
         return self.classifier(y.mean((2, 3)))
 
 
-def _fused_block(self: BasicBlock, x: Tensor) -> Tensor:
-    y = norm_act(self.norm1, self.conv1(x), F.relu)
-    return norm_act(self.norm2, self.conv2(y), F.relu, residual=self.shortcut(x))
-
-
 def _fused_network(self: SmallImageResNet, x: Tensor) -> Tensor:
     y = self.stages(norm_act(self.norm, self.conv(x), F.relu))
     return self.classifier(y.mean((2, 3)))
 
 
-register_block(BasicBlock, _fused_block, fuses={"norm1": "relu", "norm2": "add relu"})
 register_block(SmallImageResNet, _fused_network, fuses={"norm": "relu"})
 
 
@@ -117,7 +133,7 @@ class SmallSegmenter(nn.Module):
     def __init__(self, *, widths: Sequence[int], classes: int, inputs: int = 3) -> None:
         super().__init__()
         sizes = zip((inputs, *widths), widths, strict=False)
-        self.blocks = nn.ModuleList(BasicBlock(i, o, stride=1 if k == 0 else 2) for k, (i, o) in enumerate(sizes))
+        self.blocks = nn.ModuleList(ResidualBlock(i, o, stride=1 if k == 0 else 2) for k, (i, o) in enumerate(sizes))
         self.classifiers = nn.ModuleList(nn.Conv2d(width, classes, 1) for width in widths)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -132,8 +148,67 @@ class SmallSegmenter(nn.Module):
         return logits
 
 
-def _torchvision(blocks: Sequence[int], *, classes: int, **options: Any) -> nn.Module:
-    return build_resnet(blocks, num_classes=classes, **options)
+def _conv_norm_act(inputs: int, outputs: int) -> nn.Sequential:
+    conv, norm = _conv(inputs, outputs, 3, dims=3), _norm(outputs, dims=3)
+    return nn.Sequential(conv, norm, nn.LeakyReLU(SLOPE, inplace=True))
+
+
+class ResidualUNet3d(nn.Module):
+    """A U-Net of residual blocks with deep supervision, similar to nnU-Net's residual encoder.
+
+    Every level but the first halves depth, height and width.
+
+    On the way up, a transposed convolution doubles the size, the features of the way down are concatenated, and one
+    convolution with a norm follows. Each level of the way up has a classifier.
+
+    Args:
+        widths: channels of each level, finest first.
+        blocks: residual blocks of each level on the way down.
+        classes: outputs per voxel.
+        inputs: channels of the volumes.
+
+    Returns:
+        In training mode the logits of all levels, a list, finest first (deep supervision); in eval mode the finest:
+        N×classes×D×H×W.
+
+    Example:
+        >>> network = ResidualUNet3d(widths=(8, 16, 32), blocks=(1, 1, 1), classes=3)
+        >>> [tuple(logits.shape[2:]) for logits in network(torch.randn(1, 1, 8, 16, 8))]
+        [(8, 16, 8), (4, 8, 4)]
+        >>> network.eval()(torch.randn(1, 1, 8, 16, 8)).shape
+        torch.Size([1, 3, 8, 16, 8])
+    """
+
+    def __init__(self, *, widths: Sequence[int], blocks: Sequence[int], classes: int, inputs: int = 1) -> None:
+        super().__init__()
+        self.stem = _conv_norm_act(inputs, widths[0])
+        self.down = nn.ModuleList()
+        before = widths[0]
+        for level, (width, count) in enumerate(zip(widths, blocks, strict=True)):
+            first = ResidualBlock(before, width, stride=2 if level else 1, dims=3)
+            self.down.append(nn.Sequential(first, *(ResidualBlock(width, width, dims=3) for _ in range(count - 1))))
+            before = width
+        levels = list(zip(widths[1:], widths[:-1], strict=True))[::-1]  # coarsest first
+        self.enlarge = nn.ModuleList(nn.ConvTranspose3d(coarse, fine, 2, stride=2) for coarse, fine in levels)
+        self.up = nn.ModuleList(_conv_norm_act(2 * fine, fine) for _, fine in levels)
+        self.classifiers = nn.ModuleList(nn.Conv3d(fine, classes, 1) for _, fine in levels)
+        for module in self.modules():
+            if isinstance(module, nn.Conv3d | nn.ConvTranspose3d):
+                nn.init.kaiming_normal_(module.weight, a=SLOPE)
+
+    def forward(self, x: Tensor) -> Any:
+        """N×inputs×D×H×W, each size a multiple of 2 to the number of levels below the first."""
+        y = self.stem(x)
+        features = []
+        for level in self.down:
+            y = level(y)
+            features.append(y)
+        logits = []
+        steps = zip(self.enlarge, self.up, self.classifiers, features[-2::-1], strict=True)
+        for enlarge, up, classifier, skipped in steps:
+            y = up(torch.cat([enlarge(y), skipped], 1))
+            logits.append(classifier(y))
+        return logits[::-1] if self.training else logits[-1]
 
 
 def _clips(*, shift: bool, classes: int, inputs: int, widths: Sequence[int]) -> nn.Module:
@@ -143,7 +218,7 @@ def _clips(*, shift: bool, classes: int, inputs: int, widths: Sequence[int]) -> 
 
 
 def _tsm_resnet50(*, classes: int) -> nn.Module:
-    return temporal_shift(_torchvision(RN50, classes=classes))
+    return temporal_shift(build_resnet(RN50, classes=classes))
 
 
 _RESNEXT = {"groups": 32, "width_per_group": 4}
@@ -168,10 +243,10 @@ NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "cifar-resnet110": partial(SmallImageResNet, widths=(16, 32, 64), blocks=(18,) * 3),
     # the usual ResNet-18 for CIFAR: ImageNet's widths and depths after a 3×3 stem
     "cifar-resnet18": partial(SmallImageResNet, widths=(64, 128, 256, 512), blocks=(2,) * 4),
-    "resnet50": partial(_torchvision, RN50),
-    "resnet101": partial(_torchvision, RN101),
-    "resnext50-32x4d": partial(_torchvision, RN50, **_RESNEXT),
-    "resnext101-32x4d": partial(_torchvision, RN101, **_RESNEXT),
+    "resnet50": partial(build_resnet, RN50),
+    "resnet101": partial(build_resnet, RN101),
+    "resnext50-32x4d": partial(build_resnet, RN50, **_RESNEXT),
+    "resnext101-32x4d": partial(build_resnet, RN101, **_RESNEXT),
     "deeplabv3-resnet50": partial(DeepLabV3, RN50),
     "deeplabv3-resnet101": partial(DeepLabV3, RN101),
     "fasterrcnn-resnet50": partial(build_rcnn, RN50, masks=False),

@@ -1,6 +1,5 @@
 """Faster and Mask R-CNN with FPN, as the paper's tables `mask` and `fast` have them, made of torchvision's classes."""
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 
 from micronorm.nn import BCN, BN
 from micronorm.nn.spec import NormSpec
-from micronorm.recipes.resnet import build_resnet
+from micronorm.recipes.resnet import build_resnet, import_torchvision
 
 ANCHORS = (32, 64, 128, 256, 512)
 """Sizes of the anchors on the five levels of the pyramid."""
@@ -51,11 +50,7 @@ def build_rcnn(
         >>> type(network).__name__, network.roi_heads.box_head[0][1]
         ('MaskRCNN', BatchNorm2d(32, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True))
     """
-    try:
-        models: Any = importlib.import_module("torchvision.models.detection")
-        ops: Any = importlib.import_module("torchvision.ops")
-    except ImportError as error:
-        raise ImportError("detectors are torchvision's, which is not installed: pip install torchvision") from error
+    models, ops = import_torchvision("models.detection"), import_torchvision("ops")
     norm = None if frozen else nn.BatchNorm2d
     norm_layer = ops.FrozenBatchNorm2d if frozen else nn.BatchNorm2d
     body = build_resnet(blocks, zero_init_residual=not frozen, norm_layer=norm_layer)

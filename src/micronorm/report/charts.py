@@ -85,7 +85,7 @@ class Summary:
     count: int
 
 
-def summarize(points: Sequence[tuple[float, float]], limit: int) -> list[Summary]:
+def summarize(points: Sequence[tuple[float, float]], limit: int, *, spread: Sequence[float] = ()) -> list[Summary]:
     """Return at most `limit` summaries of equally many neighbouring points. Values that are not finite are skipped.
 
     Example:
@@ -93,13 +93,16 @@ def summarize(points: Sequence[tuple[float, float]], limit: int) -> list[Summary
         [Summary(x=2, low=1.0, mean=3.0, high=5.0, count=2), Summary(x=4, low=3.0, mean=3.0, high=3.0, count=2)]
     """
     size = max(1, math.ceil(len(points) / limit))
+    bands = spread or [0.0] * len(points)
     found = []
     for start in range(0, len(points), size):
         part = points[start : start + size]
-        finite = [y for _, y in part if is_finite(y)] or [math.nan]
+        pairs = zip(part, bands[start : start + size], strict=True)
+        finite = [(y, band) for (_, y), band in pairs if is_finite(y)] or [(math.nan, 0.0)]
+        low, high = min(y - band for y, band in finite), max(y + band for y, band in finite)
         # Dividing first avoids overflow; clamping keeps rounding from moving the mean out of [low, high].
-        mean = min(max(math.fsum(y / len(finite) for y in finite), min(finite)), max(finite))
-        found.append(Summary(part[-1][0], min(finite), mean, max(finite), len(part)))
+        mean = min(max(math.fsum(y / len(finite) for y, _ in finite), low), high)
+        found.append(Summary(part[-1][0], low, mean, high, len(part)))
     return found
 
 
@@ -119,7 +122,7 @@ def line_chart(
     the largest of them. The value axis is logarithmic if `log` is True, or if it is None and the values span
     magnitudes.
     """
-    summaries = [_with_spread(line, limit) for line in lines]
+    summaries = [summarize(line.points, limit, spread=line.spread) for line in lines]
     finite = [point for points in summaries for point in points if not math.isnan(point.mean)]
     if not finite:
         return None
@@ -138,18 +141,6 @@ def line_chart(
     notes += [f"means of up to {most} points, with a band from the least to the largest"] * (most > 1)
     notes += [f"{left_out} values that are not finite left out"] * (left_out > 0)
     return Chart(name, caption, figure, hover, "; ".join(notes))
-
-
-def _with_spread(line: Line, limit: int) -> list[Summary]:
-    means = summarize(line.points, limit)
-    if not line.spread:
-        return means
-    lows = summarize([(x, y - s) for (x, y), s in zip(line.points, line.spread, strict=True)], limit)
-    highs = summarize([(x, y + s) for (x, y), s in zip(line.points, line.spread, strict=True)], limit)
-    return [
-        Summary(mean.x, low.low, mean.mean, high.high, mean.count)
-        for mean, low, high in zip(means, lows, highs, strict=True)
-    ]
 
 
 def _draw_line(axes: Any, line: Line, points: Sequence[Summary], hover: dict[str, list[str]], gid: str) -> None:

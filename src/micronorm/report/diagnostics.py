@@ -9,15 +9,7 @@ from html import escape
 from micronorm.records import Record
 from micronorm.report.charts import Chart, Line, line_chart
 from micronorm.report.html import LegendEntry, Section, is_finite, plain
-from micronorm.report.layer_charts import (
-    Area,
-    Grid,
-    Trajectory,
-    area_chart,
-    heat_map,
-    largest_shown,
-    trajectory_chart,
-)
+from micronorm.report.layer_charts import Grid, area_chart, heat_map, largest_shown, trajectory_chart
 from micronorm.report.runs import NamedRun, legend_of
 
 ABSENT = (
@@ -96,7 +88,7 @@ def stat_diff(runs: Sequence[NamedRun], limit: int) -> Section:
     found = _read_all(runs, "norm", "stat_diff")
     if not found:
         return Section("stat-diff", heading, absent=ABSENT)
-    lines = [Line(run.name, run.colour, *_over_layers(history, run.style)) for run, history in found]
+    lines = [_over_layers(run, history) for run, history in found]
     chart = line_chart(
         "stat-diff",
         lines,
@@ -116,11 +108,11 @@ def stat_diff(runs: Sequence[NamedRun], limit: int) -> Section:
     return Section("stat-diff", heading, _STAT_DIFF, charts, legend_of(shown, runs), _name_missing(shown, runs))
 
 
-def _over_layers(history: LayerHistory, style: str) -> tuple[list[tuple[float, float]], str, list[float]]:
-    """Return the mean over layers at each time, the line's style, and the standard deviation over layers."""
+def _over_layers(run: NamedRun, history: LayerHistory) -> Line:
+    """Return the mean over layers at each time, in a band of one standard deviation over layers."""
     columns = [[values[0] for values in layers.values()] for layers in history.values]
-    points: list[tuple[float, float]] = [(t, _mean(column)) for t, column in zip(history.times, columns, strict=True)]
-    return points, style, [statistics.pstdev(column) for column in columns]
+    points = [(time, _mean(column)) for time, column in zip(history.times, columns, strict=True)]
+    return Line(run.name, run.colour, points, run.style, [statistics.pstdev(column) for column in columns])
 
 
 def _grid(history: LayerHistory, limit: int) -> tuple[Grid, str]:
@@ -176,7 +168,7 @@ def singularities(runs: Sequence[NamedRun], limit: int) -> Section:
     return Section("singularities", heading, _SINGULARITIES, charts, heading_words, _name_missing(shown, runs))
 
 
-def _trajectories(run: NamedRun, history: LayerHistory, most: int, limit: int, several: bool) -> list[Trajectory]:
+def _trajectories(run: NamedRun, history: LayerHistory, most: int, limit: int, several: bool) -> list[Line]:
     """Return the `most` layers that end farthest from the origin, each by its first, last and evenly chosen places."""
     paths = []
     for layer in history.layers:
@@ -184,7 +176,7 @@ def _trajectories(run: NamedRun, history: LayerHistory, most: int, limit: int, s
         kept = min(max(1, limit // 16), len(points))
         places = [points[round(k * (len(points) - 1) / max(1, kept - 1))] for k in range(kept)]
         name = f"{run.name}, {layer}" if several else layer
-        paths.append(Trajectory(name, run.colour, places if kept > 1 else points[-1:]))
+        paths.append(Line(name, run.colour, places if kept > 1 else points[-1:]))
     return sorted(paths, key=lambda path: -math.hypot(*path.points[-1]))[:most]
 
 
@@ -262,9 +254,9 @@ def _shares_chart(
     """Stack the shares of each row. They are never scaled to sum to 1: the rest is the residual."""
     largest = max((1 - sum(row) for row in rows), key=abs)
     notes = notes + [f"they sum to 1 except for a residual of at most {largest:.1g}"] * (abs(largest) >= 1e-4)
-    columns = [*zip(*([*row, 1 - sum(row)] for row in rows), strict=True)]
+    columns = zip(*([*row, 1 - sum(row)] for row in rows), strict=True)
     areas = [
-        Area(label, entry.colour, [max(0.0, value) for value in column])
+        Line(label, entry.colour, [(time, max(0.0, value)) for time, value in zip(times, column, strict=True)])
         for label, entry, column in zip(_NAMES, _LEGEND, columns, strict=True)
     ]
-    return area_chart(name, times, areas, caption=caption, x_label=x_label, note="; ".join(notes))
+    return area_chart(name, areas, caption=caption, x_label=x_label, note="; ".join(notes))

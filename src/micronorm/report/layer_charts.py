@@ -6,36 +6,35 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from micronorm.report.charts import CHART_STYLE, RIGHT, WIDTH, Chart, draw_points, new_axes, set_count_axis, shorten
+from micronorm.report.charts import (
+    CHART_STYLE,
+    RIGHT,
+    WIDTH,
+    Chart,
+    Line,
+    draw_points,
+    new_axes,
+    set_count_axis,
+    shorten,
+)
 from micronorm.report.plots import LIGHT, load_matplotlib, plot_style
 
 
-@dataclass(frozen=True)
-class Area:
-    """One of several stacked areas: its share at each x, at least 0."""
-
-    name: str
-    colour: str
-    shares: Sequence[float]
-
-
-def area_chart(
-    name: str, xs: Sequence[float], areas: Sequence[Area], *, caption: str, x_label: str, note: str = ""
-) -> Chart:
-    """Stack the areas from the bottom up over ascending `xs`. The axis ends at 1 unless their sum is larger."""
+def area_chart(name: str, areas: Sequence[Line], *, caption: str, x_label: str, note: str = "") -> Chart:
+    """Stack the areas, which share their x, from the bottom up. The axis ends at 1 unless their sum is larger."""
+    xs, shares = [x for x, _ in areas[0].points], [[y for _, y in area.points] for area in areas]
     if len(xs) == 1:  # an area needs a width
-        xs, areas = [xs[0], xs[0] + 1], [Area(a.name, a.colour, [*a.shares] * 2) for a in areas]
+        xs, shares = [xs[0], xs[0] + 1], [share * 2 for share in shares]
     hover = {}
     with plot_style(**CHART_STYLE):
         figure, axes = new_axes(240)
-        top = max(sum(column) for column in zip(*(area.shares for area in areas), strict=True))
+        top = max(map(sum, zip(*shares, strict=True)))
         axes.set_ylim(0, top if top > 1.001 else 1)
         set_count_axis(axes, xs, x_label, room=0)
-        shares = [area.shares for area in areas]
         layers = axes.stackplot(xs, *shares, colors=[LIGHT[area.colour] for area in areas], edgecolor=LIGHT["card"])
         for k, (area, layer) in enumerate(zip(areas, layers, strict=True)):
             layer.set_gid(f"{name}-{k}")
-            hover[f"{name}-{k}"] = [f"{area.name}: {area.shares[0]:.1%} at first, {area.shares[-1]:.1%} at the end"]
+            hover[f"{name}-{k}"] = [f"{area.name}: {shares[k][0]:.1%} at first, {shares[k][-1]:.1%} at the end"]
     return Chart(name, caption, figure, hover, note)
 
 
@@ -98,19 +97,10 @@ def _row_text(row: np.ndarray, columns: Sequence[str], x_label: str) -> str:
     return ", ".join(f"{value:.3g} at {x_label} {column}" for value, column in ends)
 
 
-@dataclass(frozen=True)
-class Trajectory:
-    """The places of a named point from first to last, with finite coordinates of at least 0."""
-
-    name: str
-    colour: str
-    points: Sequence[tuple[float, float]]
-
-
 def trajectory_chart(
-    name: str, trajectories: Sequence[Trajectory], *, caption: str, x_label: str, y_label: str, note: str = ""
+    name: str, trajectories: Sequence[Line], *, caption: str, x_label: str, y_label: str, note: str = ""
 ) -> Chart:
-    """Draw trajectories from a ring to a dot on linear axes from 0."""
+    """Draw the places of points, at least 0, from a ring at the first to a dot at the last, on linear axes."""
     hover: dict[str, list[str]] = {}
     collections = load_matplotlib().collections
     with plot_style(**CHART_STYLE):

@@ -17,49 +17,32 @@ from typing import Any
 from micronorm.records import write_atomically
 from micronorm.report.html import plain
 
-LIGHT: Mapping[str, str] = {
-    "page": "#f5f6f8",
-    "card": "#ffffff",
-    "text": "#1b1f24",
-    "quiet": "#5b6570",
-    "rule": "#dde1e6",
-    "bad": "#b3261e",
-    "c0": "#0b62b8",
-    "c1": "#d45500",
-    "c2": "#00916a",
-    "c3": "#a3248c",
-    "c4": "#2b2f36",
-    "c5": "#2b95c9",
-    "c6": "#a88400",
-    "c7": "#7b8490",
-    "s1": "#e08a3c",
-    "s2": "#7fb8a4",
-    "s3": "#c9ced6",
+_SCHEMES = {  # by name, light and dark
+    "page": ("#f5f6f8", "#12151a"),
+    "card": ("#ffffff", "#1b2027"),
+    "text": ("#1b1f24", "#e6e9ed"),
+    "quiet": ("#5b6570", "#a0aab5"),
+    "rule": ("#dde1e6", "#323943"),
+    "bad": ("#b3261e", "#ff8a80"),
+    "c0": ("#0b62b8", "#5aa9f5"),
+    "c1": ("#d45500", "#ff8f4a"),
+    "c2": ("#00916a", "#2fbf8f"),
+    "c3": ("#a3248c", "#f088cf"),
+    "c4": ("#2b2f36", "#f2f3f5"),
+    "c5": ("#2b95c9", "#a9e3fb"),
+    "c6": ("#a88400", "#e3c84f"),
+    "c7": ("#7b8490", "#8a939e"),
+    "s1": ("#e08a3c", "#d98a45"),
+    "s2": ("#7fb8a4", "#4f8f7b"),
+    "s3": ("#c9ced6", "#565e69"),
 }
+LIGHT: Mapping[str, str] = {name: light for name, (light, _) in _SCHEMES.items()}
 """The colours of a page by name; figures are drawn in these. Each value occurs once, so `to_svg` can name it.
 
 The first five colours of lines (c0 to c4) differ by at least 14 in CIELAB for readers with any kind of colour vision
 (simulated after Machado and others, 2009). s1 to s3 fill areas.
 """
-DARK: Mapping[str, str] = {
-    "page": "#12151a",
-    "card": "#1b2027",
-    "text": "#e6e9ed",
-    "quiet": "#a0aab5",
-    "rule": "#323943",
-    "bad": "#ff8a80",
-    "c0": "#5aa9f5",
-    "c1": "#ff8f4a",
-    "c2": "#2fbf8f",
-    "c3": "#f088cf",
-    "c4": "#f2f3f5",
-    "c5": "#a9e3fb",
-    "c6": "#e3c84f",
-    "c7": "#8a939e",
-    "s1": "#d98a45",
-    "s2": "#4f8f7b",
-    "s3": "#565e69",
-}
+DARK: Mapping[str, str] = {name: dark for name, (_, dark) in _SCHEMES.items()}
 """The same names in a dark scheme."""
 
 COLOURS = tuple(LIGHT[f"c{k}"] for k in range(8))

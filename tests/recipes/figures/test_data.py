@@ -20,7 +20,8 @@ def test_a_finished_file_says_where_its_numbers_come_from(tmp_path):
     assert found["complete"] is True
     assert found["environment"]["torch"] == torch.__version__
     assert found["date"]
-    assert read(tmp_path / "a" / "dist.json") == found
+    assert read(tmp_path / "a" / "dist.json") == found == read(tmp_path / "a" / "dist.json", FACTS["settings"])
+    assert read(tmp_path / "a" / "dist.json", {"epochs": 3}) is None
 
 
 def test_a_list_of_numbers_is_on_one_line_and_text_is_unchanged(tmp_path):

@@ -46,7 +46,7 @@ class FigureData:
     """
 
     def __init__(self, path: Path, facts: Mapping[str, Any]) -> None:
-        self.path = path
+        self.path, self.settings = path, facts["settings"]
         self._partial = path.with_name(path.stem + PARTIAL)
         self._facts = json.loads(_to_json(facts))
         self._began = time.monotonic()
@@ -79,8 +79,12 @@ class FigureData:
         return text
 
 
-def read(path: Path) -> dict[str, Any] | None:
+def read(path: Path, settings: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
     """Return the content of a finished data file, or None if the file does not exist or is unfinished.
+
+    Args:
+        path: the data file.
+        settings: return None for a file with other settings, too.
 
     Raises:
         ValueError: the file is not a data file.
@@ -93,21 +97,8 @@ def read(path: Path) -> dict[str, Any] | None:
         raise ValueError(f"{path}: not JSON ({error})") from None
     if not isinstance(found, dict) or not {"figure", "settings", "numbers"} <= found.keys():
         raise ValueError(f"{path} is not the data file of a figure: it lacks figure, settings or numbers")
-    return found if found.get("complete") else None
-
-
-def same_settings(recorded: Any, wanted: Any) -> bool:
-    """Return whether all settings that both know are equal. A later version may have added or removed some.
-
-    Example:
-        >>> same_settings({"epochs": 2, "lr": 0.1}, {"epochs": 2, "lr": 0.1, "added_later": None})
-        True
-        >>> same_settings({"epochs": 2}, {"epochs": 3})
-        False
-    """
-    if isinstance(recorded, Mapping) and isinstance(wanted, Mapping):
-        return all(same_settings(recorded[key], wanted[key]) for key in recorded.keys() & wanted.keys())
-    return recorded == json.loads(json.dumps(wanted))
+    wanted = found["settings"] if settings is None else json.loads(_to_json(settings))
+    return found if found.get("complete") and found["settings"] == wanted else None
 
 
 def _to_json(value: Any) -> str:

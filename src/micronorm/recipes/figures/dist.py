@@ -5,6 +5,7 @@ and mean pooling by two, then the mean over space and a linear classifier. We ch
 default initial weights, and BatchNorm's running statistics (momentum 0.1) for evaluation.
 """
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
@@ -14,20 +15,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from micronorm.engine import SGD, Cosine, Diverged, Settings, train
+from micronorm.engine import Diverged
 from micronorm.engine.settings import describe
-from micronorm.recipes.figures.figure import Figure, Measurement, Request, add_caption
-from micronorm.recipes.figures.methods import execution
+from micronorm.recipes.figures.figure import Figure, FigureData, Listener, Request, add_caption
+from micronorm.recipes.figures.methods import train_network, training_settings
 from micronorm.recipes.recipe import DATA
 from micronorm.report.plots import COLOURS, QUIET, TEXT, apply_style, subplots
-from micronorm.tasks.classification import Classification, open_classification
+from micronorm.tasks.classification import open_classification
 
 SIGMA_MEAN = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
 SIGMA_STD = (0.0, 0.3, 0.6, 0.9, 1.2, 1.5, 1.8)
 FAILED = 70.0
 """Accuracy in % below which the paper draws a cross."""
 EPOCHS = {"digits": 10, "cifar10": 30}
-STEP_BATCH = {"digits": 64, "cifar10": 128}
 SEEDS = 3
 LAYERS = 4
 WIDTH = 32
@@ -74,20 +74,8 @@ def settings(request: Request) -> dict[str, Any]:
         "layers": LAYERS,
         "width": WIDTH,
         "enlarged": 2 if dataset == "digits" else 1,
-        "training": describe(training_settings(request, seed=0)),
+        "training": describe(training_settings(request, epochs=EPOCHS, cosine=True)),
     }
-
-
-def training_settings(request: Request, *, seed: int) -> Settings:
-    """Return how each network is trained."""
-    dataset = request.dataset or "digits"
-    return Settings(
-        epochs=request.epochs or EPOCHS[dataset],
-        step_batch=STEP_BATCH[dataset],
-        optimizer=SGD(lr=0.1, momentum=0.9, weight_decay=1e-4),
-        schedule=Cosine(),
-        seed=seed,
-    )
 
 
 def build(
@@ -118,34 +106,24 @@ def build(
         return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(WIDTH, classes))
 
 
-def measure(measurement: Measurement) -> None:
-    """Train a network for every cell and seed, one after the other, and record its accuracy."""
-    request, chosen, data = measurement.request, measurement.settings, measurement.data
-    task = open_classification(chosen["dataset"], request.data, device=request.device)
+def measure(request: Request, data: FigureData, listener: Listener) -> None:
+    """Train a network for every cell and seed, one after the other, and record its accuracy: 0 % if it diverges."""
+    chosen = data.settings
+    facts, task = DATA[chosen["dataset"]], open_classification(chosen["dataset"], request.data, device=request.device)
+    shape = {"inputs": facts.shape[0], "classes": facts.classes, "enlarged": chosen["enlarged"]}
     cells = list(product(range(chosen["seeds"]), chosen["sigma_mean"], chosen["sigma_std"]))
     rows = data.numbers.setdefault("cells", [])
     for seed, mean, std in cells[len(rows) :]:
-        accuracy = _train(measurement, task, mean, std, seed=seed)
+        plan = training_settings(request, epochs=EPOCHS, seed=seed, cosine=True)
+        plan = replace(plan, unit=plan.step_batch)  # the statistics are those of the whole step
+        name = f"{data.path.stem}, σ_μ {mean:g}, σ_σ {std:g}, seed {seed}"
+        model = build(mean, std, seed=seed, **shape)
+        accuracy = 0.0
+        with contextlib.suppress(Diverged):
+            outcome = train_network(name, model, task, plan, request, listener, evaluate_epochs=plan.epochs)
+            accuracy = 100 - outcome.figures["top1"]
         rows.append({"sigma_mean": mean, "sigma_std": std, "seed": seed, "accuracy": accuracy})
         data.save_progress()
-
-
-def _train(measurement: Measurement, task: Classification, mean: float, std: float, *, seed: int) -> float:
-    """Train the network of one cell and return its accuracy in %, which is 0 if the network diverges."""
-    facts, request = DATA[measurement.settings["dataset"]], measurement.request
-    shape = {"inputs": facts.shape[0], "classes": facts.classes, "enlarged": measurement.settings["enlarged"]}
-    plan = training_settings(request, seed=seed)
-    plan = replace(plan, unit=plan.step_batch)  # the statistics are those of the whole step
-    where = replace(execution(request.device, plan.step_batch), evaluate_epochs=plan.epochs)
-    name = {"recipe": f"{measurement.data.path.stem}, σ_μ {mean:g}, σ_σ {std:g}, seed {seed}"}
-    try:
-        model = build(mean, std, seed=seed, **shape)
-        outcome = train(model, task, plan, where, facts=name, listener=measurement.listener)
-    except Diverged:
-        return 0.0
-    if not outcome.finished:
-        raise KeyboardInterrupt
-    return 100 - outcome.figures["top1"]
 
 
 # --- drawing ----------------------------------------------------------------------------------------------------------

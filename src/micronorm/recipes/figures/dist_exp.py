@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from micronorm.diagnostics.channels import stat_diff
-from micronorm.recipes.figures.figure import Figure, Measurement, Request, add_caption, add_title
+from micronorm.recipes.figures.figure import Figure, FigureData, Listener, Request, add_caption, add_title
 from micronorm.report.plots import COLOURS, TEXT, apply_style, subplots
 
 EXAMPLES = (((-0.25, 1.0), (0.25, 1.0)), ((-1.0, 1.0), (1.0, 0.5)), ((-3.0, 1.0), (3.0, 0.4)))
@@ -20,11 +20,11 @@ def settings(request: Request) -> dict[str, Any]:
     return {"seed": 0, "examples": EXAMPLES, "values": VALUES, "bins": BINS}
 
 
-def measure(measurement: Measurement) -> None:
+def measure(request: Request, data: FigureData, listener: Listener) -> None:
     """Record histograms of the channels before and after eq:cn, StatDiff, and the share of values a ReLU keeps."""
-    generator = torch.Generator().manual_seed(measurement.settings["seed"])
+    generator = torch.Generator().manual_seed(data.settings["seed"])
     found = []
-    for example in measurement.settings["examples"]:
+    for example in data.settings["examples"]:
         mean, std = torch.tensor(example, dtype=torch.float64).T
         x = mean[:, None] + std[:, None] * torch.randn(2, VALUES, generator=generator, dtype=torch.float64)
         var, mean = torch.var_mean(x, 1, correction=0)
@@ -37,7 +37,7 @@ def measure(measurement: Measurement) -> None:
                 "after": _histogram(y),
             }
         )
-    measurement.data.numbers["examples"] = found
+    data.numbers["examples"] = found
 
 
 def _histogram(values: torch.Tensor) -> dict[str, Any]:

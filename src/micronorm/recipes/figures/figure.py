@@ -32,14 +32,8 @@ class Request:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """What `Figure.measure` works with: it reads `settings` and `request` and fills `data.numbers`."""
-
-    settings: Mapping[str, Any]
-    request: Request
-    data: FigureData
-    listener: Listener = field(default_factory=Listener)
+Measure = Callable[[Request, FigureData, Listener], None]
+"""Fills `data.numbers` by `data.settings` and the request."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +46,7 @@ class Figure:
         paper: what the paper shows there, and what its text says about it.
         ours: what we chose because the paper does not say, or because the data are smaller; a sentence each.
         settings: returns everything that decides the numbers, in JSON's types.
-        measure: fills `measurement.data.numbers`; None for a drawing, which has no numbers.
+        measure: fills the numbers of a data file; None for a drawing, which has no numbers.
         draw: returns a matplotlib figure of the content of the data file.
         datasets: data sets it can be measured on, the default first.
         from_records: whether it is drawn from recorded runs; such a figure is measured again each time.
@@ -63,7 +57,7 @@ class Figure:
     paper: str
     ours: tuple[str, ...] = ()
     settings: Callable[[Request], dict[str, Any]] = lambda request: {}
-    measure: Callable[[Measurement], None] | None = None
+    measure: Measure | None = None
     draw: Callable[[Mapping[str, Any]], Any]
     datasets: tuple[str, ...] = ()
     from_records: bool = False
@@ -109,7 +103,7 @@ class Figure:
             "command": command,
         }
         data = FigureData(path, facts)
-        self.measure(Measurement(settings=settings, request=request, data=data, listener=listener or Listener()))
+        self.measure(request, data, listener or Listener())
         return data.finish()
 
     def save(self, data: Mapping[str, Any], folder: Path, stem: str) -> list[Path]:

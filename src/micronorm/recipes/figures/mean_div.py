@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,56 +11,40 @@ from micronorm.diagnostics.lipschitz import TERMS, effective_gradients, weight_s
 from micronorm.nn import WS
 from micronorm.nn.reparameterized import Reparameterized
 from micronorm.ops.keyed import permutation
-from micronorm.recipes.figures.figure import Figure, Measurement, add_caption, add_title
+from micronorm.recipes.figures.figure import add_caption, add_title
 from micronorm.recipes.figures.methods import (
     GROUPS,
+    EpochRecorder,
     Specs,
     describe_training,
     mean_over_seeds,
-    settings,
-    train_methods,
+    methods_figure,
 )
 from micronorm.report.plots import COLOURS, TEXT, apply_style, subplots
-from micronorm.tasks.classification import Classification
 
-METHODS: Mapping[str, Specs] = {
+METHODS: dict[str, Specs] = {
     "GN": (GROUPS, None),
     "GN + center": (GROUPS, WS(center=True, scale=False)),
     "GN + scale": (GROUPS, WS(center=False, scale=True)),
     "GN + both": (GROUPS, WS()),
 }
-NETWORKS = {"digits": "digits", "cifar10": "cifar-resnet20"}
-EPOCHS = {"digits": 15, "cifar10": 30}
 PAPER_LIMIT = 0.02
 """The paper reports that the share of (1/I)⟨Ŵ, ∇Ŵ⟩² stays below this."""
 
 
-class FirstGradients:
-    """Shares of ‖∇Ŵ‖² in the first step of each epoch, computed on a copy of the model.
+class FirstGradients(EpochRecorder):
+    """Shares of ‖∇Ŵ‖² in the first step of each epoch, computed on a copy of the model."""
 
-    Args:
-        model: the network in training.
-        task: its data and loss.
-        seed: seed of the training, which determines the first samples of an epoch.
-        samples: number of samples in a step.
-    """
-
-    def __init__(self, model: nn.Module, task: Classification, seed: int, *, samples: int) -> None:
-        self.model, self.task, self.seed, self.samples = model, task, seed, samples
-
-    def at_start(self, epoch: int) -> dict[str, Any]:
+    def before_epoch(self, epoch: int) -> dict[str, Any]:
         """Return `shares` by part, for the samples of the epoch's first step."""
-        indices = permutation(len(self.task.train), seed=self.seed, epoch=epoch)[: self.samples]
-        batch = next(iter(self.task.train.load([(epoch, indices)], seed=self.seed)))
+        seed = self.plan.seed
+        indices = permutation(len(self.task.train), seed=seed, epoch=epoch)[: self.plan.step_batch]
+        batch = next(iter(self.task.train.load([(epoch, indices)], seed=seed)))
         parameter = next(self.model.parameters())
         images, labels = batch[0].to(parameter.device, parameter.dtype), batch[1].to(parameter.device)
         model = copy.deepcopy(self.model).train()
         shares = effective_gradient_shares(model, lambda: self.task.loss(model, (images, labels)).sum)
         return {"shares": shares} if shares else {}
-
-    def at_end(self) -> dict[str, Any]:
-        """Return nothing: shares are measured at the start of an epoch."""
-        return {}
 
 
 def effective_gradient_shares(model: nn.Module, loss: Any) -> dict[str, float]:
@@ -88,12 +71,6 @@ def effective_gradient_shares(model: nn.Module, loss: Any) -> dict[str, float]:
     shares = weight_shares(model, gradients)
     means = [list(found.channel_means().values()) for name, found in shares.items() if name in standardized]
     return dict(zip(TERMS, torch.tensor(means, dtype=torch.float64).nanmean(0).tolist(), strict=True))
-
-
-def measure(measurement: Measurement) -> None:
-    """Train with the four methods."""
-    samples = measurement.settings["training"]["step_batch"]
-    train_methods(measurement, METHODS, partial(FirstGradients, samples=samples), epochs=EPOCHS)
 
 
 def draw(data: Mapping[str, Any]) -> Any:
@@ -154,7 +131,11 @@ def _draw_curves(
     axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
 
 
-FIGURE = Figure(
+FIGURE = methods_figure(
+    METHODS,
+    FirstGradients,
+    networks={"digits": "digits", "cifar10": "cifar-resnet20"},
+    epochs={"digits": 15, "cifar10": 30},
     name="fig:mean_div",
     title="Training with GN, centering (eq:9), scaling (eq:10) and both, and their shares of the gradient",
     paper=(
@@ -168,8 +149,5 @@ FIGURE = Figure(
         "shares of center only and scale only are added beside those of both",
         "scaling alone divides by the root mean square",
     ),
-    settings=partial(settings, methods=METHODS, networks=NETWORKS, epochs=EPOCHS),
-    measure=measure,
     draw=draw,
-    datasets=("digits", "cifar10"),
 )

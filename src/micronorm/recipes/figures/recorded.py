@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from micronorm import records
-from micronorm.recipes.figures.figure import Figure, Measurement, Request, add_caption, add_title
+from micronorm.recipes.figures.figure import Figure, FigureData, Listener, Request, add_caption, add_title
 from micronorm.recipes.recipe import DATA
 from micronorm.recipes.registry import find
 from micronorm.recipes.results import gather, packaged, read_runs
@@ -38,9 +38,9 @@ def _front_settings(request: Request) -> dict[str, Any]:
     return {"panels": {title: list(recipes) for title, (_, recipes) in PANELS.items()}}
 
 
-def _measure_front(measurement: Measurement) -> None:
+def _measure_front(request: Request, data: FigureData, listener: Listener) -> None:
     """Record the paper's figure and ours for every method, and which runs ours come from."""
-    results = [*packaged(), *read_runs(measurement.request.runs)[0]]
+    results = [*packaged(), *read_runs(request.runs)[0]]
     panels = []
     for title, (unit, recipes) in PANELS.items():
         bars = []
@@ -61,7 +61,7 @@ def _measure_front(measurement: Measurement) -> None:
         panels.append({"title": title, "unit": unit, "bars": bars})
     coco = [{"method": method, "paper": value, "ours": None} for method, value in COCO.items()]
     panels.insert(1, {"title": "COCO, Mask R-CNN, ResNet-50", "unit": AP, "bars": coco})
-    measurement.data.numbers["panels"] = panels
+    data.numbers["panels"] = panels
 
 
 def _draw_front(data: Mapping[str, Any]) -> Any:
@@ -142,7 +142,7 @@ def _imagenet_settings(request: Request) -> dict[str, Any]:
     return {"dataset": dataset, "recipes": dict(ROWS[dataset])}
 
 
-def _measure_imagenet(measurement: Measurement) -> None:
+def _measure_imagenet(request: Request, data: FigureData, listener: Listener) -> None:
     """Record the errors by epoch of one run for each recipe, and the paper's figure at the end.
 
     A recipe without a run that counts is recorded under `missing`, with the reason.
@@ -150,10 +150,9 @@ def _measure_imagenet(measurement: Measurement) -> None:
     Raises:
         ValueError: no run counts; the message gives the command that makes them.
     """
-    dataset, runs = measurement.settings["dataset"], measurement.request.runs
-    results, _ = read_runs(runs)
+    results, _ = read_runs(request.runs)
     curves, missing = {}, {}
-    for method, name in measurement.settings["recipes"].items():
+    for method, name in data.settings["recipes"].items():
         recipe = find(name)
         found = gather(recipe, results)
         counted = found.counted
@@ -172,13 +171,13 @@ def _measure_imagenet(measurement: Measurement) -> None:
             "test": [(row.get("test") or {}).get("top1") for row in rows],
         }
     if not curves:
-        names = list(ROWS[dataset].values())
+        names = list(data.settings["recipes"].values())
         table, short = names[0].partition("/")[0], ",".join(name.partition("/")[2] for name in names)
         raise ValueError(
-            f"{runs} holds no finished run of {', '.join(names)}; make them with "
+            f"{request.runs} holds no finished run of {', '.join(names)}; make them with "
             f"micronorm reproduce {table} --rows {short}"
         )
-    measurement.data.numbers |= {"curves": curves, "missing": missing}
+    data.numbers |= {"curves": curves, "missing": missing}
 
 
 def _draw_imagenet(data: Mapping[str, Any]) -> Any:

@@ -2,7 +2,6 @@
 
 import statistics
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,30 +9,27 @@ from torch import Tensor, nn
 
 from micronorm.diagnostics.channels import stat_diff
 from micronorm.nn import LN, WS
-from micronorm.recipes.figures.figure import Figure, Measurement, add_caption, add_title
+from micronorm.recipes.figures.figure import add_caption, add_title
 from micronorm.recipes.figures.methods import (
     GROUPS,
+    EpochRecorder,
     Specs,
     describe_training,
     mean_over_seeds,
-    settings,
-    train_methods,
+    methods_figure,
 )
 from micronorm.report.plots import COLOURS, apply_style, subplots
-from micronorm.tasks.classification import Classification
 
-METHODS: Mapping[str, Specs] = {
+METHODS: dict[str, Specs] = {
     "GN": (GROUPS, None),
     "GN+WS": (GROUPS, WS()),
     "LN": (LN(), None),
     "LN+WS": (LN(), WS()),
 }
-NETWORKS = {"digits": "digits", "cifar10": "cifar-resnet110"}
-EPOCHS = {"digits": 15, "cifar10": 164}
 MOMENTUM = 0.1
 
 
-class ChannelStatistics:
+class ChannelStatistics(EpochRecorder):
     """Running mean and variance of the channels that enter each norm, that is of each convolution's output.
 
     They start as the moments of the first batch and move by `MOMENTUM`, over batch and space, as in BatchNorm. They are
@@ -41,13 +37,14 @@ class ChannelStatistics:
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4))
-        >>> probe = ChannelStatistics(model)
+        >>> recorder = ChannelStatistics(model)
         >>> _ = model(torch.randn(8, 1, 6, 6))
-        >>> sorted(probe.at_end()), len(probe.at_end()["layers"])
+        >>> sorted(recorder.after_epoch()), len(recorder.after_epoch()["layers"])
         (['layers', 'mean', 'std'], 1)
     """
 
-    def __init__(self, model: nn.Module, task: Classification | None = None, seed: int = 0) -> None:
+    def __init__(self, model: nn.Module, *others: Any) -> None:
+        super().__init__(model, *others)
         self.norms = [module for module in model.modules() if isinstance(module, nn.GroupNorm)]
         for norm in self.norms:
             like = norm.weight.detach()
@@ -56,11 +53,7 @@ class ChannelStatistics:
             norm.register_buffer("channel_batches", like.new_zeros(()))
             norm.register_forward_pre_hook(_update)
 
-    def at_start(self, epoch: int) -> dict[str, Any]:
-        """Return nothing: the statistics are updated in every step."""
-        return {}
-
-    def at_end(self) -> dict[str, Any]:
+    def after_epoch(self) -> dict[str, Any]:
         """Return StatDiff of each layer (the mean over its groups), and its mean and deviation over layers."""
         layers = [
             stat_diff(norm.get_buffer("channel_mean"), norm.get_buffer("channel_var"), norm.num_groups).mean().item()
@@ -80,11 +73,6 @@ def _update(norm: nn.Module, inputs: tuple[Any, ...]) -> None:
     var, mean = torch.var_mean(inputs[0].to(batches.dtype), (0, 2, 3), correction=0)
     norm.get_buffer("channel_mean").lerp_(mean, step)
     norm.get_buffer("channel_var").lerp_(var, step)
-
-
-def measure(measurement: Measurement) -> None:
-    """Train with the four methods."""
-    train_methods(measurement, METHODS, ChannelStatistics, epochs=EPOCHS)
 
 
 def draw(data: Mapping[str, Any]) -> Any:
@@ -125,7 +113,11 @@ def draw(data: Mapping[str, Any]) -> Any:
     return add_caption(figure, "Statistical differences between channels", lines, width=132)
 
 
-FIGURE = Figure(
+FIGURE = methods_figure(
+    METHODS,
+    ChannelStatistics,
+    networks={"digits": "digits", "cifar10": "cifar-resnet110"},
+    epochs={"digits": 15, "cifar10": 164},
     name="fig:stat_diff",
     title="Statistical differences between channels that are normalized together: GN, GN+WS, LN, LN+WS",
     paper=(
@@ -139,8 +131,5 @@ FIGURE = Figure(
         "on digits: a residual network of 9 convolutions, and the schedule of our table `digits`",
         "on CIFAR-10: the schedule of the authors' code, scaled if --epochs gives another length",
     ),
-    settings=partial(settings, methods=METHODS, networks=NETWORKS, epochs=EPOCHS),
-    measure=measure,
     draw=draw,
-    datasets=("digits", "cifar10"),
 )

@@ -1,14 +1,18 @@
-"""The paper's tables on COCO: `mask`, Mask R-CNN for the 2× schedule, and `fast`, Faster R-CNN for the 1× schedule."""
+"""Tables of detectors on torchvision's R-CNN.
+
+The paper's tables on COCO are `mask`, Mask R-CNN for the 2× schedule, and `fast`, Faster R-CNN for the 1× schedule.
+Ours are `nuclei` and `coco128`, Mask R-CNN on small sets, and `tiny_imagenet`, classifiers to start from.
+"""
 
 from functools import partial
 from typing import Any
 
 from micronorm.engine.optimization import SGD, ParameterGroup
-from micronorm.engine.schedules import StepMilestones, Warmup
+from micronorm.engine.schedules import Cosine, StepMilestones, Warmup
 from micronorm.engine.settings import Settings
-from micronorm.nn import BCN, GN, WS
+from micronorm.nn import BCN, BN, GN, WS
 from micronorm.nn.spec import NormSpec, WeightSpec
-from micronorm.recipes.protocols import STEP, frozen_bn, make
+from micronorm.recipes.protocols import MICRO, OURS, STEP, frozen_bn, make
 from micronorm.recipes.recipe import Recipe, Table
 
 BOXES = ("AP", "AP50", "AP75", "APl", "APm", "APs")
@@ -132,4 +136,70 @@ _FAST = Table(
     ),
 )
 
-TABLES = (_MASK, _FAST)
+# --- ours ------------------------------------------------------------------------------------------------------------
+
+_NUCLEI_NOTES = (
+    "one image at a time: BN has the statistics of one image, in the heads those of its regions",
+    "crops of 256×256 for training, whole images for testing, none of them resized; split by a hash of the image's ID",
+)
+_CHECK = "a check of the whole pipeline, not a benchmark: the detector must be able to memorize its images"
+_START = "short: its weights are a start for the detectors of table nuclei"
+
+
+def _detector(steps: int) -> Settings:
+    drops = StepMilestones((steps * 2 // 3, steps * 8 // 9))
+    optimizer, schedule = SGD(lr=0.02, momentum=0.9, weight_decay=1e-4), Warmup(drops, steps=100, start=0.1)
+    return Settings(steps=steps, step_batch=8, optimizer=optimizer, schedule=schedule)
+
+
+def _nuclei(row: str, norm: NormSpec | None, weight: WeightSpec | None, start: str | None = None) -> Recipe:
+    network = "maskrcnn-resnet50-nuclei" if norm else "maskrcnn-resnet50-nuclei-frozen"
+    fields = {"task": "instances", "notes": (OURS, *_NUCLEI_NOTES), "start": start, "frozen": STEM if start else ()}
+    return make(f"nuclei/{row}", network, "nuclei", norm, weight, settings=_detector(1_000), batch=1, **fields)
+
+
+def _classifier(row: str, norm: NormSpec, weight: WeightSpec | None) -> Recipe:
+    optimizer = SGD(lr=0.05, momentum=0.9, weight_decay=1e-4)
+    settings = Settings(epochs=30, step_batch=64, optimizer=optimizer, schedule=Cosine(warmup_epochs=2))
+    name, options = f"tiny_imagenet/{row}", {"settings": settings, "notes": (OURS, _START)}
+    return make(name, "resnet50", "tiny_imagenet20", norm, weight, **options)
+
+
+_COCO128_ROW = make(
+    "coco128/bcn-ws",
+    "maskrcnn-resnet50-320",
+    "coco128",
+    BCN(),
+    WS(),
+    settings=_detector(1_500),
+    task="instances",
+    notes=(OURS, _CHECK),
+)
+_NUCLEI = Table(
+    name="nuclei",
+    title="Ours: Mask R-CNN with FPN, ResNet-50, on nuclei, one image at a time: BN, GN, GN+WS, BCN+WS from scratch; "
+    "frozen BN and BCN+WS from classifiers of Tiny ImageNet",
+    rows=(
+        _nuclei("bn", BN(micro_batch=1), None),
+        *(_nuclei(row, *method) for row, method in MICRO.items()),
+        frozen_bn(_nuclei("pretrained-frozen-bn", None, None, "tiny_imagenet/bn")),
+        _nuclei("pretrained-bcn-ws", BCN(), WS(), "tiny_imagenet/bcn-ws"),
+    ),
+    default="bcn-ws",
+)
+
+_COCO128 = Table(
+    name="coco128",
+    title="Ours: Mask R-CNN with FPN, ResNet-50, trained on 126 images of COCO, tested on the 128 of that split",
+    rows=(_COCO128_ROW,),
+    default="bcn-ws",
+)
+
+_TINY_IMAGENET = Table(
+    name="tiny_imagenet",
+    title="Ours: ResNet-50 on 20 classes of Tiny ImageNet: BN of 64 images, BCN+WS of one",
+    rows=(_classifier("bn", BN(), None), _classifier("bcn-ws", BCN(), WS())),
+    default="bcn-ws",
+)
+
+TABLES = (_MASK, _FAST, _NUCLEI, _COCO128, _TINY_IMAGENET)
