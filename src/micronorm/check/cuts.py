@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from micronorm.check.causes import CauseFinder, Comparison, Fault, uses_batch_statistics
+from micronorm.check.causes import Comparison, Fault, uses_batch_statistics
 from micronorm.check.inputs import check_batch, check_model
 from micronorm.check.report import CutsReport, Difference, Finding, finding
 from micronorm.check.runs import Experiment, Run
@@ -165,7 +165,7 @@ class _Check:
         again = self.experiment.run(self.cuts["whole"], seed=seed, backward=False)
         if again.error is not None:
             raise again.error
-        return Comparison(self.whole, again, tol=_ACTIVATIONS * self.tol).first_fault()
+        return Comparison(self.experiment, self.whole, again, _ACTIVATIONS * self.tol).first_fault()
 
     def _compare_cuts(self) -> None:
         runs: list[Run] = []
@@ -231,20 +231,20 @@ class _Check:
 
     def _explain(self, run: Run) -> bool:
         """Add the finding of this run in execution order. Return whether there is one."""
-        causes = CauseFinder(self.experiment, self.whole, _ACTIVATIONS * self.tol, self.control)
+        comparison = Comparison(self.experiment, self.whole, run, _ACTIVATIONS * self.tol, self.control)
         if run.error is not None:
-            self.findings.append(causes.explain_error(run))
+            self.findings.append(comparison.explain_error())
             return True
         found = self._not_finite(run, "+".join(map(str, run.sizes)))
         if found is not None:
             self.findings.append(found)
             return True
-        fault = Comparison(self.whole, run, tol=causes.tol, noise=self.control).first_fault()
+        fault = comparison.first_fault()
         if fault is None:
             return False
         if any(f.where == fault.call.name for f in self.findings):
             return True  # the call draws random numbers, which hide its other faults
-        found = causes.explain(fault, run)
+        found = comparison.explain(fault)
         known, place = self.findings, self._place(found.where)
         if found.cause == "randomness" and known and known[0].cause == "randomness":
             # Report only the first of several calls that draw random numbers.

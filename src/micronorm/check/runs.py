@@ -68,7 +68,6 @@ class Experiment:
         backward: bool = True,
         fresh: bool = False,
         perturbed: bool = False,
-        evaluating: str | None = None,
     ) -> Run:
         """Run a step.
 
@@ -78,7 +77,6 @@ class Experiment:
             backward: compute gradients and commit. Otherwise record only the calls and the loss.
             fresh: use a new copy of the model for each part.
             perturbed: move every parameter by one unit in the last place, and record every dtype.
-            evaluating: the name of a module to put in eval mode.
         """
         run = Run(cut)
         self.runs += 1
@@ -91,8 +89,6 @@ class Experiment:
                 model, loss = copy_together(self.model, self.loss)
                 if perturbed:
                     _perturb(model)
-                if evaluating is not None:
-                    (model if evaluating == "model" else model.get_submodule(evaluating)).eval()
                 _seed_own_generators(model, seed)
                 with _Dtypes(run) if perturbed else contextlib.nullcontext():
                     self._run_parts(run, model, loss, parts, backward=backward)
