@@ -18,7 +18,7 @@ def layers(statistics="step"):
 
 
 def begun(model):
-    return Transaction(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return Transaction(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
 
 
 def images(seed=0):
@@ -45,8 +45,7 @@ def test_a_rolled_back_forward_does_not_count_in_the_commit():
     snapshot.restore()
     for net, made in ((model, transaction), (clean, expected)):
         net(images(2))
-        assert made.handle is not None
-        made.handle.commit()
+        made.commit()
     assert digest(model.state_dict()) == digest(clean.state_dict())
     assert model[0].running_mean.any()
 
@@ -87,7 +86,7 @@ def test_a_model_without_such_layers_has_a_transaction_too():
     with transaction.paused():
         model(torch.ones(1, 2))
     transaction.refresh()
-    assert transaction.handle is None
+    transaction.detach()
     assert transaction.state_dict() == {"sums": [], "lost": [], "forwards": []}
 
 
@@ -113,7 +112,7 @@ def test_the_windows_of_another_model_are_refused(channels):
 
 def test_a_step_may_take_as_many_forwards_as_it_is_told():
     model = layers()
-    transaction = Transaction(model, torch.optim.SGD(model.parameters(), lr=0.1), max_forwards=2)
+    transaction = Transaction(model, [torch.optim.SGD(model.parameters(), lr=0.1)], max_forwards=2)
     model(images())
     model(images())
     with pytest.raises(RuntimeError, match="has gathered 2 training forwards without a commit"):
@@ -149,8 +148,7 @@ def test_a_checkpoint_in_mid_window_holds_sums_around_the_estimates_it_was_saved
     other = begun(resumed)
     other.load_state_dict(transaction.state_dict())
     for net, made in ((model, transaction), (resumed, other)):
-        assert made.handle is not None
-        made.handle.commit()
+        made.commit()
         assert net[0].running_mean.any()
     for name, tensor in model.state_dict().items():
         assert_close_to_max(resumed.state_dict()[name], tensor, tol=1e-14)

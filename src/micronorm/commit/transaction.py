@@ -1,38 +1,18 @@
 """The windows of a model during one optimizer step, for a training loop that checkpoints and replays steps."""
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
-from micronorm.commit.handle import attach
-from micronorm.nn.bcn import BatchChannelNorm
+from micronorm.commit.handle import Handle
 
 
-class Transaction:
-    """The windows that the layers of a model fill during one step, for a training loop that saves checkpoints.
+class Transaction(Handle):
+    """The handle of a training loop that saves checkpoints. A model without BatchChannelNorm layers has one, too.
 
-    The optimizer commits the windows, as it always does. A model without BatchChannelNorm layers has an empty
-    transaction. `micronorm.commit.snapshot.Snapshot` takes a step back.
+    The optimizer commits the windows, as it always does. `micronorm.commit.snapshot.Snapshot` takes a step back.
     """
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer, *, max_forwards: int | None = None) -> None:
-        layers = [module for module in model.modules() if isinstance(module, BatchChannelNorm)]
-        self.windows = [layer._window for layer in layers]
-        limit = {} if max_forwards is None else {"max_forwards": max_forwards}
-        self.handle = attach(model, optimizer, **limit) if layers else None
-
-    def paused(self) -> contextlib.AbstractContextManager[None]:
-        """Within this block, training forwards change neither windows nor estimates."""
-        return contextlib.nullcontext() if self.handle is None else self.handle.paused()
-
-    def refresh(self) -> None:
-        """Write the current rates to the device. Call it before replaying a CUDA graph that contains a commit."""
-        if self.handle is not None:
-            self.handle.refresh()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was gathered and not yet committed, on the CPU, for a checkpoint between two steps."""
@@ -58,11 +38,6 @@ class Transaction:
             window.sums.copy_(sums)
             window.lost.copy_(lost)
             window.counter[0] = forwards
-
-    def close(self) -> None:
-        """Detach from the layers. Any optimizer that holds them commits them again, as by default."""
-        if self.handle is not None:
-            self.handle.detach()
 
 
 def merge_states(like: Sequence[dict[str, Any]], states: Sequence[dict[str, Any]]) -> dict[str, Any]:

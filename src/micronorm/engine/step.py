@@ -96,7 +96,7 @@ class Step:
         self.device = parallel.device
         # A step may take as many forwards as it has samples, and float16 may skip steps until its scale is halved
         # down to nothing. Only more forwards than that are a fault.
-        self.transaction = Transaction(model, optimizer, max_forwards=32 * step_batch + 1024)
+        self.transaction = Transaction(model, [optimizer], max_forwards=32 * step_batch + 1024)
         self.savepoint = Snapshot(model)  # allocates now: a step that ran out of memory could not
         # A shard is gathered for its forward only: no whole weight exists between micro-batches.
         self.weights = None if isinstance(parallel, ShardedRanks) else SharedWeights(model)
