@@ -268,7 +268,7 @@ def test_weights_computed_by_hooks_are_refused_by_name():
 def test_wrapped_models_are_refused():
     with pytest.raises(ValueError, match="wrapped in DataParallel: convert first"):
         mn.plan(nn.DataParallel(small()))
-    with pytest.raises(ValueError, match="wrapped in OptimizedModule: convert first, then compile"):
+    with pytest.raises(ValueError, match="wrapped in OptimizedModule: convert first, then wrap or compile"):
         mn.plan(torch.compile(small()))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'0' is wrapped in ScriptModule"):
         mn.plan(nn.Sequential(torch.jit.script(nn.Identity()), small()))

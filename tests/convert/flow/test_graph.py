@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from micronorm.convert.flow import Flow, trace_flow
-from micronorm.convert.flow.kinds import one_element_per_channel, passes_scale
+from micronorm.convert.flow.graph import one_element_per_channel, passes_scale
 
 
 def is_leaf(module: nn.Module) -> bool:

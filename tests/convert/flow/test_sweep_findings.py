@@ -7,7 +7,7 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from micronorm.convert.flow import Flow, trace_flow
-from micronorm.convert.flow.kinds import one_element_per_channel
+from micronorm.convert.flow.graph import one_element_per_channel
 
 
 def flow_of(model: nn.Module, **options) -> Flow:
