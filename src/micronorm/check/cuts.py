@@ -132,21 +132,16 @@ class _Check:
     def _not_finite(self, run: Run, cut: str) -> Finding | None:
         for trace, value, part in zip(run.traces, run.sums, run.cut, strict=False):
             if not math.isfinite(value):
-                call = trace.first_not_finite() or trace.root
-                broken = self._broken_parameters()
-                if broken:
-                    return finding(call.name, call.type, "non_finite_weights", loss=value, parameters=broken)
-                return finding(call.name, call.type, "non_finite", loss=value, cut=cut, samples=list(part))
+                call, model = trace.first_not_finite() or trace.root, self.experiment.model
+                tensors = (*model.named_parameters(), *model.named_buffers())
+                broken = [name for name, tensor in tensors if not tensor.isfinite().all()][:3]
+                evidence = {"parameters": broken} if broken else {"cut": cut, "samples": list(part)}
+                return finding(call.name, call.type, "non_finite", loss=value, **evidence)
         for name, gradient in run.gradients.items():
             if not gradient.isfinite().all():
                 owner, type_name = self._owner(name)
                 return finding(owner, type_name, "non_finite", cut=cut, gradient=name)
         return None
-
-    def _broken_parameters(self) -> list[str]:
-        """Return the names of the first three parameters and buffers that are not finite before the step."""
-        tensors = (*self.experiment.model.named_parameters(), *self.experiment.model.named_buffers())
-        return [name for name, value in tensors if not value.isfinite().all()][:3]
 
     def _find_randomness(self) -> None:
         """Repeat the whole step from another seed and, if it differs, from the same seed."""

@@ -67,12 +67,8 @@ CAUSES: dict[str, tuple[str, str]] = {
     "non_finite": (
         "returns values that are not finite",
         "Find the overflow or the division by zero. A common case is a mean over nothing (no positive sample, all "
-        "pixels ignored): return sum and count instead.",
-    ),
-    "non_finite_weights": (
-        "returns values that are not finite, because the model has parameters or buffers that are not",
-        "The training before this check has diverged. Load an earlier checkpoint, and use a smaller learning rate or a "
-        "warm-up.",
+        "pixels ignored): return sum and count instead. If parameters are not finite, the training before this check "
+        "has diverged: load an earlier checkpoint, and use a smaller learning rate or a warm-up.",
     ),
     "unknown": (
         "differs for an unknown reason",

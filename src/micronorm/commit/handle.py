@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -60,7 +61,7 @@ class Report(list[LayerReport]):
 
 
 class Handle:
-    """Explicit control over the BatchChannelNorm layers of one model; returned by `mn.attach`.
+    """Explicit control over the BatchChannelNorm layers of one model, if it has any; returned by `mn.attach`.
 
     The handle keeps the layers alive. Its settings remain in force until `detach`, also if the handle is deleted.
     """
@@ -165,6 +166,31 @@ class Handle:
             )
         return rows
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was gathered and not yet committed, on the CPU, for a checkpoint between two steps."""
+        return {
+            # Measured from the estimates, which the checkpoint contains, and not from each rank's reference.
+            "sums": [torch.cat(window.sums_around(window.layer.running_mean)).cpu() for window in self.windows],
+            "lost": [window.lost.to("cpu", copy=True) for window in self.windows],
+            "forwards": [window.forwards for window in self.windows],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned, for the same layers in the same order."""
+        sizes = [len(sums) for sums in state["sums"]]
+        if sizes != [len(window.sums) for window in self.windows]:
+            raise ValueError(
+                f"the checkpoint has the windows of {len(sizes)} layers, the model has {len(self.windows)}, or they "
+                "differ in channels; build the model the checkpoint was made with"
+            )
+        for window, sums, lost, forwards in zip(
+            self.windows, state["sums"], state["lost"], state["forwards"], strict=True
+        ):
+            window.clear()
+            window.sums.copy_(sums)
+            window.lost.copy_(lost)
+            window.counter[0] = forwards
+
     def detach(self) -> None:
         """Undo this `attach`: settings become those of the last other `attach` in force, or the defaults.
 
@@ -225,6 +251,16 @@ def attach(
     check_count("max_forwards", max_forwards)
     optimizers = _optimizers(optimizer)
     return Handle(model, optimizers, rate=rate, process_group=process_group, max_forwards=max_forwards)
+
+
+def merge_states(like: Sequence[dict[str, Any]], states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the sum of the states of several ranks; without `states`, an empty state of the layers of `like`."""
+    if not states:
+        return {name: [value - value for value in values] for name, values in like[0].items()}
+    return {
+        name: [sum(values[1:], values[0]) for values in zip(*(s[name] for s in states), strict=True)]
+        for name in like[0]
+    }
 
 
 def _holds(held: set[int], layer: BatchChannelNorm) -> bool:
