@@ -5,6 +5,7 @@ projections are linear. They therefore show whether two tensors are equal, wheth
 parts, and whether it is their sum. A tensor needs a few numbers per row.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -162,7 +163,7 @@ def _compare_leaf(whole: Leaf, parts: Sequence[Leaf], sizes: Sequence[int], tol:
         allowance = min(64 * _relative(whole.first, noise.first), max(_MOST_NOISE, tol))
     errors = [max(0.0, _relative(*pair) - allowance) for pair in _alignments(whole, parts, sizes)]
     if not errors:
-        return Match("shape", float("inf"), (), whole.shape, shapes)
+        return Match("shape", math.inf, (), whole.shape, shapes)
     return Match("agree" if min(errors) <= tol else "differ", min(errors), (), whole.shape, shapes)
 
 
@@ -189,15 +190,24 @@ def _alignments(whole: Leaf, parts: Sequence[Leaf], sizes: Sequence[int]) -> Ite
 
 
 def _relative(expected: Tensor, actual: Tensor) -> float:
-    """Return the largest deviation over the largest entry. Entries that are not finite on both sides agree."""
+    error, size = deviation(expected, actual)
+    return error / size if size else math.inf if error else 0.0
+
+
+def deviation(expected: Tensor, actual: Tensor) -> tuple[float, float]:
+    """Return the largest deviation and the largest entry. Entries that are not finite on both sides agree.
+
+    The deviation is infinite if shapes differ, or if an entry is finite on one side only.
+    """
+    if expected.shape != actual.shape:
+        return math.inf, 1.0
     if expected.numel() == 0:
-        return 0.0
-    both = ~expected.isfinite() & ~actual.isfinite()
-    deviation = torch.where(both, 0.0, (expected - actual).abs()).nan_to_num(nan=torch.inf).max().item()
-    if deviation == 0:
-        return 0.0
-    size = torch.where(expected.isfinite(), expected.abs(), 0.0).max().item()
-    return deviation / size if size else float("inf")
+        return 0.0, 0.0
+    a, b = (torch.view_as_real(t) if t.is_complex() else t for t in (expected, actual))
+    a, b = a.to(torch.float64), b.to(torch.float64)
+    both = ~a.isfinite() & ~b.isfinite()
+    error = torch.where(both, 0.0, (a - b).abs()).nan_to_num(nan=math.inf).max().item()
+    return error, torch.where(a.isfinite(), a.abs(), 0.0).max().item()
 
 
 def is_finite(tree: Tree) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from micronorm.check.causes import Comparison, Fault, uses_batch_statistics
+from micronorm.check.compare import deviation
 from micronorm.check.inputs import check_batch, check_model
 from micronorm.check.report import CutsReport, Difference, Finding, finding
 from micronorm.check.runs import Experiment, Run
@@ -186,12 +187,12 @@ class _Check:
         found = []
         largest = max((g.abs().max().item() for g in self.whole.gradients.values() if g.numel()), default=0.0)
         for kind, name, expected, actual, quiet in self._pairs(run):
-            error, size = _deviation(expected, actual)
+            error, size = deviation(expected, actual)
             exact = not (expected.is_floating_point() or expected.is_complex())
             allowed = 0.0 if exact else self.tol * size
             if quiet is not None and not exact:
                 most = max(_MOST_ROUNDING, self.tol) * (max(size, largest) if kind == "gradient" else size)
-                allowed += min(_ROUNDING * _deviation(expected, quiet)[0], most)
+                allowed += min(_ROUNDING * deviation(expected, quiet)[0], most)
             self.compared += 1
             if error > allowed:
                 relative = error / size if size else math.inf
@@ -302,15 +303,3 @@ def _in_order(call: Call) -> Iterator[Call]:
     for child in call.children:
         yield from _in_order(child)
     yield call
-
-
-def _deviation(expected: Tensor, actual: Tensor) -> tuple[float, float]:
-    """Return the largest deviation and the largest entry. The deviation is infinite if shapes or finiteness differ."""
-    if expected.shape != actual.shape:
-        return math.inf, 1.0
-    if expected.numel() == 0:
-        return 0.0, 0.0
-    a, b = (torch.view_as_real(t) if t.is_complex() else t for t in (expected, actual))
-    a, b = a.to(torch.float64), b.to(torch.float64)
-    deviation = torch.where(a == b, 0.0, (a - b).abs()).nan_to_num(nan=math.inf).max().item()
-    return deviation, torch.where(a.isfinite(), a.abs(), 0.0).max().item()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from micronorm.check.inputs import copy_together, owner_of, read_loss, select, to_float64
 from micronorm.check.trace import Trace, Tracer
-from micronorm.commit import attach
+from micronorm.commit import Handle
 from micronorm.commit.snapshot import RandomState
 from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.ops.private_api import TorchDispatchMode
@@ -113,8 +113,7 @@ class Experiment:
         run.coarsest = max(run.coarsest, tracer.coarsest)
         if not backward or run.error is not None:
             return
-        if handle is not None:
-            handle.commit()
+        handle.commit()
         if run.count == 0:
             raise ValueError("the counts of a step must not add up to 0, the loss returned 0 for every part")
         _collect(run, model, loss)
@@ -182,13 +181,12 @@ def _collect(run: Run, model: nn.Module, loss: Callable) -> None:
                 run.buffers[f"{name}.{attribute}" if name else attribute] = value.detach().clone()
 
 
-def _attach(holder: nn.Module) -> Any:
-    layers = [m for m in holder.modules() if isinstance(m, BatchChannelNorm)]
-    for layer in layers:
-        if layer.rate == "lr":
+def _attach(holder: nn.Module) -> Handle:
+    for layer in holder.modules():
+        if isinstance(layer, BatchChannelNorm) and layer.rate == "lr":
             layer.rate = _RATE
     # Without merging: the ranks of a job do not all run the check at the same time.
-    return attach(holder, process_group=None, max_forwards=2**31) if layers else None
+    return Handle(holder, process_group=None, max_forwards=2**31)
 
 
 @torch.no_grad()
