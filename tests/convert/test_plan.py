@@ -307,3 +307,14 @@ def test_the_plan_of_a_converted_model_says_what_differs_from_the_options(norm, 
     model = mn.convert(nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32)), mn.BCN(groups=8))
     with pytest.raises(ValueError, match=f"the model is already converted.*already converted: {reason}"):
         mn.plan(model, norm)
+
+
+@pytest.mark.parametrize(
+    "pad, met",
+    [(nn.ZeroPad2d(1), True), (nn.ConstantPad2d(1, 0.0), True), (nn.ConstantPad2d(1, 3.0), False)],
+    ids=["zeros", "constant 0", "constant 3"],
+)
+def test_a_convolution_meets_its_norm_through_padding_with_zeros_only(pad, met):
+    plan = mn.plan(nn.Sequential(nn.Conv2d(3, 8, 3), pad, nn.BatchNorm2d(8)))
+    assert (plan.decisions[0].becomes == "WSConv2d") == met
+
