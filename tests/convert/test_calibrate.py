@@ -114,7 +114,6 @@ def test_calibration_drops_what_was_gathered_around_the_old_statistics():
     assert torch.equal(norm.running_mean, calibrated)
 
 
-
 def test_norms_that_evaluation_does_not_reach_keep_their_statistics_with_a_warning():
     class Auxiliary(nn.Module):
         def __init__(self) -> None:
@@ -130,7 +129,6 @@ def test_norms_that_evaluation_does_not_reach_keep_their_statistics_with_a_warni
     assert model.norm.running_mean.eq(1).all()
 
 
-
 def test_statistics_that_the_buffers_cannot_hold_are_refused():
     norm = nn.BatchNorm2d(4).half()
     with pytest.raises(ValueError, match="no finite statistics in its dtype"):
@@ -139,14 +137,12 @@ def test_statistics_that_the_buffers_cannot_hold_are_refused():
     assert norm.running_var.eq(1).all()
 
 
-
 def test_calibrate_says_what_it_was_given_in_the_wrong_place():
     norm = mn.nn.BatchChannelNorm(4)
     with pytest.raises(TypeError, match="the model comes first, got list"):
         mn.calibrate([torch.ones(1, 4, 2, 2)], norm)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"one tensor of \(1, 4, 2, 2\)"):
         mn.calibrate(norm, torch.ones(1, 4, 2, 2))
-
 
 
 def calibrate_on(rank: int, world: int, model: nn.Module) -> dict[str, Tensor]:

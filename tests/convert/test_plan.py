@@ -317,4 +317,3 @@ def test_the_plan_of_a_converted_model_says_what_differs_from_the_options(norm, 
 def test_a_convolution_meets_its_norm_through_padding_with_zeros_only(pad, met):
     plan = mn.plan(nn.Sequential(nn.Conv2d(3, 8, 3), pad, nn.BatchNorm2d(8)))
     assert (plan.decisions[0].becomes == "WSConv2d") == met
-

@@ -26,12 +26,10 @@ class Pair(nn.Module):
             self.norm.running_var.uniform_(0.5, 2)
 
 
-
 class Optional_(Pair):
     def forward(self, x: Tensor, extra: Tensor | None = None) -> tuple[Tensor, ...] | Tensor:
         h = self.conv(x)
         return self.norm(h) if extra is not None else (self.norm(h), h)
-
 
 
 class Branching(Pair):
@@ -45,12 +43,10 @@ class Branching(Pair):
     def wire(self, x: Tensor) -> Tensor: ...
 
 
-
 class Unseen(Branching):
     def wire(self, x: Tensor) -> Tensor:
         h = self.conv(x)
         return self.norm(h) + torch.vmap(torch.sin)(h)
-
 
 
 class Holder:
@@ -58,12 +54,10 @@ class Holder:
         self.tensors = tensors
 
 
-
 class Held(Branching):
     def wire(self, x: Tensor) -> Holder:  # type: ignore[override]
         h = self.conv(x)
         return Holder(self.norm(h), h)
-
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -78,7 +72,6 @@ def test_folding_does_not_change_what_else_uses_a_convolution(kind, given):
         assert_close_to_max(other, right, tol=1e-5)
 
 
-
 def test_a_raw_weight_read_in_a_run_is_refused():
     class Reading(Branching):
         def wire(self, x: Tensor) -> Tensor:
@@ -88,14 +81,12 @@ def test_a_raw_weight_read_in_a_run_is_refused():
         mn.fold(Reading())
 
 
-
 def test_a_layer_with_a_forward_put_on_it_is_left_alone():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8))
     for layer in (model[0], model[3]):
         layer.forward = types.MethodType(type(layer).forward, layer)
     becomes = {d.name: d.becomes for d in mn.plan(model).decisions}
     assert becomes == {"0": None, "1": "BatchChannelNorm(8/2)", "2": None, "3": None}
-
 
 
 def test_a_plan_leaves_caches_and_counters_of_the_model_as_they_were():
@@ -119,7 +110,6 @@ def test_a_plan_leaves_caches_and_counters_of_the_model_as_they_were():
     model(torch.randn(1, 3, 8, 8))
 
 
-
 def test_a_convolution_that_is_an_output_of_the_model_stays_plain():
     class Supervised(nn.Module):
         def __init__(self) -> None:
@@ -135,7 +125,6 @@ def test_a_convolution_that_is_an_output_of_the_model_stays_plain():
     assert "an output of the model too" in decisions["predict"].reason
 
 
-
 class Reshaping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +132,6 @@ class Reshaping(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.spread(x).view(-1, 64, 16))
-
 
 
 class Pooled(nn.Module):
@@ -155,7 +143,6 @@ class Pooled(nn.Module):
         return self.norm(self.conv(x).flatten(2).mean(-1))
 
 
-
 def test_one_element_per_channel_is_judged_by_what_the_norm_is_given():
     assert [d.becomes for d in mn.plan(Reshaping()).decisions] == ["BatchChannelNorm(64/32)"]
     assert [d.becomes for d in mn.plan(Pooled()).decisions][1] == "BatchChannelNorm(64/4)"
@@ -164,11 +151,9 @@ def test_one_element_per_channel_is_judged_by_what_the_norm_is_given():
     assert "one element per channel" in last[0].reason  # of a 32×32 image nothing more is left there
 
 
-
 def test_a_warm_start_at_another_eps_is_refused():
     with pytest.raises(ValueError, match="at its own eps"):
         mn.convert(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), mn.BCN(eps=1e-2), warm_steps=3)
-
 
 
 @pytest.mark.parametrize("device, dtype", [("meta", torch.float32), ("cpu", torch.float64)])
@@ -179,11 +164,9 @@ def test_a_norm_without_tensors_is_converted_where_its_input_is_computed(device,
     assert {(t.device.type, t.dtype) for t in tensors} == {(device, dtype)}
 
 
-
 def test_a_norm_without_tensors_and_without_a_convolution_follows_the_model():
     model = nn.Sequential(nn.InstanceNorm2d(3), nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).to(device="meta")
     assert all(parameter.is_meta for parameter in mn.convert(model).parameters())
-
 
 
 class WithAuxiliary(nn.Module):
@@ -199,7 +182,6 @@ class WithAuxiliary(nn.Module):
         return (x, self.auxiliary(x)) if self.training else x
 
 
-
 def test_a_branch_that_eval_mode_does_not_reach_is_paired_by_registration():
     plan = mn.plan(WithAuxiliary().eval())
     reasons = {d.name: d.reason for d in plan.decisions}
@@ -210,11 +192,9 @@ def test_a_branch_that_eval_mode_does_not_reach_is_paired_by_registration():
     assert (becomes["auxiliary.3"], reasons["auxiliary.3"]) == (None, "not reached by the data flow")
 
 
-
 def test_both_modes_of_a_model_give_the_same_conversion():
     layers = [[type(m).__name__ for m in mn.convert(WithAuxiliary().train(mode)).modules()] for mode in (True, False)]
     assert layers[0] == layers[1]
-
 
 
 class Renamed(GroupNorm1):
@@ -225,16 +205,13 @@ class Renamed(GroupNorm1):
         self.bias = None
 
 
-
 class Shifted(GroupNorm1):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + 1
 
 
-
 class RenamedLayerNorm(LayerNorm2d):
     pass
-
 
 
 def test_a_subclass_that_leaves_the_computation_alone_is_what_it_descends_from():
@@ -244,12 +221,10 @@ def test_a_subclass_that_leaves_the_computation_alone_is_what_it_descends_from()
         mn.plan(nn.Sequential(nn.Conv2d(3, 8, 1), Shifted(8)))
 
 
-
 def test_a_subclass_of_a_channels_first_layer_norm_is_channels_first():
     model = mn.convert(nn.Sequential(nn.Conv2d(3, 8, 1), RenamedLayerNorm(8)), layer_norm=True)
     assert isinstance(model[1], mn.nn.BatchChannelNorm)
     assert model(torch.randn(1, 3, 5, 7)).shape == (1, 8, 5, 7)
-
 
 
 @pytest.mark.parametrize("name", ["mobileone_s0", "poolformerv2_s12", "mobilevit_xxs"])
@@ -260,4 +235,3 @@ def test_an_architecture_that_was_refused_or_half_converted_is_converted(name):
     reasons = [d.reason for d in plan.decisions if d.becomes is None]
     assert plan.totals["norms converted"] > 0
     assert not any("not reached" in reason for reason in reasons)
-

@@ -11,7 +11,6 @@ from typing import Any, Literal
 from torch import nn
 
 from micronorm.check.compare import Match, compare
-from micronorm.check.inputs import named_members
 from micronorm.check.report import Finding, finding
 from micronorm.check.runs import Experiment, Run
 from micronorm.check.trace import Call
@@ -147,7 +146,9 @@ class Comparison:
             return fresh.explain(fault)
         trace, error = self.other.traces[-1], self.other.error
         call = trace.open[-1]
-        cause = "batch_statistics" if uses_batch_statistics(self._modules.get(call.name)) else "fails_when_cut"
+        cause = (
+            "batch_statistics" if uses_batch_statistics(self.experiment.modules.get(call.name)) else "fails_when_cut"
+        )
         what = f"raises with {trace.samples} of {len(self.whole.cut[0])} samples"
         return finding(call.name, call.type, cause, **{what: f"{type(error).__name__}: {error}"})
 
@@ -156,11 +157,6 @@ class Comparison:
         """The other run with a fresh copy of the model for each part."""
         return self.experiment.run(self.other.cut, backward=False, fresh=True)
 
-    @cached_property
-    def _modules(self) -> dict[str, nn.Module]:
-        names = named_members(self.experiment.model, self.experiment.loss)
-        return {name: module for module, name in names.items()}
-
     def _cause(self, fault: Fault) -> tuple[str, dict[str, Any]]:
         if fault.call.draws or any(call.draws for trace in self.other.traces for call in trace.calls(fault.call.name)):
             return "randomness", {"random numbers drawn during the call": True}
@@ -168,8 +164,8 @@ class Comparison:
             return "state", {"with a fresh copy for each part": "agrees"}
         if fault.seen is None:
             return self._reduction(fault)
-        if uses_batch_statistics(self._modules.get(fault.call.name)):
-            alike = sum(map(uses_batch_statistics, self._modules.values()))
+        if uses_batch_statistics(self.experiment.modules.get(fault.call.name)):
+            alike = sum(map(uses_batch_statistics, self.experiment.modules.values()))
             return "batch_statistics", {"modules of this kind in the model": alike}
         if fault.match.status == "shape":
             return _shapes(fault.match)

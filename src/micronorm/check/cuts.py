@@ -221,7 +221,7 @@ class _Check:
             c = quiet.gradients.get(name) if quiet else None
             yield "gradient", name, zero if a is None else a, zero if b is None else b, c
         for name, a in whole.buffers.items():
-            of_bcn = isinstance(self._module(self._owner(name)[0]), BatchChannelNorm)
+            of_bcn = isinstance(self.experiment.modules.get(self._owner(name)[0]), BatchChannelNorm)
             kind = "estimate" if of_bcn else "buffer"
             yield kind, name, a, run.buffers.get(name, a.new_zeros(0)), quiet.buffers.get(name) if quiet else None
 
@@ -268,7 +268,7 @@ class _Check:
         d = first("buffer") or first("estimate")
         if d is not None:
             where, type_name = self._owner(d.name)
-            cause = "batch_statistics" if uses_batch_statistics(self._module(where)) else "buffer"
+            cause = "batch_statistics" if uses_batch_statistics(self.experiment.modules.get(where)) else "buffer"
             return finding(where, type_name, cause, buffer=d.name, cut=d.cut, **{"relative error": d.error})
         # The backward pass reaches the last module in execution order first.
         gradients = [d for d in self.differences if d.kind == "gradient"]
@@ -281,14 +281,10 @@ class _Check:
             return finding(where, type_name, "gradient", **evidence)
         return finding("loss", "loss function", "unknown", **{"relative error": self.differences[0].error})
 
-    def _module(self, where: str) -> nn.Module | None:
-        model = self.experiment.model
-        return model if where == "model" else dict(model.named_modules()).get(where)
-
     def _owner(self, name: str) -> tuple[str, str]:
         """Return the name and class of the module that holds a parameter or buffer."""
         where = name.rpartition(".")[0] or "model"
-        return where, type(self._module(where)).__name__
+        return where, type(self.experiment.modules.get(where)).__name__
 
 
 def _number(value: float) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from micronorm.check.inputs import copy_together, owner_of, read_loss, select, to_float64
+from micronorm.check.inputs import copy_together, named_members, owner_of, read_loss, select, to_float64
 from micronorm.check.trace import Trace, Tracer
 from micronorm.commit import Handle
 from micronorm.commit.snapshot import RandomState
@@ -51,10 +51,11 @@ class Run:
 
 
 class Experiment:
-    """A model, its batch in float64 and its loss. Each run starts from the same state."""
+    """A model, its batch in float64 and its loss. Each run starts from the same state. `modules` has all by name."""
 
     def __init__(self, model: nn.Module, batch: tuple, loss: Callable) -> None:
         self.model, self.loss = model, loss
+        self.modules = {name: module for module, name in named_members(model, loss).items()}
         self.batch = to_float64(batch)
         tensors = [*model.parameters(), *model.buffers(), *(t for t in batch if isinstance(t, Tensor))]
         self.devices = list({t.device for t in tensors})

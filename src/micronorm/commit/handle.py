@@ -95,7 +95,7 @@ class Handle:
                 control.optimizers = refs
             window.attach(control)
             self._controls.append(control)
-        self._warn_of_zero_weights()
+        warn_of_zero_weights(self._zero_weights())
 
     def __repr__(self) -> str:
         shown = ", ".join(control.name for control in self._controls[:3]) + (", …" if len(self._controls) > 3 else "")
@@ -139,7 +139,7 @@ class Handle:
         Warn of layers that lost something since the last warning and of layers whose weight is all zero.
         """
         rows = Report()
-        self._warn_of_zero_weights()
+        warn_of_zero_weights(self._zero_weights())
         for window in self.windows:
             window.warn_of_losses()
             layer: BatchChannelNorm = window.layer
@@ -199,9 +199,9 @@ class Handle:
         for window, control in zip(self.windows, self._controls, strict=True):
             window.controls[:] = [c for c in window.controls if c is not control]
 
-    def _warn_of_zero_weights(self) -> None:
+    def _zero_weights(self) -> list[str]:
         pairs = zip(self._controls, self._layers, strict=True)
-        warn_of_zero_weights([control.name for control, layer in pairs if layer.has_zero_weight()])
+        return [control.name for control, layer in pairs if layer.has_zero_weight()]
 
 
 def attach(

@@ -221,7 +221,6 @@ class Untraced(nn.Module):
         return self.inner(x) if x.numel() else x
 
 
-
 class WithBlock(nn.Module):
     """A convolution, a block that torch.fx cannot trace, and a norm; with `size`, for that input size alone."""
 
@@ -234,7 +233,6 @@ class WithBlock(nn.Module):
         if self.size is not None:
             x = x.view(-1, 4, self.size, self.size)
         return self.norm(self.block(x))
-
 
 
 class Chain(nn.Module):
@@ -252,14 +250,12 @@ class Chain(nn.Module):
         return x * self.gamma
 
 
-
 def test_a_block_that_timm_wants_untraced_is_looked_into_where_it_holds_layers():
     model = WithBlock()
     flow = flow_of(model)
     assert flow.method == "execution"
     [norm] = flow.calls[model.norm]
     assert flow.sole_source(norm).module is model.block.inner
-
 
 
 def test_a_block_is_one_call_where_the_model_neither_traces_nor_runs():
@@ -273,7 +269,6 @@ def test_a_block_is_one_call_where_the_model_neither_traces_nor_runs():
     assert model.block.inner in given.calls
 
 
-
 @pytest.mark.parametrize("name", ["mobilevitv2_050", "tiny_vit_5m_224"])
 def test_every_convolution_of_a_network_with_untraced_blocks_is_in_the_flow(name):
     with torch.device("meta"):
@@ -282,18 +277,15 @@ def test_every_convolution_of_a_network_with_untraced_blocks_is_in_the_flow(name
     assert {m for m in model.modules() if isinstance(m, nn.Conv2d)} <= flow.calls.keys()
 
 
-
 class Dropping(Chain):
     def between(self, x: Tensor) -> Tensor:
         keep = x.new_empty((x.shape[0], 1, 1, 1)).bernoulli_(0.5)
         return x * keep + torch.zeros_like(x)
 
 
-
 class DroppingByValue(Dropping):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if x.sum() == 0 else x
-
 
 
 @pytest.mark.parametrize("kind, method", [(Dropping, "fx"), (DroppingByValue, "execution")])
@@ -305,7 +297,6 @@ def test_a_fresh_tensor_of_another_ones_shape_carries_none_of_its_signal(kind, m
     assert [node.name.strip("_") for node in flow.consumers[convolution]] == ["mul"]
 
 
-
 def test_a_parameter_does_not_spread_what_was_pooled():
     model = Chain([nn.Conv2d(3, 4, 1), nn.AdaptiveAvgPool2d(1)])
     flow = flow_of(model)
@@ -313,13 +304,11 @@ def test_a_parameter_does_not_spread_what_was_pooled():
     assert one_element_per_channel(source, flat=False)
 
 
-
 @pytest.mark.parametrize("first, pooled", [(nn.AdaptiveAvgPool2d(1), True), (nn.Identity(), False)])
 def test_a_network_may_be_deeper_than_the_stack(first, pooled):
     model = Chain([first, *(nn.Conv2d(4, 4, 1) for _ in range(1500))])
     [source] = flow_of(model).calls[model.norm][0].inputs
     assert one_element_per_channel(source, flat=False) is pooled
-
 
 
 class Untraceable(nn.Module):
@@ -333,11 +322,9 @@ class Untraceable(nn.Module):
         return self.convolution(x)
 
 
-
 def test_a_video_network_may_want_larger_frames():
     flow = flow_of(Untraceable(nn.Conv3d(3, 4, 3, stride=8), least=200))
     assert (flow.method, flow.detail.split(";")[0]) == ("execution", "run on a guessed input 1×3×16×224×224")
-
 
 
 def test_a_guess_has_the_channels_of_the_first_convolution():
@@ -345,4 +332,3 @@ def test_a_guess_has_the_channels_of_the_first_convolution():
     model.pretrained_cfg = {"input_size": (3, 32, 32)}  # type: ignore[assignment]
     flow = flow_of(model)
     assert (flow.method, flow.detail.split(";")[0]) == ("execution", "run on a guessed input 1×1×32×32")
-
