@@ -83,9 +83,7 @@ FAULTS: dict[str, Planted] = {
         lambda: mn.nn.BatchChannelNorm(8, 2, statistics="sequential", micro_batch=2),
         lambda: mn.nn.BatchChannelNorm(8, 2, statistics="sequential", micro_batch=1),
     ),
-    "a batch normalization of one's own": in_model(
-        "batch_statistics", MovingBatchNorm, lambda: MovingBatchNorm().eval()
-    ),
+    "a batch normalization of one's own": in_model("mixes_samples", MovingBatchNorm, lambda: MovingBatchNorm().eval()),
     "centering over the batch": in_model(
         "mixes_samples",
         lambda: Apply(lambda x: x - x.mean(0)),
@@ -101,10 +99,10 @@ FAULTS: dict[str, Planted] = {
         where="middle.1.1",
     ),
     "division by the number of samples": in_model(
-        "batch_size", lambda: Apply(lambda x: x / x.shape[0]), lambda: Apply(lambda x: x / x.shape[1])
+        "mixes_samples", lambda: Apply(lambda x: x / x.shape[0]), lambda: Apply(lambda x: x / x.shape[1])
     ),
     "an offset by the number of samples": in_model(
-        "batch_size", lambda: Apply(lambda x: x.relu() + 1 / len(x)), lambda: Apply(lambda x: x.relu() + 1)
+        "mixes_samples", lambda: Apply(lambda x: x.relu() + 1 / len(x)), lambda: Apply(lambda x: x.relu() + 1)
     ),
     "dropout": in_model("randomness", lambda: nn.Dropout(0.2), lambda: nn.Dropout(0.0)),
     "drop path": in_model("randomness", DropPath, PerSampleDropout),
@@ -136,7 +134,7 @@ FAULTS: dict[str, Planted] = {
         loss=lambda m, p: m(*p)["classification"],
     ),
     "a loss over the root of the number of samples": in_loss(
-        "batch_size", lambda m, p: summed(m, p)[0] / len(p[1]) ** 0.5, lambda m, p: summed(m, p)[0] / 6**0.5
+        "cross_sample_loss", lambda m, p: summed(m, p)[0] / len(p[1]) ** 0.5, lambda m, p: summed(m, p)[0] / 6**0.5
     ),
     "a count of one": in_loss("loss_count", lambda m, p: (summed(m, p)[0], 1), summed),
     "a contrastive loss": in_loss(

@@ -277,5 +277,5 @@ def test_a_model_whose_weights_are_not_finite_is_said_to_have_diverged():
         next(model.parameters()).fill_(torch.nan)
     name = next(name for name, _ in model.named_parameters())
     found = mn.check_cuts(model, images(), summed).findings[0]
-    assert (found.cause, found.evidence["parameters"]) == ("non_finite_weights", [name])
+    assert (found.cause, found.evidence["parameters"]) == ("non_finite", [name])
     assert "smaller learning rate" in found.fix

@@ -124,11 +124,11 @@ def test_what_moves_or_is_meant_to_stay_is_not_named(monkeypatch):
 
 def test_the_reason_is_searched_for_once(monkeypatch):
     made = []
-    survey = idle.Survey.make
-    monkeypatch.setattr(idle.Survey, "make", lambda: made.append(1) or survey())
+    find = idle.find_objects
+    monkeypatch.setattr(idle, "find_objects", lambda kind: made.append(kind) or find(kind))
     model, other = network(), layer(rate=0.5)
     later = sgd(*other.parameters())
     for _ in range(3):
         train(model, sgd(*model.parameters()), also=lambda y: other(y.detach()))
         later.step()
-    assert len(made) == 1
+    assert made == [torch.optim.Optimizer, nn.Module]

@@ -104,6 +104,47 @@ def test_nothing_is_changed_where_something_is_wrong():
         mn.calibrate(nn.Conv2d(3, 4, 1), [bad])
 
 
+def test_calibration_drops_what_was_gathered_around_the_old_statistics():
+    norm = mn.nn.BatchChannelNorm(4, 2, rate=1.0)
+    optimizer = torch.optim.SGD(norm.parameters(), lr=0.1)
+    norm(torch.randn(2, 4, 8, 8) + 10)
+    mn.calibrate(norm, [torch.randn(2, 4, 8, 8) + 100])
+    calibrated = norm.running_mean.clone()
+    optimizer.step()
+    assert torch.equal(norm.running_mean, calibrated)
+
+
+def test_norms_that_evaluation_does_not_reach_keep_their_statistics_with_a_warning():
+    class Auxiliary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.extra = mn.nn.BatchChannelNorm(4), mn.nn.BatchChannelNorm(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x=self.extra(x) if self.training else x)
+
+    model = Auxiliary()
+    with pytest.warns(UserWarning, match="1 norms had no input in eval mode and keep their statistics: extra"):
+        mn.calibrate(model, [torch.ones(1, 4, 2, 2)])
+    assert model.norm.running_mean.eq(1).all()
+
+
+def test_statistics_that_the_buffers_cannot_hold_are_refused():
+    norm = nn.BatchNorm2d(4).half()
+    with pytest.raises(ValueError, match="no finite statistics in its dtype"):
+        mn.calibrate(norm, [torch.randn(2, 4, 8, 8).half() * 400])
+    assert norm.running_var is not None
+    assert norm.running_var.eq(1).all()
+
+
+def test_calibrate_says_what_it_was_given_in_the_wrong_place():
+    norm = mn.nn.BatchChannelNorm(4)
+    with pytest.raises(TypeError, match="the model comes first, got list"):
+        mn.calibrate([torch.ones(1, 4, 2, 2)], norm)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"one tensor of \(1, 4, 2, 2\)"):
+        mn.calibrate(norm, torch.ones(1, 4, 2, 2))
+
+
 def calibrate_on(rank: int, world: int, model: nn.Module) -> dict[str, Tensor]:
     x, _ = samples()
     mn.calibrate(model, [x[:5]] if rank == 0 else x[5:].split(4))

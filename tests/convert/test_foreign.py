@@ -380,22 +380,22 @@ REFUSALS: dict[str, tuple[Callable[[dict], dict], str]] = {
     "channels": (lambda s: s | {"bn1.pbn.bias": torch.ones(8, 1)}, r"bn1\.bias: shape \(8, 1\) in the file, \(8,\)"),
     "groups": (
         lambda s: s | {"bn1.weight": torch.ones(1, 2, 1)},
-        r"bn1\.weight: shape \(1, 2, 1\) in the file, \(1, 4, 1\) for 4 groups",
+        r"bn1\.group_weight: shape \(2,\) in the file",
     ),
     "kind": (lambda s: s | {"fc.bias": torch.ones(5, dtype=torch.long)}, r"fc\.bias: torch\.int64 in the file"),
     "unknown naming": (
         lambda s: renamed(s, "pbn", "inner"),
-        r"bn1: no known naming of Batch-Channel Normalization has 'weight', 'bias', 'inner\.weight'",
+        r"in the file but not in the model: 'bn1\.inner\.weight'",
     ),
     "two namings": (
         lambda s: s | {"bn1.bn.weight": torch.ones(8)},
-        r"bn1: no known naming of Batch-Channel Normalization has",
+        r"in the file but not in the model: 'bn1\.bn\.weight'",
     ),
     "batch normalization": (
         lambda s: without_groups(s),
-        r"bn1: no known naming of Batch-Channel Normalization has 'weight', 'bias', 'running_mean'",
+        r"missing in the file: 'bn1\.group_weight', 'bn1\.group_bias'",
     ),
-    "our own": (lambda s: ours().state_dict(), r"bn1: .* these are micronorm's own, for model\.load_state_dict"),
+    "our own": (lambda s: ours().state_dict(), r"bn1\.group_weight: the file is micronorm's own, for model"),
     "not finite": (
         lambda s: s | {"conv1.weight": torch.full((8, 3, 3, 3), torch.nan)},
         r"conv1\.weight: not finite in torch\.float32",

@@ -268,7 +268,7 @@ def test_weights_computed_by_hooks_are_refused_by_name():
 def test_wrapped_models_are_refused():
     with pytest.raises(ValueError, match="wrapped in DataParallel: convert first"):
         mn.plan(nn.DataParallel(small()))
-    with pytest.raises(ValueError, match="wrapped in OptimizedModule: convert first, then compile"):
+    with pytest.raises(ValueError, match="wrapped in OptimizedModule: convert first, then wrap or compile"):
         mn.plan(torch.compile(small()))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'0' is wrapped in ScriptModule"):
         mn.plan(nn.Sequential(torch.jit.script(nn.Identity()), small()))
@@ -307,3 +307,13 @@ def test_the_plan_of_a_converted_model_says_what_differs_from_the_options(norm, 
     model = mn.convert(nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32)), mn.BCN(groups=8))
     with pytest.raises(ValueError, match=f"the model is already converted.*already converted: {reason}"):
         mn.plan(model, norm)
+
+
+@pytest.mark.parametrize(
+    "pad, met",
+    [(nn.ZeroPad2d(1), True), (nn.ConstantPad2d(1, 0.0), True), (nn.ConstantPad2d(1, 3.0), False)],
+    ids=["zeros", "constant 0", "constant 3"],
+)
+def test_a_convolution_meets_its_norm_through_padding_with_zeros_only(pad, met):
+    plan = mn.plan(nn.Sequential(nn.Conv2d(3, 8, 3), pad, nn.BatchNorm2d(8)))
+    assert (plan.decisions[0].becomes == "WSConv2d") == met

@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 
 import micronorm as mn
-from micronorm.convert.standardization import AUTHORS_BCN, AUTHORS_WS, TIMM_BIT, Standardization, rescale_rows
+from micronorm.convert.foreign import AUTHORS_BCN, AUTHORS_WS, TIMM_BIT, Standardization, rescale_rows
 from tests.tolerances import assert_close_to_max, tolerance
 
 FORMULAS = {

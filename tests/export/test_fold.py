@@ -198,8 +198,8 @@ def test_a_model_without_layers_of_ours_is_refused():
         mn.fold(3)
 
 
-def test_wrapped_models_are_refused_with_what_to_fold_instead():
-    with pytest.raises(ValueError, match=r"wrapped in DataParallel: fold model\.module"):
+def test_wrapped_models_are_refused_with_what_to_pass_instead():
+    with pytest.raises(ValueError, match=r"wrapped in DataParallel: pass model\.module"):
         mn.fold(nn.DataParallel(pair()))
 
 

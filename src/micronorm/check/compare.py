@@ -5,7 +5,8 @@ projections are linear. They therefore show whether two tensors are equal, wheth
 parts, and whether it is their sum. A tensor needs a few numbers per row.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -14,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 PROJECTIONS = 6
-LAYOUTS = ("axis 0", "axis 1", "strided", "shared", "sum")  # concatenated, in time-major order, all equal, added
 _CHUNK = 4096
 # Sequence-first activations have fewer elements and a shorter second axis, and images do not need the second axis.
 _MAX_SECOND_AXIS = 2**22
@@ -41,7 +41,7 @@ class Match:
     """The result of comparing a tensor of the whole run with the tensors of the parts.
 
     `status` is "agree", "differ", or "shape" if the parts cannot be combined into the whole's shape. `error` is
-    relative to the largest projection, for the best way to combine them (`LAYOUTS`).
+    relative to the largest projection, for the best way to combine them.
     """
 
     status: Literal["agree", "differ", "shape"]
@@ -160,60 +160,54 @@ def _compare_leaf(whole: Leaf, parts: Sequence[Leaf], sizes: Sequence[int], tol:
     shapes = tuple(p.shape for p in parts)
     allowance = 0.0
     if noise is not None and noise.shape == whole.shape:
-        allowance = min(64 * relative(whole.first, noise.first), max(_MOST_NOISE, tol))
-    pairs = [aligned(whole, parts, sizes, layout) for layout in LAYOUTS]
-    errors = [max(0.0, relative(*pair) - allowance) for pair in pairs if pair is not None]
+        allowance = min(64 * _relative(whole.first, noise.first), max(_MOST_NOISE, tol))
+    errors = [max(0.0, _relative(*pair) - allowance) for pair in _alignments(whole, parts, sizes)]
     if not errors:
-        return Match("shape", float("inf"), (), whole.shape, shapes)
+        return Match("shape", math.inf, (), whole.shape, shapes)
     return Match("agree" if min(errors) <= tol else "differ", min(errors), (), whole.shape, shapes)
 
 
-def aligned(whole: Leaf, parts: Sequence[Leaf], sizes: Sequence[int], layout: str) -> tuple[Tensor, Tensor] | None:
-    """Return the projections of the whole and of the parts combined by `layout`, or None if the shapes do not fit."""
+def _alignments(whole: Leaf, parts: Sequence[Leaf], sizes: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the projections of the whole, and those of the parts combined, for every way that fits the shapes."""
     shapes = [whole.shape, *(p.shape for p in parts)]
-    if layout == "axis 1":
-        if len({(s[:1], s[2:]) for s in shapes}) != 1:
-            return None
-        return _concatenated(whole.second, [p.second for p in parts])
-    if len({s[1:] for s in shapes}) != 1:
-        return None
-    rows = [p.first for p in parts]
-    if layout == "axis 0":
-        return _concatenated(whole.first, rows)
-    if len(set(shapes)) == 1:
-        if layout == "shared":
-            return whole.first.repeat(len(parts), 1), torch.cat(rows)
-        return (whole.first, torch.stack(rows).sum(0)) if layout == "sum" else None
-    return _strided(whole, parts, sizes) if whole.shape and layout == "strided" else None
+    rows, columns = [p.first for p in parts], [p.second for p in parts if p.second is not None]
+    if len({shape[1:] for shape in shapes}) == 1:
+        if sum(map(len, rows)) == len(whole.first):  # concatenated
+            yield whole.first, torch.cat(rows)
+        if len(set(shapes)) == 1:  # all equal, or a sum
+            yield whole.first.repeat(len(parts), 1), torch.cat(rows)
+            yield whole.first, torch.stack(rows).sum(0)
+        steps = whole.shape[0] // sum(sizes) if whole.shape else 0
+        if steps > 1 and all(len(p.first) == steps * n for p, n in zip(parts, sizes, strict=True)):
+            # Rows in time-major order, (time · samples + sample).
+            by_time = [p.first.reshape(steps, n, -1) for p, n in zip(parts, sizes, strict=True)]
+            joined = torch.cat(by_time, 1).flatten(0, 1)
+            if joined.shape == whole.first.shape:
+                yield whole.first, joined
+    fits = len({(s[:1], s[2:]) for s in shapes}) == 1 and len(columns) == len(parts)
+    if fits and whole.second is not None and sum(map(len, columns)) == len(whole.second):
+        yield whole.second, torch.cat(columns)  # concatenated along the second axis
 
 
-def _concatenated(whole: Tensor | None, parts: Sequence[Tensor | None]) -> tuple[Tensor, Tensor] | None:
-    given = [p for p in parts if p is not None]
-    if whole is None or len(given) != len(parts) or sum(map(len, given)) != len(whole):
-        return None
-    return whole, torch.cat(given)
+def _relative(expected: Tensor, actual: Tensor) -> float:
+    error, size = deviation(expected, actual)
+    return error / size if size else math.inf if error else 0.0
 
 
-def _strided(whole: Leaf, parts: Sequence[Leaf], sizes: Sequence[int]) -> tuple[Tensor, Tensor] | None:
-    """Align rows in time-major order, (time · samples + sample)."""
-    steps = whole.shape[0] // sum(sizes)
-    if steps < 2 or any(p.shape[0] != steps * n for p, n in zip(parts, sizes, strict=True)):
-        return None
-    columns = [p.first.reshape(steps, n, -1) for p, n in zip(parts, sizes, strict=True)]
-    joined = torch.cat(columns, 1).flatten(0, 1)
-    return (whole.first, joined) if joined.shape == whole.first.shape else None
+def deviation(expected: Tensor, actual: Tensor) -> tuple[float, float]:
+    """Return the largest deviation and the largest entry. Entries that are not finite on both sides agree.
 
-
-def relative(expected: Tensor, actual: Tensor) -> float:
-    """Return the largest deviation over the largest entry. Entries that are not finite on both sides agree."""
+    The deviation is infinite if shapes differ, or if an entry is finite on one side only.
+    """
+    if expected.shape != actual.shape:
+        return math.inf, 1.0
     if expected.numel() == 0:
-        return 0.0
-    both = ~expected.isfinite() & ~actual.isfinite()
-    deviation = torch.where(both, 0.0, (expected - actual).abs()).nan_to_num(nan=torch.inf).max().item()
-    if deviation == 0:
-        return 0.0
-    size = torch.where(expected.isfinite(), expected.abs(), 0.0).max().item()
-    return deviation / size if size else float("inf")
+        return 0.0, 0.0
+    a, b = (torch.view_as_real(t) if t.is_complex() else t for t in (expected, actual))
+    a, b = a.to(torch.float64), b.to(torch.float64)
+    both = ~a.isfinite() & ~b.isfinite()
+    error = torch.where(both, 0.0, (a - b).abs()).nan_to_num(nan=math.inf).max().item()
+    return error, torch.where(a.isfinite(), a.abs(), 0.0).max().item()
 
 
 def is_finite(tree: Tree) -> bool:

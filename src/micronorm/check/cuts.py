@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from micronorm.check.causes import CauseFinder, Comparison, Fault, uses_batch_statistics
+from micronorm.check.causes import Comparison, Fault, uses_batch_statistics
+from micronorm.check.compare import deviation
 from micronorm.check.inputs import check_batch, check_model
 from micronorm.check.report import CutsReport, Difference, Finding, finding
 from micronorm.check.runs import Experiment, Run
@@ -132,21 +133,16 @@ class _Check:
     def _not_finite(self, run: Run, cut: str) -> Finding | None:
         for trace, value, part in zip(run.traces, run.sums, run.cut, strict=False):
             if not math.isfinite(value):
-                call = trace.first_not_finite() or trace.root
-                broken = self._broken_parameters()
-                if broken:
-                    return finding(call.name, call.type, "non_finite_weights", loss=value, parameters=broken)
-                return finding(call.name, call.type, "non_finite", loss=value, cut=cut, samples=list(part))
+                call, model = trace.first_not_finite() or trace.root, self.experiment.model
+                tensors = (*model.named_parameters(), *model.named_buffers())
+                broken = [name for name, tensor in tensors if not tensor.isfinite().all()][:3]
+                evidence = {"parameters": broken} if broken else {"cut": cut, "samples": list(part)}
+                return finding(call.name, call.type, "non_finite", loss=value, **evidence)
         for name, gradient in run.gradients.items():
             if not gradient.isfinite().all():
                 owner, type_name = self._owner(name)
                 return finding(owner, type_name, "non_finite", cut=cut, gradient=name)
         return None
-
-    def _broken_parameters(self) -> list[str]:
-        """Return the names of the first three parameters and buffers that are not finite before the step."""
-        tensors = (*self.experiment.model.named_parameters(), *self.experiment.model.named_buffers())
-        return [name for name, value in tensors if not value.isfinite().all()][:3]
 
     def _find_randomness(self) -> None:
         """Repeat the whole step from another seed and, if it differs, from the same seed."""
@@ -165,7 +161,7 @@ class _Check:
         again = self.experiment.run(self.cuts["whole"], seed=seed, backward=False)
         if again.error is not None:
             raise again.error
-        return Comparison(self.whole, again, tol=_ACTIVATIONS * self.tol).first_fault()
+        return Comparison(self.experiment, self.whole, again, _ACTIVATIONS * self.tol).first_fault()
 
     def _compare_cuts(self) -> None:
         runs: list[Run] = []
@@ -191,12 +187,12 @@ class _Check:
         found = []
         largest = max((g.abs().max().item() for g in self.whole.gradients.values() if g.numel()), default=0.0)
         for kind, name, expected, actual, quiet in self._pairs(run):
-            error, size = _deviation(expected, actual)
+            error, size = deviation(expected, actual)
             exact = not (expected.is_floating_point() or expected.is_complex())
             allowed = 0.0 if exact else self.tol * size
             if quiet is not None and not exact:
                 most = max(_MOST_ROUNDING, self.tol) * (max(size, largest) if kind == "gradient" else size)
-                allowed += min(_ROUNDING * _deviation(expected, quiet)[0], most)
+                allowed += min(_ROUNDING * deviation(expected, quiet)[0], most)
             self.compared += 1
             if error > allowed:
                 relative = error / size if size else math.inf
@@ -225,26 +221,26 @@ class _Check:
             c = quiet.gradients.get(name) if quiet else None
             yield "gradient", name, zero if a is None else a, zero if b is None else b, c
         for name, a in whole.buffers.items():
-            of_bcn = isinstance(self._module(self._owner(name)[0]), BatchChannelNorm)
+            of_bcn = isinstance(self.experiment.modules.get(self._owner(name)[0]), BatchChannelNorm)
             kind = "estimate" if of_bcn else "buffer"
             yield kind, name, a, run.buffers.get(name, a.new_zeros(0)), quiet.buffers.get(name) if quiet else None
 
     def _explain(self, run: Run) -> bool:
         """Add the finding of this run in execution order. Return whether there is one."""
-        causes = CauseFinder(self.experiment, self.whole, _ACTIVATIONS * self.tol, self.control)
+        comparison = Comparison(self.experiment, self.whole, run, _ACTIVATIONS * self.tol, self.control)
         if run.error is not None:
-            self.findings.append(causes.explain_error(run))
+            self.findings.append(comparison.explain_error())
             return True
         found = self._not_finite(run, "+".join(map(str, run.sizes)))
         if found is not None:
             self.findings.append(found)
             return True
-        fault = Comparison(self.whole, run, tol=causes.tol, noise=self.control).first_fault()
+        fault = comparison.first_fault()
         if fault is None:
             return False
         if any(f.where == fault.call.name for f in self.findings):
             return True  # the call draws random numbers, which hide its other faults
-        found = causes.explain(fault, run)
+        found = comparison.explain(fault)
         known, place = self.findings, self._place(found.where)
         if found.cause == "randomness" and known and known[0].cause == "randomness":
             # Report only the first of several calls that draw random numbers.
@@ -272,7 +268,7 @@ class _Check:
         d = first("buffer") or first("estimate")
         if d is not None:
             where, type_name = self._owner(d.name)
-            cause = "batch_statistics" if uses_batch_statistics(self._module(where)) else "buffer"
+            cause = "batch_statistics" if uses_batch_statistics(self.experiment.modules.get(where)) else "buffer"
             return finding(where, type_name, cause, buffer=d.name, cut=d.cut, **{"relative error": d.error})
         # The backward pass reaches the last module in execution order first.
         gradients = [d for d in self.differences if d.kind == "gradient"]
@@ -285,14 +281,10 @@ class _Check:
             return finding(where, type_name, "gradient", **evidence)
         return finding("loss", "loss function", "unknown", **{"relative error": self.differences[0].error})
 
-    def _module(self, where: str) -> nn.Module | None:
-        model = self.experiment.model
-        return model if where == "model" else dict(model.named_modules()).get(where)
-
     def _owner(self, name: str) -> tuple[str, str]:
         """Return the name and class of the module that holds a parameter or buffer."""
         where = name.rpartition(".")[0] or "model"
-        return where, type(self._module(where)).__name__
+        return where, type(self.experiment.modules.get(where)).__name__
 
 
 def _number(value: float) -> Tensor:
@@ -307,15 +299,3 @@ def _in_order(call: Call) -> Iterator[Call]:
     for child in call.children:
         yield from _in_order(child)
     yield call
-
-
-def _deviation(expected: Tensor, actual: Tensor) -> tuple[float, float]:
-    """Return the largest deviation and the largest entry. The deviation is infinite if shapes or finiteness differ."""
-    if expected.shape != actual.shape:
-        return math.inf, 1.0
-    if expected.numel() == 0:
-        return 0.0, 0.0
-    a, b = (torch.view_as_real(t) if t.is_complex() else t for t in (expected, actual))
-    a, b = a.to(torch.float64), b.to(torch.float64)
-    deviation = torch.where(a == b, 0.0, (a - b).abs()).nan_to_num(nan=math.inf).max().item()
-    return deviation, torch.where(a.isfinite(), a.abs(), 0.0).max().item()

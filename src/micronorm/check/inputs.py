@@ -10,18 +10,10 @@ from torch import Tensor, nn
 from micronorm.convert.surgery import refuse_wrappers
 from micronorm.ops.private_api import tree_map
 
-_WRAPPERS = {
-    "DistributedDataParallel": "pass model.module: one process can check what holds for all ranks",
-    "DataParallel": "pass model.module",
-    "FullyShardedDataParallel": "pass the model before it is sharded",
-    "OptimizedModule": "pass model._orig_mod, the model before torch.compile: a compiled graph hides its modules",
-    "ScriptModule": "pass the Python module it was scripted from",
-}
-
 
 def check_model(model: Any) -> None:
     """Raise unless the model is a plain module in training mode with parameters to train."""
-    refuse_wrappers(model, _WRAPPERS)
+    refuse_wrappers(model)
     for name, p in model.named_parameters():
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise ValueError(f"parameters must have shapes, {name} is lazy; run one forward first")

@@ -20,9 +20,10 @@ CAUSES: dict[str, tuple[str, str]] = {
         "must add up to the count of the whole.",
     ),
     "cross_sample_loss": (
-        "compares samples with each other, so it is no sum over samples",
+        "is no sum over samples: it compares samples with each other, or depends on their number",
         "A term between samples needs its samples in one part. Compute it within groups that are not cut (both views "
-        "of one image), against a memory bank that changes once per step, or on features gathered for the whole step.",
+        "of one image), against a memory bank that changes once per step, or on features gathered for the whole step. "
+        "Do not divide by the number of samples: return it as the count.",
     ),
     "padding": (
         "pads to the largest sample of the part, so a sample's shape depends on the others",
@@ -34,18 +35,14 @@ CAUSES: dict[str, tuple[str, str]] = {
         "Draw from a generator keyed by (seed, epoch, sample index), or set the probability to zero.",
     ),
     "mixes_samples": (
-        "mixes samples",
-        "Compute each output from one sample alone: reduce over its own axes, not the batch axis.",
+        "mixes samples, or depends on their number",
+        "Compute each output from one sample alone: reduce over its own axes, not the batch axis. Replace a "
+        "normalization by batch statistics by mn.BCN() or mn.GN().",
     ),
     "state": (
         "keeps state between forwards, so later parts compute another function",
         "Do not change the state in the forward. Collect updates during the step and apply them once, in a hook after"
         " the optimizer step.",
-    ),
-    "batch_size": (
-        "depends on the number of samples",
-        "Do not use the number of samples inside the network; divide once, at the step, by the count of all its "
-        "samples.",
     ),
     "buffer": (
         "changes a buffer in every forward",
@@ -70,12 +67,8 @@ CAUSES: dict[str, tuple[str, str]] = {
     "non_finite": (
         "returns values that are not finite",
         "Find the overflow or the division by zero. A common case is a mean over nothing (no positive sample, all "
-        "pixels ignored): return sum and count instead.",
-    ),
-    "non_finite_weights": (
-        "returns values that are not finite, because the model has parameters or buffers that are not",
-        "The training before this check has diverged. Load an earlier checkpoint, and use a smaller learning rate or a "
-        "warm-up.",
+        "pixels ignored): return sum and count instead. If parameters are not finite, the training before this check "
+        "has diverged: load an earlier checkpoint, and use a smaller learning rate or a warm-up.",
     ),
     "unknown": (
         "differs for an unknown reason",

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from micronorm.check.inputs import copy_together, owner_of, read_loss, select, to_float64
+from micronorm.check.inputs import copy_together, named_members, owner_of, read_loss, select, to_float64
 from micronorm.check.trace import Trace, Tracer
-from micronorm.commit import attach
+from micronorm.commit import Handle
 from micronorm.commit.snapshot import RandomState
 from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.ops.private_api import TorchDispatchMode
@@ -51,10 +51,11 @@ class Run:
 
 
 class Experiment:
-    """A model, its batch in float64 and its loss. Each run starts from the same state."""
+    """A model, its batch in float64 and its loss. Each run starts from the same state. `modules` has all by name."""
 
     def __init__(self, model: nn.Module, batch: tuple, loss: Callable) -> None:
         self.model, self.loss = model, loss
+        self.modules = {name: module for module, name in named_members(model, loss).items()}
         self.batch = to_float64(batch)
         tensors = [*model.parameters(), *model.buffers(), *(t for t in batch if isinstance(t, Tensor))]
         self.devices = list({t.device for t in tensors})
@@ -68,7 +69,6 @@ class Experiment:
         backward: bool = True,
         fresh: bool = False,
         perturbed: bool = False,
-        evaluating: str | None = None,
     ) -> Run:
         """Run a step.
 
@@ -78,7 +78,6 @@ class Experiment:
             backward: compute gradients and commit. Otherwise record only the calls and the loss.
             fresh: use a new copy of the model for each part.
             perturbed: move every parameter by one unit in the last place, and record every dtype.
-            evaluating: the name of a module to put in eval mode.
         """
         run = Run(cut)
         self.runs += 1
@@ -91,8 +90,6 @@ class Experiment:
                 model, loss = copy_together(self.model, self.loss)
                 if perturbed:
                     _perturb(model)
-                if evaluating is not None:
-                    (model if evaluating == "model" else model.get_submodule(evaluating)).eval()
                 _seed_own_generators(model, seed)
                 with _Dtypes(run) if perturbed else contextlib.nullcontext():
                     self._run_parts(run, model, loss, parts, backward=backward)
@@ -117,8 +114,7 @@ class Experiment:
         run.coarsest = max(run.coarsest, tracer.coarsest)
         if not backward or run.error is not None:
             return
-        if handle is not None:
-            handle.commit()
+        handle.commit()
         if run.count == 0:
             raise ValueError("the counts of a step must not add up to 0, the loss returned 0 for every part")
         _collect(run, model, loss)
@@ -186,13 +182,12 @@ def _collect(run: Run, model: nn.Module, loss: Callable) -> None:
                 run.buffers[f"{name}.{attribute}" if name else attribute] = value.detach().clone()
 
 
-def _attach(holder: nn.Module) -> Any:
-    layers = [m for m in holder.modules() if isinstance(m, BatchChannelNorm)]
-    for layer in layers:
-        if layer.rate == "lr":
+def _attach(holder: nn.Module) -> Handle:
+    for layer in holder.modules():
+        if isinstance(layer, BatchChannelNorm) and layer.rate == "lr":
             layer.rate = _RATE
     # Without merging: the ranks of a job do not all run the check at the same time.
-    return attach(holder, process_group=None, max_forwards=2**31) if layers else None
+    return Handle(holder, process_group=None, max_forwards=2**31)
 
 
 @torch.no_grad()

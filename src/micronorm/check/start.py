@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from micronorm.check.inputs import check_batch, check_model, owner_of, read_loss
-from micronorm.commit import attach
+from micronorm.commit import Handle
 from micronorm.commit.snapshot import RandomState
-from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.records.collapse import JUMP
 
 
@@ -60,8 +59,7 @@ def check_start(
 def _losses(model: nn.Module, batch: tuple, loss: Callable, *, lr: float, steps: int) -> list[float]:
     """Train on the batch, and return the mean losses before each step and after the last, up to one not finite."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr, momentum=0.9)
-    if any(isinstance(module, BatchChannelNorm) for module in model.modules()):
-        attach(model, optimizer, process_group=None)  # "sequential" layers need the learning rate in the forward
+    Handle(model, [optimizer], process_group=None)  # "sequential" layers need the learning rate in the forward
     losses: list[float] = []
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="the learning rate .* is above 1")

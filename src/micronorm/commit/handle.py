@@ -3,11 +3,12 @@
 import contextlib
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -60,22 +61,45 @@ class Report(list[LayerReport]):
 
 
 class Handle:
-    """Explicit control over the BatchChannelNorm layers of one model; returned by `mn.attach`.
+    """Explicit control over the BatchChannelNorm layers of one model, if it has any; returned by `mn.attach`.
 
     The handle keeps the layers alive. Its settings remain in force until `detach`, also if the handle is deleted.
     """
 
-    def __init__(self, windows: Sequence[Window], controls: Sequence[Control]) -> None:
-        self._windows = list(windows)
-        self._layers = [window.layer for window in windows]  # windows have only weak references to them
-        self._controls = list(controls)
-        for window, control in zip(windows, controls, strict=True):
-            control.handle = weakref.ref(self)
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer] = (),
+        *,
+        rate: float | str | None = None,
+        process_group: Any = ...,
+        max_forwards: int = MAX_FORWARDS,
+    ) -> None:
+        layers = {name: module for name, module in model.named_modules() if isinstance(module, BatchChannelNorm)}
+        held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+        if optimizers and layers and not any(_holds(held, layer) for layer in layers.values()):
+            raise ValueError(
+                f"the optimizer holds {len(held)} parameters, but the weight of none of the model's {len(layers)} "
+                f"BatchChannelNorm layers (the first is {next(iter(layers))!r}); build it from model.parameters()"
+            )
+        _warn_of_partly_held(layers, held)
+        refs = tuple(weakref.ref(o) for o in optimizers)
+        self._layers = list(layers.values())  # windows have only weak references to them
+        self.windows: list[Window] = [layer._window for layer in self._layers]
+        self._controls: list[Control] = []
+        for (name, layer), window in zip(layers.items(), self.windows, strict=True):
+            control = Control(name or type(layer).__name__, rate, process_group=process_group)
+            control.max_forwards, control.handle = max_forwards, weakref.ref(self)
+            if _holds(held, layer):
+                control.learning_rate = partial(_current_learning_rate, refs, weakref.ref(window))
+                control.optimizers = refs
             window.attach(control)
+            self._controls.append(control)
+        warn_of_zero_weights(self._zero_weights())
 
     def __repr__(self) -> str:
         shown = ", ".join(control.name for control in self._controls[:3]) + (", …" if len(self._controls) > 3 else "")
-        attached = any(control is self._controls[0] for control in self._windows[0].controls)
+        attached = any(control in window.controls for control, window in zip(self._controls, self.windows, strict=True))
         return f"<Handle of BatchChannelNorm layers {shown}{'' if attached else '; detached'}>"
 
     def commit(self) -> None:
@@ -84,29 +108,29 @@ class Handle:
         It does nothing after an optimizer has committed, because the windows are then empty.
         """
         self.refresh()
-        commit(self._windows)
+        commit(self.windows)
 
     def refresh(self) -> None:
         """Write the current rates to the device. Call it before replaying a CUDA graph that contains a commit."""
-        for window in self._windows:
+        for window in self.windows:
             # A commit in another mode uses no rate: "batch" has its momentum, "sequential" moves in the forward.
             if window.layer.statistics == "step" and window.layer.is_trainable():
                 refresh_rate(window, window.known_rate())
 
     def discard(self) -> None:
         """Empty the windows, for example after an exception in the middle of a step."""
-        for window in self._windows:
+        for window in self.windows:
             window.clear()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Within this block, training forwards change neither windows nor estimates."""
-        for window in self._windows:
+        for window in self.windows:
             window.paused += 1
         try:
             yield
         finally:
-            for window in self._windows:
+            for window in self.windows:
                 window.paused -= 1
 
     def report(self) -> Report:
@@ -115,8 +139,8 @@ class Handle:
         Warn of layers that lost something since the last warning and of layers whose weight is all zero.
         """
         rows = Report()
-        warn_of_zero_weights(_zero_weights(self._controls, self._layers))
-        for window in self._windows:
+        warn_of_zero_weights(self._zero_weights())
+        for window in self.windows:
             window.warn_of_losses()
             layer: BatchChannelNorm = window.layer
             rate = window.rate if isinstance(window.rate, float) else None
@@ -142,13 +166,42 @@ class Handle:
             )
         return rows
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was gathered and not yet committed, on the CPU, for a checkpoint between two steps."""
+        return {
+            # Measured from the estimates, which the checkpoint contains, and not from each rank's reference.
+            "sums": [torch.cat(window.sums_around(window.layer.running_mean)).cpu() for window in self.windows],
+            "lost": [window.lost.to("cpu", copy=True) for window in self.windows],
+            "forwards": [window.forwards for window in self.windows],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned, for the same layers in the same order."""
+        sizes = [len(sums) for sums in state["sums"]]
+        if sizes != [len(window.sums) for window in self.windows]:
+            raise ValueError(
+                f"the checkpoint has the windows of {len(sizes)} layers, the model has {len(self.windows)}, or they "
+                "differ in channels; build the model the checkpoint was made with"
+            )
+        for window, sums, lost, forwards in zip(
+            self.windows, state["sums"], state["lost"], state["forwards"], strict=True
+        ):
+            window.clear()
+            window.sums.copy_(sums)
+            window.lost.copy_(lost)
+            window.counter[0] = forwards
+
     def detach(self) -> None:
         """Undo this `attach`: settings become those of the last other `attach` in force, or the defaults.
 
         Optimizers that hold the layers go on committing them.
         """
-        for window, control in zip(self._windows, self._controls, strict=True):
+        for window, control in zip(self.windows, self._controls, strict=True):
             window.controls[:] = [c for c in window.controls if c is not control]
+
+    def _zero_weights(self) -> list[str]:
+        pairs = zip(self._controls, self._layers, strict=True)
+        return [control.name for control, layer in pairs if layer.has_zero_weight()]
 
 
 def attach(
@@ -188,8 +241,7 @@ def attach(
         >>> handle.report()[0].elements
         72
     """
-    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, BatchChannelNorm)]
-    if not layers:
+    if not any(isinstance(module, BatchChannelNorm) for module in model.modules()):
         raise ValueError(
             f"{type(model).__name__} holds no BatchChannelNorm among its {sum(1 for _ in model.modules())} modules; "
             "there is nothing to attach to"
@@ -198,24 +250,17 @@ def attach(
         rate = check_rate(rate)
     check_count("max_forwards", max_forwards)
     optimizers = _optimizers(optimizer)
-    held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
-    if optimizers and not any(_holds(held, layer) for _, layer in layers):
-        raise ValueError(
-            f"the optimizer holds {len(held)} parameters, but the weight of none of the model's {len(layers)} "
-            f"BatchChannelNorm layers (the first is {layers[0][0]!r}); build it from model.parameters()"
-        )
-    _warn_of_partly_held(layers, held)
-    refs = tuple(weakref.ref(o) for o in optimizers)
-    controls = []
-    for name, layer in layers:
-        control = Control(name or type(layer).__name__, rate, process_group=process_group, max_forwards=max_forwards)
-        if _holds(held, layer):
-            control.learning_rate = partial(_current_learning_rate, refs, weakref.ref(layer._window))
-            control.optimizers = refs
-        controls.append(control)
-    handle = Handle([layer._window for _, layer in layers], controls)
-    warn_of_zero_weights(_zero_weights(controls, [layer for _, layer in layers]))
-    return handle
+    return Handle(model, optimizers, rate=rate, process_group=process_group, max_forwards=max_forwards)
+
+
+def merge_states(like: Sequence[dict[str, Any]], states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the sum of the states of several ranks; without `states`, an empty state of the layers of `like`."""
+    if not states:
+        return {name: [value - value for value in values] for name, values in like[0].items()}
+    return {
+        name: [sum(values[1:], values[0]) for values in zip(*(s[name] for s in states), strict=True)]
+        for name in like[0]
+    }
 
 
 def _holds(held: set[int], layer: BatchChannelNorm) -> bool:
@@ -234,10 +279,10 @@ def _current_learning_rate(optimizers: Iterable[weakref.ref], window: weakref.re
     raise RuntimeError(f"no attached optimizer holds the weight of {target.describe()} any more; call mn.attach again")
 
 
-def _warn_of_partly_held(layers: Iterable[tuple[str, BatchChannelNorm]], held: set[int]) -> None:
+def _warn_of_partly_held(layers: Mapping[str, BatchChannelNorm], held: set[int]) -> None:
     """Warn if the optimizer was made before `mn.convert`: it lacks the new group parameters, which then never move."""
     found = []
-    for name, layer in layers:
+    for name, layer in layers.items():
         own = {key: p for key, p in layer.named_parameters(recurse=False) if p.requires_grad}
         missing = [key for key, p in own.items() if id(p) not in held]
         if missing and len(missing) < len(own):
@@ -246,12 +291,8 @@ def _warn_of_partly_held(layers: Iterable[tuple[str, BatchChannelNorm]], held: s
         warnings.warn(
             f"the optimizer holds some parameters of {len(found)} BatchChannelNorm layers and not others, at first "
             f"{found[0]}; was it made before the model was converted? Build it from model.parameters() afterwards.",
-            stacklevel=3,
+            stacklevel=4,
         )
-
-
-def _zero_weights(controls: Iterable[Control], layers: Iterable[BatchChannelNorm]) -> list[str]:
-    return [control.name for control, layer in zip(controls, layers, strict=True) if layer.has_zero_weight()]
 
 
 def _optimizers(optimizer: Any) -> list[Any]:

@@ -4,13 +4,19 @@ A layer that runs in training mode is idle at an optimizer step if that optimize
 such step, search this process for an optimizer that could commit the layer. Without one, warn and give the reason.
 """
 
+import gc
 import warnings
 from collections.abc import Iterable
+from typing import TypeVar
 
-from micronorm.commit.survey import Survey
+from torch import nn
+from torch.optim import Optimizer
+
 from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.nn.window import Window, list_names
 from micronorm.ops.runtime import capturing
+
+Kind = TypeVar("Kind")
 
 _PATIENCE = 2
 _TEACHER = (
@@ -45,13 +51,14 @@ def count_idle_steps(alive: Iterable[tuple[Window, BatchChannelNorm]], committed
 
 
 def _warn(late: list[tuple[Window, BatchChannelNorm]]) -> None:
-    survey = Survey.make()
-    held = {id(p) for o in survey.optimizers for group in o.param_groups for p in group["params"]}
+    held = {id(p) for o in find_objects(Optimizer) for group in o.param_groups for p in group["params"]}
+    # Layers have no references to the networks they are part of.
+    parents = {id(child): (name, m) for m in find_objects(nn.Module) for name, child in list(m._modules.items())}
     names: dict[str, list[str]] = {}
     for window, layer in late:
         reason = _reason(layer, held)
         if reason is not None:
-            name = window.control.name or survey.name_of(layer) or window.describe()
+            name = window.control.name or _name_in(parents, layer) or window.describe()
             names.setdefault(reason, []).append(name)
     for reason, affected in names.items():
         warnings.warn(
@@ -70,3 +77,17 @@ def _reason(layer: BatchChannelNorm, held: set[int]) -> str | None:
     if any(id(p) in held for p in layer.weight_parameters()):
         return None
     return _PARTLY_HELD if any(id(p) in held for p in layer.parameters()) else _NOT_HELD
+
+
+def find_objects(kind: type[Kind]) -> list[Kind]:
+    """Return the objects of a class that Python's garbage collector tracks. Takes about 0.1 s, so call it rarely."""
+    return [found for found in gc.get_objects() if issubclass(type(found), kind)]  # isinstance runs code of proxies
+
+
+def _name_in(parents: dict[int, tuple[str, nn.Module]], layer: nn.Module) -> str:
+    """Return the layer's name in the largest module that contains it, or "" if it stands alone."""
+    names: list[str] = []
+    while id(layer) in parents and len(names) < 100:  # the limit is for modules that contain themselves
+        name, layer = parents[id(layer)]
+        names.insert(0, name)
+    return ".".join(names)

@@ -6,7 +6,7 @@ of a bucket. Vectors without suffix run over the channels of all its layers.
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,28 +63,6 @@ def _one_per_buffer(windows: Sequence[Window]) -> list[Window]:
     return list(chosen.values())
 
 
-class _Merged(NamedTuple):
-    """The windows of a bucket, merged over the ranks: elements per layer, and sums around the present estimates."""
-
-    count_l: Tensor
-    first: Tensor
-    second: Tensor
-    skip: Tensor
-    """Not zero if any rank skips this step: then nothing moves on any rank."""
-
-
-def _merge(windows: Sequence[Window], mean: Tensor, layer: Tensor, group: Any, skip: Tensor | None) -> _Merged:
-    count_l, first, second = (torch.cat(parts) for parts in zip(*(window.split for window in windows), strict=True))
-    # The estimates may have changed in mid-window, and the references may differ between ranks.
-    distance = torch.cat([window.reference for window in windows]) - mean
-    _, first, second = shift_sums(Sums(count_l[layer], first, second), distance)
-    skip = torch.zeros_like(count_l[:1]) if skip is None else skip.to(count_l).reshape(1)
-    merged = _Merged(count_l, first, second, skip)
-    if group is None:
-        return merged
-    return _Merged(*all_reduce(torch.cat(merged), group, windows).split([len(part) for part in merged]))
-
-
 def _commit_step(windows: Sequence[Window], group: Any, skip: Tensor | None) -> None:
     layers: list[BatchChannelNorm] = [window.layer for window in windows]
     channels = tuple(window.channels for window in windows)
@@ -92,7 +70,14 @@ def _commit_step(windows: Sequence[Window], group: Any, skip: Tensor | None) -> 
     old = Moments(
         torch.cat([layer.running_mean for layer in layers]), torch.cat([layer.running_var for layer in layers])
     )
-    count_l, first, second, skip = _merge(windows, old.mean, layer_index, group, skip)
+    count_l, first, second = (torch.cat(parts) for parts in zip(*(window.split for window in windows), strict=True))
+    # The estimates may have changed in mid-window, and the references may differ between ranks.
+    references = [window.reference for window in windows]
+    _, first, second = shift_sums(Sums(count_l[layer_index], first, second), torch.cat(references) - old.mean)
+    skip = torch.zeros_like(count_l[:1]) if skip is None else skip.to(count_l).reshape(1)
+    if group is not None:  # merged over the ranks: if any of them skips this step, nothing moves on any rank
+        parts = count_l, first, second, skip
+        count_l, first, second, skip = all_reduce(torch.cat(parts), group, windows).split(list(map(len, parts)))
     sums = Sums(count_l[layer_index], first, second)
     rate_l = torch.stack([window.device_rate for window in windows])
     corrected = layers[0].bias_correction
@@ -109,7 +94,6 @@ def _commit_step(windows: Sequence[Window], group: Any, skip: Tensor | None) -> 
     taken_l = (count_l > 0) & ~broken_l & (skip == 0)
     taken = taken_l[layer_index]
     mean, var = (torch.where(taken, after, before) for before, after in zip(old, new, strict=True))
-    references = [window.reference for window in windows]
     reference = torch.where(skip == 0, mean, torch.cat(references))  # a skipped step keeps its window
     foreach_copy_([layer.running_mean for layer in layers], list(mean.split(channels)))
     foreach_copy_([layer.running_var for layer in layers], list(var.split(channels)))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from micronorm.commit.survey import Survey
+from micronorm.commit.idle import find_objects
 from micronorm.nn.window import Window, list_names
 from micronorm.ops.private_api import foreach_norm
 from micronorm.ops.runtime import capturing
@@ -27,9 +27,8 @@ def find_data_parallel(windows: Sequence[Window]) -> None:
     if not _distributed() or all(w.searched and (w.data_parallel is None or w.data_parallel()) for w in windows):
         return
     around = {}
-    for wrapper in Survey.make().modules:
-        if isinstance(wrapper, DistributedDataParallel):
-            around.update((id(module), weakref.ref(wrapper)) for module in wrapper.modules())
+    for wrapper in find_objects(DistributedDataParallel):
+        around.update((id(module), weakref.ref(wrapper)) for module in wrapper.modules())
     for window in windows:
         window.searched, window.data_parallel = True, around.get(id(window.layer))
 

@@ -1,8 +1,9 @@
 """`mn.calibrate`: set running statistics to the exact moments of each norm's input over some batches."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -13,10 +14,11 @@ from torch import Tensor, nn
 
 from micronorm.convert.surgery import eval_mode
 from micronorm.nn.bcn import BatchChannelNorm
-from micronorm.ops.moments import Moments, merge, moments, pool, wide_dtype
-from micronorm.ops.private_api import BatchNormBase
+from micronorm.ops.moments import Moments, merge, moments, pool
+from micronorm.ops.private_api import BatchNormBase, tree_map
 
 Forward = Callable[[nn.Module, Any], Any]
+Counted = tuple[int, Moments]  # elements per channel, and their moments
 
 
 def calibrate(model: nn.Module, batches: Iterable[Any], *, forward: Forward | None = None) -> int:
@@ -57,21 +59,22 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, forward: Forward | No
     if not isinstance(model, nn.Module):
         raise TypeError(f"calibrate(model, batches): the model comes first, got {type(model).__name__}")
     check_batches(batches)
-    norms = [
-        _Norm(name, module)
+    norms: dict[Any, str] = {
+        module: name
         for name, module in model.named_modules()
         if isinstance(module, BatchChannelNorm | BatchNormBase) and module.running_mean is not None
-    ]
+    }
     if not norms:
         raise ValueError("no layer with running statistics in the model; there is nothing to calibrate")
     batches = list(batches) if isinstance(batches, Iterator) else batches
-    with torch.no_grad(), eval_mode(model), _undone_on_error(norms):
-        count = _set_in_order(norms, partial(_run, model, batches, forward or call_model), batches)
-    for norm in norms:
-        if isinstance(norm.module, BatchChannelNorm) and norm.calls:
-            norm.module._window.clear()  # it was gathered around the old statistics
-            norm.module.update_estimates_weight()
-    return count
+    before = [(buffer, buffer.clone()) for norm in norms for buffer in (norm.running_mean, norm.running_var)]
+    with torch.no_grad(), eval_mode(model):
+        try:
+            return _set_in_order(norms, partial(_run, model, batches, forward or call_model), batches)
+        except BaseException:
+            for buffer, old in before:
+                buffer.copy_(old)
+            raise
 
 
 def calibration_callback(batches: int = 16, *, forward: Forward | None = None) -> Any:
@@ -120,148 +123,107 @@ class _Stop(Exception):
     """End the forward of one batch: nothing behind the present norm is needed in this pass."""
 
 
-class _Norm:
-    """A norm, and the merged moments of its inputs in the present pass."""
-
-    def __init__(self, name: str, module: Any) -> None:
-        self.name, self.module = name, module
-        self.calls = 0
-        self.last_batch = -1
-        self.repeated = False
-        """Whether one forward calls the norm several times."""
-        self.count = 0
-        self.data: Moments | None = None
-
-    def note_call(self, batch: int) -> None:
-        """Count a call in the forward of this batch."""
-        self.repeated |= self.last_batch == batch
-        self.last_batch = batch
-        self.calls += 1
-
-    def add(self, new: Moments, count: int) -> None:
-        """Add `count` elements per channel, given by their moments."""
-        total = self.count + count
-        self.data = new if self.data is None else merge(self.data, new, share=count / total)
-        self.count = total
-
-    def add_input(self, x: Tensor) -> None:
-        """Add the input of one call."""
-        self.add(pool(moments(x), dim=0), x.numel() // x.shape[1])
-
-    def write(self) -> None:
-        """Set the layer's statistics, with the unbiased variance for BatchNorm and the biased one for BCN.
-
-        Raises:
-            ValueError: they are not finite in the layer's dtype.
-        """
-        assert self.data is not None
-        unbiased = not isinstance(self.module, BatchChannelNorm) and self.count > 1
-        var = self.data.var * (self.count / (self.count - 1) if unbiased else 1)
-        for buffer, new in ((self.module.running_mean, self.data.mean), (self.module.running_var, var)):
-            if not new.to(buffer.dtype).isfinite().all():
-                raise ValueError(
-                    f"the input of {self.name!r} has no finite statistics in its dtype. Nothing was changed"
-                )
-            buffer.copy_(new)
-
-
-@contextmanager
-def _undone_on_error(norms: Sequence[_Norm]) -> Iterator[None]:
-    """Restore all running statistics if the block raises."""
-    buffers = [buffer for norm in norms for buffer in (norm.module.running_mean, norm.module.running_var)]
-    before = [buffer.clone() for buffer in buffers]
-    try:
-        yield
-    except BaseException:
-        for buffer, old in zip(buffers, before, strict=True):
-            buffer.copy_(old)
-        raise
-
-
 def _run(
     model: nn.Module,
     batches: Iterable[Any],
     forward: Forward,
-    norms: Iterable[_Norm],
-    observe: Callable[[int, _Norm, Tensor], None],
+    norms: Iterable[nn.Module],
+    observe: Callable[[int, Any, Tensor], None],
 ) -> int:
     """Run all batches, and call observe(batch number, norm, input) before each of these norms computes."""
     number = -1
 
-    def before(norm: _Norm, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x: Tensor = (args[0] if args else next(iter(kwargs.values()))).detach()
         if x.numel():
             observe(number, norm, x)
 
     with ExitStack() as hooks:
         for norm in norms:
-            hook = norm.module.register_forward_pre_hook(partial(before, norm), with_kwargs=True)
-            hooks.callback(hook.remove)
+            hooks.callback(norm.register_forward_pre_hook(before, with_kwargs=True).remove)
         for number, batch in enumerate(batches):  # noqa: B007 - read by `before`
             with suppress(_Stop):
                 forward(model, batch)
     return number + 1
 
 
-def _set_in_order(norms: Sequence[_Norm], run: Callable[..., int], batches: Iterable[Any]) -> int:
+def _set_in_order(norms: Mapping[Any, str], run: Callable[..., int], batches: Iterable[Any]) -> int:
     """Find the order in which the norms run, then set one after the other. Return the number of batches."""
-    order: dict[_Norm, None] = {}
-    alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+    calls: Counter[tuple[int, Any]] = Counter()
     # With a single batch, each norm can be set on its way.
-    single = alone and isinstance(batches, Sequence) and len(batches) == 1
+    single = _world_size() == 1 and isinstance(batches, Sequence) and len(batches) == 1
 
-    def discover(batch: int, norm: _Norm, x: Tensor) -> None:
-        order.setdefault(norm)
-        norm.note_call(batch)
-        if single and not norm.repeated:
-            norm.add_input(x)
-            norm.write()
-
-    def gather(batch: int, norm: _Norm, x: Tensor) -> None:
-        norm.add_input(x)
-        if not norm.repeated:
-            raise _Stop
+    def discover(batch: int, norm: Any, x: Tensor) -> None:
+        calls[batch, norm] += 1
+        if single and calls[batch, norm] == 1:
+            _write(norm, norms[norm], [_moments(x)])
 
     count = run(norms, discover)
-    found = list(order) if alone else _order_of_ranks(norms, order)
+    reached = list(dict.fromkeys(norm for _, norm in calls))
+    repeated = {norm for (_, norm), times in calls.items() if times > 1}  # a forward calls these several times
+    listed = list(norms)
+    found = [listed[i] for i in dict.fromkeys(_over_ranks([listed.index(norm) for norm in reached]))]
     if not found:
         raise ValueError("the batches reached no norm: give at least one batch with samples. Nothing was changed")
-    unused = [norm.name for norm in norms if norm not in found]
+    unused = [name for norm, name in norms.items() if norm not in found]
     if unused:
         warnings.warn(
             f"{len(unused)} norms had no input in eval mode and keep their statistics: {', '.join(unused[:4])}",
-            stacklevel=4,
+            stacklevel=3,
         )
-    if single and not any(norm.repeated for norm in found):
-        return count
-    for norm in found:
-        norm.count, norm.data = 0, None
-        if norm.calls:
+    for norm in found if repeated or not single else ():
+        parts: list[Counted] = []
+
+        def gather(batch: int, norm: Any, x: Tensor, parts: list[Counted] = parts) -> None:
+            parts.append(_moments(x))
+            if norm not in repeated:
+                raise _Stop
+
+        if norm in reached:
             run([norm], gather)
-        if not alone:
-            _merge_ranks(norm)
-        norm.write()
+        _write(norm, norms[norm], _over_ranks([_merged(parts)] if parts else []))
+    for norm in found:
+        if isinstance(norm, BatchChannelNorm):
+            norm._window.clear()  # it was gathered around the old statistics
+            norm.update_estimates_weight()
     return count
 
 
-def _order_of_ranks(norms: Sequence[_Norm], order: Iterable[_Norm]) -> list[_Norm]:
-    """Return the norms that any rank has reached, in an order that all ranks share."""
-    mine = [norms.index(norm) for norm in order]
+def _moments(x: Tensor) -> Counted:
+    return x.numel() // x.shape[1], pool(moments(x), dim=0)
+
+
+def _merged(parts: Sequence[Counted]) -> Counted:
+    total, data = parts[0]
+    for count, new in parts[1:]:
+        total += count
+        data = merge(data, new, share=count / total)
+    return total, data
+
+
+def _write(norm: Any, name: str, parts: Sequence[Counted]) -> None:
+    """Set the statistics to the merged moments, with the unbiased variance for BatchNorm and the biased one for BCN.
+
+    Raises:
+        ValueError: they are not finite in the layer's dtype.
+    """
+    count, data = _merged(parts)
+    unbiased = not isinstance(norm, BatchChannelNorm) and count > 1
+    var = data.var * (count / (count - 1) if unbiased else 1)
+    for buffer, new in ((norm.running_mean, data.mean), (norm.running_var, var)):
+        if not new.to(buffer.dtype).isfinite().all():
+            raise ValueError(f"the input of {name!r} has no finite statistics in its dtype. Nothing was changed")
+        buffer.copy_(new)
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _over_ranks(mine: list[Any]) -> list[Any]:
+    """Return the entries of all ranks, in the order of ranks. Tensors of several ranks come back on the CPU."""
+    if _world_size() == 1:
+        return mine
     lists: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(lists, mine)
-    return [norms[i] for i in dict.fromkeys(i for indices in lists for i in indices)]
-
-
-def _merge_ranks(norm: _Norm) -> None:
-    """Merge the moments of all ranks, in the order of ranks, so that all ranks write the same statistics."""
-    like = norm.module.running_mean
-    zero = torch.zeros(like.numel(), dtype=wide_dtype(like.device), device=like.device)
-    mean, var = (zero, zero) if norm.data is None else norm.data
-    mine = torch.cat([zero.new_tensor([float(norm.count)]), mean.to(zero), var.to(zero)])
-    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, mine)
-    norm.count, norm.data = 0, None
-    for row in gathered:
-        count, (mean, var) = int(row[0]), row[1:].chunk(2)
-        if count:
-            norm.add(Moments(mean, var), count)
+    dist.all_gather_object(lists, tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, mine))
+    return [entry for entries in lists for entry in entries]

@@ -6,8 +6,7 @@ from torch import nn
 
 from micronorm.convert.plan import Plan
 from micronorm.convert.planner import Filter, Planner
-from micronorm.convert.rules import WRAPPERS
-from micronorm.convert.surgery import refuse_wrappers
+from micronorm.convert.surgery import WRAPPERS, refuse_wrappers
 from micronorm.nn.bcn import BCN
 from micronorm.nn.inputs import check_count, check_flag
 from micronorm.nn.spec import NormSpec, WeightSpec
@@ -67,7 +66,7 @@ def plan(
         1 norms converted, 0 norms left, 1 convolutions converted, 1 convolutions left, 1 norms fused
         paired by fx
     """
-    refuse_wrappers(model, WRAPPERS)
+    refuse_wrappers(model, dict.fromkeys(WRAPPERS, "convert first, then wrap or compile the converted model"))
     check_flag("layer_norm", layer_norm)
     check_flag("fuse", fuse)
     check_flag("zero_init_residual", zero_init_residual)

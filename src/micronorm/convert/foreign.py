@@ -1,8 +1,14 @@
 """Load checkpoints of the paper's authors and of timm into networks of our layers, which then compute the same.
 
 Two things differ. *Names*: the authors' Batch-Channel Normalization is a module with a group affine of 1×G×1 around a
-child, `pbn` or `bn`, that holds the channel affine and the estimates. *Standardized weights*: their rows are scaled so
-that our formula gives the same result; see `standardization`. A model saved afterwards has an ordinary state dict.
+child, `pbn` or `bn`, that holds the channel affine and the estimates. *Standardized weights*: all formulas compute
+Ŵ = (W − μ)/D over the fan-in of each output channel, with different D. Ours is sqrt(var + ε) with the biased variance.
+Because of ε our Ŵ depends on the scale of W. A factor s on a row gives their Ŵ:
+
+    s/sqrt(s²·var + ε) = 1/D   with   s² = ε/(D² − var).
+
+It exists if D² > var; both the unbiased variance and an ε of their own make D² larger. A model saved afterwards has an
+ordinary state dict.
 """
 
 import os
@@ -10,26 +16,68 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from micronorm.convert.checkpoint import read_state, shorten, strip_prefixes
-from micronorm.convert.standardization import (
-    AUTHORS_BCN,
-    AUTHORS_WS,
-    TIMM_BIT,
-    RowScales,
-    Standardization,
-    Standardized,
-    rescale_rows,
-)
 from micronorm.nn.bcn import BatchChannelNorm
-
-__all__ = ["AUTHORS_BCN", "AUTHORS_WS", "TIMM_BIT", "ForeignReport", "RowScales", "Standardization", "load_foreign"]
+from micronorm.nn.inputs import check_eps
+from micronorm.nn.reparameterized import _WS as Standardized
 
 _CHILDREN = ("pbn", "bn")  # the channel half of the authors' module
 _CHANNEL_HALF = ("weight", "bias", "running_mean", "running_var")
 _BOOKKEEPING = ("num_batches_tracked", "estbn_moving_speed")  # no output depends on them
 _AUTHORS_EPS = 1e-5  # of both halves of their Batch-Channel Normalization
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standardization:
+    """The formula by which a network standardizes its weights: Ŵ = (W − μ)/D over the fan-in I of each output channel.
+
+    Args:
+        eps: the constant added for stability.
+        unbiased: whether the variance divides by I − 1 (torch's default) or by I.
+        eps_in_root: D = sqrt(var + eps) or, outside the root, D = sqrt(var) + eps.
+    """
+
+    eps: float
+    unbiased: bool
+    eps_in_root: bool
+
+    def __post_init__(self) -> None:
+        check_eps(self.eps)
+
+    def excess(self, var: Tensor, fan_in: int) -> Tensor:
+        """Return D² − var for the biased variance `var`, as a sum of non-negative terms, so that nothing cancels."""
+        correction = var / (fan_in - 1) if self.unbiased else torch.zeros_like(var)
+        if self.eps_in_root:
+            return correction + self.eps
+        return correction + 2 * self.eps * (var + correction).sqrt() + self.eps**2
+
+
+AUTHORS_WS = Standardization(eps=1e-5, unbiased=True, eps_in_root=False)
+"""joe-siyuan-qiao/WeightStandardization, and the DeepLab of joe-siyuan-qiao/Batch-Channel-Normalization; also mmcv."""
+
+AUTHORS_BCN = Standardization(eps=1e-5, unbiased=True, eps_in_root=True)
+"""The ImageNet networks of joe-siyuan-qiao/Batch-Channel-Normalization."""
+
+TIMM_BIT = Standardization(eps=1e-8, unbiased=False, eps_in_root=True)
+"""timm's BiT ResNetV2 family. timm's bare StdConv2d has eps=1e-6."""
+
+
+@dataclass(frozen=True)
+class RowScales:
+    """The factors on the rows of one weight. Constant rows, which every formula standardizes to zero, are not scaled.
+
+    Attributes:
+        low: the smallest factor.
+        high: the largest factor.
+        eps: the `eps` of the layer with which the factors would have the geometric mean 1.
+    """
+
+    low: float
+    high: float
+    eps: float
 
 
 @dataclass(frozen=True)
@@ -98,56 +146,35 @@ def load_foreign(
         >>> report.renamed["1.weight"], report.renamed["1.pbn.weight"]
         ('1.group_weight', '1.weight')
     """
-    expected = _expected(model)
+    norms = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, BatchChannelNorm)}
+    ours_alone = {_key(name, leaf) for name in norms for leaf in ("blend", "warm_steps")}
+    expected = {key: tensor for key, tensor in model.state_dict().items() if key not in ours_alone}
     file, prefix = strip_prefixes(read_state(source), expected)
     problems: list[str] = []
-    state, renamed, dropped, unmoved = dict(file), {}, [], []
-    for name, norm in _norms(model):
-        names = _norm_names(file, name, norm, problems)
-        for old in names:
-            state.pop(old)
-        for old, new in names.items():
-            if new is None:
-                dropped.append(old)
-                continue
-            state[new] = file[old].flatten() if new.startswith(_key(name, "group_")) else file[old]
-            renamed[old] = new
-        mean, var = (state.get(_key(name, f"running_{half}")) for half in ("mean", "var"))
-        if names and mean is not None and var is not None and bool((mean == 0).all() and (var == 1).all()):
-            unmoved.append(name)
+    names: dict[str, str | None] = {}
+    for name, norm in norms.items():
+        names |= _norm_names(file, name, norm, problems)
+    renamed = {old: new for old, new in names.items() if new is not None}
+    state = {renamed.get(key, key): tensor for key, tensor in file.items() if key not in names or key in renamed}
+    for key in (new for old, new in renamed.items() if file[old].ndim == 3):  # the group affine
+        state[key] = state[key].flatten()
     loaded = tuple(sorted(state.keys() & expected.keys()))
     for key in expected.keys() - state.keys():  # files of torch before 0.4.1 have none; torch too takes them so
         if key.endswith("num_batches_tracked"):
             state[key] = expected[key]
     problems += _mismatches(state, expected)
-    rescaled: dict[str, RowScales] = {}
-    if not problems:
-        rescaled = _rescale(model, state, standardization, problems)
+    rescaled = {} if problems else _rescale(model, state, standardization, problems)
     if problems:
         raise ValueError("nothing was loaded:\n  " + "\n  ".join(problems))
     model.load_state_dict(state)
-    return ForeignReport(loaded, prefix, renamed, tuple(dropped), rescaled, tuple(unmoved))
-
-
-# --- names -----------------------------------------------------------------------------------------------------------
-
-
-def _norms(model: nn.Module) -> list[tuple[str, BatchChannelNorm]]:
-    """Return the layers with their names; a shared layer appears under each of its names, as in a state dict."""
-    return [(name, m) for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, BatchChannelNorm)]
+    moments = {name: [state[_key(name, f"running_{half}")] for half in ("mean", "var")] for name in norms}
+    unmoved = tuple(name for name, (mean, var) in moments.items() if not mean.any() and bool((var == 1).all()))
+    dropped = tuple(old for old in names if old not in renamed)
+    return ForeignReport(loaded, prefix, renamed, dropped, rescaled, unmoved)
 
 
 def _key(name: str, leaf: str) -> str:
     return f"{name}.{leaf}" if name else leaf
-
-
-def _expected(model: nn.Module) -> dict[str, Tensor]:
-    """Return the model's state dict without the keys that only our own files have."""
-    state = model.state_dict()
-    for name, _ in _norms(model):
-        for leaf in ("blend", "warm_steps"):
-            state.pop(_key(name, leaf), None)
-    return state
 
 
 def _norm_names(
@@ -155,33 +182,18 @@ def _norm_names(
 ) -> dict[str, str | None]:
     """Return {the file's key: our key, or None to drop it} for one layer; add errors to `problems`."""
     start = _key(name, "")
-    leaves = [key.removeprefix(start) for key in file if key.startswith(start)]
-    if not leaves:
+    if start + "group_weight" in file:
+        problems.append(f"{start}group_weight: the file is micronorm's own, for model.load_state_dict")
+    child = next((child for child in _CHILDREN if any(key.startswith(f"{start}{child}.") for key in file)), None)
+    if child is None:
         return {}  # the missing keys are reported later
-    where = name or "the model"
-    children = [child for child in _CHILDREN if any(leaf.startswith(child + ".") for leaf in leaves)]
-    if len(children) != 1:
-        hint = "; these are micronorm's own, for model.load_state_dict" if "group_weight" in leaves else ""
-        known = " or ".join(f"'{child}.weight'" for child in _CHILDREN)
-        problems.append(
-            f"{where}: no known naming of Batch-Channel Normalization has {shorten(leaves)}; "
-            f"known is a 1×G×1 'weight' around {known}{hint}"
-        )
-        return {}
     if norm.eps != _AUTHORS_EPS:
+        where = name or "the model"
         problems.append(f"{where}: built with eps={norm.eps}, the authors' is {_AUTHORS_EPS}; build it with that")
-    names: dict[str, str | None] = {}
-    for leaf in ("weight", "bias"):
-        if leaf in leaves:
-            names[start + leaf] = start + "group_" + leaf
-            shape, wanted = tuple(file[start + leaf].shape), (1, norm.num_groups, 1)
-            if shape != wanted:
-                problems.append(f"{start}{leaf}: shape {shape} in the file, {wanted} for {norm.num_groups} groups")
-    half = start + children[0] + "."
-    for leaf in _CHANNEL_HALF:
-        if half + leaf in file:
-            names[half + leaf] = start + leaf
-    return names | {half + leaf: None for leaf in _BOOKKEEPING if half + leaf in file}
+    names: dict[str, str | None] = {start + leaf: f"{start}group_{leaf}" for leaf in ("weight", "bias")}
+    names |= {f"{start}{child}.{leaf}": start + leaf for leaf in _CHANNEL_HALF}
+    names |= {f"{start}{child}.{leaf}": None for leaf in _BOOKKEEPING}
+    return {old: new for old, new in names.items() if old in file}
 
 
 def _mismatches(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
@@ -198,9 +210,6 @@ def _mismatches(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
         elif theirs.is_floating_point() != ours.is_floating_point():
             found.append(f"{key}: {theirs.dtype} in the file, {ours.dtype} in the model")
     return found
-
-
-# --- weights ---------------------------------------------------------------------------------------------------------
 
 
 def _rescale(
@@ -225,3 +234,30 @@ def _rescale(
         else:
             report |= {name: scales} if scales else {}
     return report
+
+
+def rescale_rows(weight: Tensor, layer: Standardized, theirs: Standardization) -> tuple[Tensor, RowScales | None]:
+    """Return the weight with which `layer` computes the Ŵ that `theirs` computes from `weight`, and the factors.
+
+    The factors are None, and the weight is returned unchanged, if the two formulas are the same.
+
+    Raises:
+        ValueError: if no such factors exist.
+    """
+    if not (layer.center and layer.scale):
+        raise ValueError(f"built with center={layer.center}, scale={layer.scale}; {theirs} does both")
+    if theirs == Standardization(eps=layer.eps, unbiased=False, eps_in_root=True):
+        return weight, None
+    rows = layer.rows(weight).double()
+    flat = rows.flatten(1)
+    constant = flat.amax(1) == flat.amin(1)
+    excess = theirs.excess(flat.var(1, correction=0), flat.shape[1])
+    if layer.eps == 0 or bool((excess == 0).any()):
+        raise ValueError(f"built with eps={layer.eps}, no scale of the weight gives {theirs}; build with another eps")
+    scale = torch.where(constant, 1, (layer.eps / excess).sqrt())
+    scaled = layer.from_rows(rows * scale.reshape(-1, *[1] * (rows.ndim - 1)))
+    if not bool(scaled.to(layer.weight.dtype).isfinite().all()):
+        raise ValueError(f"not finite in {layer.weight.dtype} once its rows are scaled")
+    moved = excess[~constant]
+    eps = moved.log().mean().exp().item() if len(moved) else layer.eps
+    return scaled, RowScales(scale.min().item(), scale.max().item(), eps)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from micronorm.convert.carry import build, carries, computed_inside, fit, zero_initialized
 from micronorm.convert.flow import Flow, Node, trace_flow
-from micronorm.convert.flow.kinds import one_element_per_channel, passes_scale
+from micronorm.convert.flow.graph import one_element_per_channel, passes_scale
 from micronorm.convert.flow.trace import by_order
 from micronorm.convert.fusion import Fusions, activation_name, find_fusions
 from micronorm.convert.plan import BATCH_STATISTICS, Decision, Plan

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from micronorm.convert.flow import Flow, Node
-from micronorm.convert.flow.kinds import function_name
+from micronorm.convert.flow.graph import function_name
 from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.nn.weight import PLAIN
 

@@ -43,14 +43,6 @@ _NAMED: dict[str, Family] = {
     "torchvision.models.convnext.LayerNorm2d": "layer",
 }
 _CHANNELS_FIRST = ("LayerNorm2d", "LayerNorm2dFp32", "LayerNormAct2d")
-WRAPPERS = {
-    "DistributedDataParallel": "convert first, then wrap the converted model",
-    "DataParallel": "convert first, then wrap the converted model, and prefer DistributedDataParallel",
-    "FullyShardedDataParallel": "convert first, then shard the converted model",
-    "FSDPModule": "convert first, then call fully_shard on the converted model",
-    "OptimizedModule": "convert first, then compile the converted model",
-    "ScriptModule": "convert first, then script the converted model",
-}
 
 
 @dataclass(frozen=True)

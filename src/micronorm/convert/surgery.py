@@ -15,11 +15,19 @@ from torch import nn
 _HOOKS = tuple(name for name in vars(nn.Module()) if "hook" in name)
 
 
-def refuse_wrappers(model: Any, advice: Mapping[str, str]) -> None:
-    """Raise if `model` is not a module, or is wrapped in DDP, FSDP and the like, which keep their own references.
+WRAPPERS = {
+    "DistributedDataParallel": "pass model.module",
+    "DataParallel": "pass model.module",
+    "FullyShardedDataParallel": "pass the model before it is sharded",
+    "FSDPModule": "pass the model before it is sharded",
+    "OptimizedModule": "pass model._orig_mod, the model before torch.compile",
+    "ScriptModule": "pass the model that it was scripted from",
+}
+"""What to do with a model inside a wrapper, by the class name of the wrapper."""
 
-    `advice` says what to do instead, by the class name of each wrapper.
-    """
+
+def refuse_wrappers(model: Any, advice: Mapping[str, str] = WRAPPERS) -> None:
+    """Raise if `model` is not a module, or is wrapped in DDP, FSDP and the like, which keep their own references."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"a torch.nn.Module is needed, got {type(model).__name__}")
     for name, module in model.named_modules():

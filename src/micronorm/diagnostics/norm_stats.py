@@ -25,15 +25,6 @@ from micronorm.ops.moments import Moments, moments
 
 StatisticsSource = Literal["estimates", "batch"]
 
-_WRAPPERS = {
-    "DistributedDataParallel": "pass model.module",
-    "DataParallel": "pass model.module",
-    "FullyShardedDataParallel": "pass the model before it is sharded",
-    "FSDPModule": "pass the model before it is sharded",
-    "OptimizedModule": "pass the model before torch.compile, model._orig_mod: compiled code may not call hooks",
-    "ScriptModule": "pass the model before it is scripted",
-}
-
 
 @dataclass(frozen=True, eq=False)
 class NormStatistics:
@@ -168,7 +159,7 @@ def measure_norms(
         >>> found.activation, found.stat_diff.shape, found.samples, found.positions
         ('relu', torch.Size([2]), 4, 144)
     """
-    refuse_wrappers(model, _WRAPPERS)
+    refuse_wrappers(model)
     refuse_compiled(model)
     check_batches(batches)
     if statistics not in ("estimates", "batch"):

@@ -91,7 +91,7 @@ def train(
         if run.recomputation is not None:
             run.recomputation.remove()
         run.journal.close()
-        run.step.transaction.close()
+        run.step.transaction.detach()
         RandomState.set(caller_state, run.device)
         run.parallel.close()
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from micronorm.commit.handle import merge_states
 from micronorm.commit.snapshot import RandomState
-from micronorm.commit.transaction import merge_states
 from micronorm.convert.checkpoint import load_state
 from micronorm.engine.checkpoint import digest
 from micronorm.engine.parallel import ShardedRanks

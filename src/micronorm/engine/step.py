@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from micronorm.commit.handle import Handle
 from micronorm.commit.snapshot import Snapshot
-from micronorm.commit.transaction import Transaction
 from micronorm.engine.microbatch import MicroBatch, is_out_of_memory, release_memory
 from micronorm.engine.optimization import build_optimizer
 from micronorm.engine.parallel import NO_REQUESTS, AttemptStatus, OneRank, Requests, ShardedRanks
@@ -96,7 +96,7 @@ class Step:
         self.device = parallel.device
         # A step may take as many forwards as it has samples, and float16 may skip steps until its scale is halved
         # down to nothing. Only more forwards than that are a fault.
-        self.transaction = Transaction(model, optimizer, max_forwards=32 * step_batch + 1024)
+        self.transaction = Handle(model, [optimizer], max_forwards=32 * step_batch + 1024)
         self.savepoint = Snapshot(model)  # allocates now: a step that ran out of memory could not
         # A shard is gathered for its forward only: no whole weight exists between micro-batches.
         self.weights = None if isinstance(parallel, ShardedRanks) else SharedWeights(model)

@@ -32,14 +32,6 @@ _BCN = (BatchChannelNorm, BatchChannelNormAct)
 _RUNNING = (GhostBatchNorm, BatchRenorm)
 _KNOWN = REPARAMETERIZED | {*_BCN, *_RUNNING, GroupNorm, NormAct}
 _FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_WRAPPERS = {
-    "DistributedDataParallel": "fold model.module",
-    "DataParallel": "fold model.module",
-    "FullyShardedDataParallel": "fold the gathered model",
-    "FSDPModule": "fold the gathered model",
-    "OptimizedModule": "fold model._orig_mod, then compile the folded model",
-    "ScriptModule": "fold the model it was scripted from",
-}
 
 
 def fold(model: nn.Module, *, example_inputs: Any = None) -> nn.Module:
@@ -75,7 +67,7 @@ def fold(model: nn.Module, *, example_inputs: Any = None) -> nn.Module:
         >>> [type(layer).__name__ for layer in plain]
         ['Conv2d', 'GroupNorm', 'ReLU']
     """
-    refuse_wrappers(model, _WRAPPERS)
+    refuse_wrappers(model)
     _refuse_unknown(model)
     copied = bare_copy(model).eval()
     restore_forwards(copied)  # forwards that a conversion has fused call our norms

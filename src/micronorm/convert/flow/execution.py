@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from micronorm.convert.flow.graph import Flow, Node
-from micronorm.convert.flow.kinds import FRESH
+from micronorm.convert.flow.graph import FRESH, Flow, Node
 from micronorm.convert.surgery import eval_mode
 from micronorm.ops.private_api import tree_leaves
 

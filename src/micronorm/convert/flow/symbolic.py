@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch.fx
 from torch import nn
 
-from micronorm.convert.flow.graph import Flow, Node
-from micronorm.convert.flow.kinds import FRESH
+from micronorm.convert.flow.graph import FRESH, Flow, Node
 
 _METADATA_CALLS = FRESH | {"size", "dim", "numel", "stride", "is_contiguous"}
 

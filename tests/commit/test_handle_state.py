@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import micronorm as mn
+from micronorm.commit.handle import Handle, merge_states
 from micronorm.commit.snapshot import Snapshot
-from micronorm.commit.transaction import Transaction, merge_states
 from micronorm.engine.checkpoint import digest
 from tests.tolerances import assert_close_to_max
 
@@ -18,7 +18,7 @@ def layers(statistics="step"):
 
 
 def begun(model):
-    return Transaction(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return Handle(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
 
 
 def images(seed=0):
@@ -28,76 +28,75 @@ def images(seed=0):
 def test_a_window_that_was_not_empty_is_put_back_as_often_as_asked():
     model = layers()
     model(images(1))  # of a step that was skipped
-    transaction, snapshot = begun(model), Snapshot(model)
-    before = digest(transaction.state_dict())
+    handle, snapshot = begun(model), Snapshot(model)
+    before = digest(handle.state_dict())
     for seed in (2, 3):
         model(images(seed))
-        assert digest(transaction.state_dict()) != before
+        assert digest(handle.state_dict()) != before
         snapshot.restore()
-        assert digest(transaction.state_dict()) == before
-    assert [window.forwards for window in transaction.windows] == [1, 1]
+        assert digest(handle.state_dict()) == before
+    assert [window.forwards for window in handle.windows] == [1, 1]
 
 
 def test_a_rolled_back_forward_does_not_count_in_the_commit():
     model, clean = layers(), layers()
-    transaction, expected, snapshot = begun(model), begun(clean), Snapshot(model)
+    handle, expected, snapshot = begun(model), begun(clean), Snapshot(model)
     model(images(1))
     snapshot.restore()
-    for net, made in ((model, transaction), (clean, expected)):
+    for net, made in ((model, handle), (clean, expected)):
         net(images(2))
-        assert made.handle is not None
-        made.handle.commit()
+        made.commit()
     assert digest(model.state_dict()) == digest(clean.state_dict())
     assert model[0].running_mean.any()
 
 
 def test_losses_that_were_counted_are_taken_back():
-    transaction = begun(model := layers())
+    handle = begun(model := layers())
     snapshot = Snapshot(model)
     model(images() * float("inf"))
-    assert transaction.windows[0].lost.tolist() == [3, 0]
+    assert handle.windows[0].lost.tolist() == [3, 0]
     snapshot.restore()
-    assert transaction.windows[0].lost.tolist() == [0, 0]
+    assert handle.windows[0].lost.tolist() == [0, 0]
 
 
 def test_passes_that_checkpointing_may_repeat_are_put_back():
     model = layers("sequential")
     model(images(1))
-    transaction, snapshot = begun(model), Snapshot(model)
-    kept = [list(window.scanned) for window in transaction.windows]
+    handle, snapshot = begun(model), Snapshot(model)
+    kept = [list(window.scanned) for window in handle.windows]
     model(images(2))
-    assert len(transaction.windows[0].scanned) == 2
+    assert len(handle.windows[0].scanned) == 2
     snapshot.restore()
-    for window, passes in zip(transaction.windows, kept, strict=True):
+    for window, passes in zip(handle.windows, kept, strict=True):
         assert [id(one) for one in window.scanned] == [id(one) for one in passes]
-    assert [len(window.scanned) for window in transaction.windows] == [1, 1]
+    assert [len(window.scanned) for window in handle.windows] == [1, 1]
 
 
 def test_forwards_in_a_pause_leave_no_trace():
-    transaction = begun(model := layers())
-    before = digest(transaction.state_dict())
-    with transaction.paused():
+    handle = begun(model := layers())
+    before = digest(handle.state_dict())
+    with handle.paused():
         model(images())
-    assert digest(transaction.state_dict()) == before
+    assert digest(handle.state_dict()) == before
 
 
-def test_a_model_without_such_layers_has_a_transaction_too():
+def test_a_model_without_such_layers_may_have_a_handle():
     model = nn.Linear(2, 2)
-    transaction = begun(model)
-    with transaction.paused():
+    handle = begun(model)
+    with handle.paused():
         model(torch.ones(1, 2))
-    transaction.refresh()
-    assert transaction.handle is None
-    assert transaction.state_dict() == {"sums": [], "lost": [], "forwards": []}
+    handle.refresh()
+    handle.detach()
+    assert handle.state_dict() == {"sums": [], "lost": [], "forwards": []}
 
 
 def test_what_was_gathered_goes_through_a_checkpoint():
     model = layers()
-    transaction = begun(model)
+    handle = begun(model)
     model(images())
-    state = copy.deepcopy(transaction.state_dict())
+    state = copy.deepcopy(handle.state_dict())
     model(images(1))
-    assert digest(transaction.state_dict()) != digest(state)  # the state is a copy
+    assert digest(handle.state_dict()) != digest(state)  # the state is a copy
     other = begun(layers())
     other.load_state_dict(state)
     assert digest(other.state_dict()) == digest(state)
@@ -113,20 +112,20 @@ def test_the_windows_of_another_model_are_refused(channels):
 
 def test_a_step_may_take_as_many_forwards_as_it_is_told():
     model = layers()
-    transaction = Transaction(model, torch.optim.SGD(model.parameters(), lr=0.1), max_forwards=2)
+    handle = Handle(model, [torch.optim.SGD(model.parameters(), lr=0.1)], max_forwards=2)
     model(images())
     model(images())
     with pytest.raises(RuntimeError, match="has gathered 2 training forwards without a commit"):
         model(images())
-    assert transaction.windows[0].forwards == 2
+    assert handle.windows[0].forwards == 2
 
 
 def test_windows_of_ranks_that_are_gone_are_taken_over_and_new_ranks_begin_with_none():
     kept = []
     for seed in range(3):
-        transaction = begun(model := layers())
+        handle = begun(model := layers())
         model(images(seed))
-        kept.append(transaction.state_dict())
+        kept.append(handle.state_dict())
     one = begun(whole := layers())
     for seed in range(3):
         whole(images(seed))
@@ -140,17 +139,16 @@ def test_windows_of_ranks_that_are_gone_are_taken_over_and_new_ranks_begin_with_
 
 def test_a_checkpoint_in_mid_window_holds_sums_around_the_estimates_it_was_saved_with():
     model = layers()
-    transaction = begun(model)
+    handle = begun(model)
     model(images(1))
     model.load_state_dict({name: tensor + 2 for name, tensor in model.state_dict().items()})
     model(images(2))
     resumed = layers()
     resumed.load_state_dict(model.state_dict())
     other = begun(resumed)
-    other.load_state_dict(transaction.state_dict())
-    for net, made in ((model, transaction), (resumed, other)):
-        assert made.handle is not None
-        made.handle.commit()
+    other.load_state_dict(handle.state_dict())
+    for net, made in ((model, handle), (resumed, other)):
+        made.commit()
         assert net[0].running_mean.any()
     for name, tensor in model.state_dict().items():
         assert_close_to_max(resumed.state_dict()[name], tensor, tol=1e-14)
