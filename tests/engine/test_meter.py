@@ -5,7 +5,7 @@ import torch
 
 from micronorm.engine import meter as module
 from micronorm.engine.meter import Meter
-from micronorm.engine.parallel import NO_REQUESTS
+from micronorm.engine.parallel import Flags
 from micronorm.engine.step import StepResult
 from tests.engine.tasks import CPU, Toy
 
@@ -13,7 +13,7 @@ NAMES = ["count", "loss", "wrong"]
 
 
 def result(*values, micro_batch=4):
-    return StepResult(NAMES, torch.tensor(values, dtype=torch.float64), micro_batch, NO_REQUESTS)
+    return StepResult(NAMES, torch.tensor(values, dtype=torch.float64), micro_batch, Flags())
 
 
 def test_a_row_has_the_figures_of_its_step_and_an_epoch_those_of_all_its_samples():

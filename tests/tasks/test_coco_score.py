@@ -7,11 +7,11 @@ import sys
 import numpy as np
 import pytest
 import torch
+from micronorm.engine.packing import pack, unpack
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from micronorm.data.detection import load_mask_library
-from micronorm.engine.packing import pack, unpack
 from micronorm.tasks.coco_score import FIGURES, CocoScore
 
 TOLERANCE = 1e-6  # per cent; both libraries compute in float64

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-
 from micronorm.engine.packing import pack, unpack
+
 from micronorm.engine.task import Score
 from micronorm.tasks.scores import ConfusionMatrix, SumScore
 

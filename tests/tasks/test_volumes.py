@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from micronorm.engine.packing import pack, unpack
 from torch import nn
 
 import micronorm as mn
-from micronorm.engine.packing import pack, unpack
 from micronorm.engine.task import Task
 from micronorm.recipes.unet3d import ResidualUNet3d
 from micronorm.tasks import open_task

@@ -182,13 +182,8 @@ def changes(was: Any, now: Any, name: str = "") -> list[str]:
 
 def _shown(value: Any) -> str:
     """Return a value in at most a few hundred characters. What a file holds may be cyclic, deep or a huge integer."""
-    if is_huge(value):
+    if isinstance(value, int) and abs(value) >= 2**63:
         return "an integer of more than 64 bits"
     short = reprlib.Repr()
     short.maxstring = short.maxother = 300
     return value[:300] if isinstance(value, str) else short.repr(value)
-
-
-def is_huge(value: Any) -> bool:
-    """Return whether a value is an integer of more than 64 bits, which neither tensors nor messages can hold."""
-    return isinstance(value, int) and abs(value) >= 2**63
