@@ -174,14 +174,16 @@ class _TrainingRun:
         if state is not None:
             self.done, self.figures = state["step"], state["figures"]
             self.evaluation_due = state.get("evaluation_due", False)
-            self.meter.load_state_dict(state["epoch_sums"])
+            self.meter.epoch_sums = state["epoch_sums"]
             if self.average is not None:
                 self.average.load_state_dict(state["ema"])
-            self._limit_micro_batch(state["micro_batch"])
         elif resume:  # the folder may be mistyped
             self.listener.on_message(f"no checkpoint in {self.journal.folder}: the run starts with its first step")
-        if resume:
-            self._limit_micro_batch(self.journal.remembered_size())
+        if resume and self.execution.micro_batch is None:  # start with a size that fitted into memory before
+            cut = self.step.micro_batch
+            saved = None if state is None else state["micro_batch"]
+            sizes = [size for size in (saved, self.journal.remembered_size()) if size is not None]
+            cut.size = max(cut.unit, min([cut.size, *sizes]))
         nothing_left = self.done >= self.last and not self.evaluation_due
         self.already_complete = resume and nothing_left and self.journal.has_ended()
         if not self.already_complete:
@@ -189,12 +191,6 @@ class _TrainingRun:
             for row in self.journal.steps():
                 if row.get("loss") is not None and row.get("samples") is not None:
                     self.collapse_watch.add(row["loss"], samples=row["samples"])
-
-    def _limit_micro_batch(self, size: int | None) -> None:
-        """Start with the size that fitted into memory before, unless the user has chosen one."""
-        cut = self.step.micro_batch
-        if size is not None and self.execution.micro_batch is None:
-            cut.size = max(cut.unit, min(size, cut.size))
 
     @contextlib.contextmanager
     def _observed(self) -> Iterator[None]:
@@ -276,7 +272,7 @@ class _TrainingRun:
         self.listener.on_epoch(row)
         self.meter.restart()
         if self.done % self.sampler.steps_per_epoch == 0:
-            self.meter.end_epoch()
+            self.meter.epoch_sums = {}
         return is_due
 
     def _evaluate(self) -> dict[str, float]:
@@ -308,7 +304,7 @@ class _TrainingRun:
         weights = self.parallel.local([parameter.detach() for parameter in self.step.parameters])
         if not self.parallel.smallest(int(torch.stack([weight.isfinite().all() for weight in weights]).all())):
             raise Diverged(f"a weight is not finite after step {self.done}{self._last_checkpoint()}")
-        rest: dict[str, Any] = {"epoch_sums": self.meter.state_dict(), "figures": self.figures}
+        rest: dict[str, Any] = {"epoch_sums": self.meter.epoch_sums, "figures": self.figures}
         rest["evaluation_due"] = self.evaluation_due
         if self.average is not None:
             rest["ema"] = self.average.state_dict()

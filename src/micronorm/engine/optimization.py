@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
@@ -42,8 +42,7 @@ class SGD:
     def __call__(self, parameters: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
         """Return a torch.optim.SGD."""
         options.pop("capturable", None)  # it has no step counter that would need to be
-        settings = {"momentum": self.momentum, "weight_decay": self.weight_decay, "nesterov": self.nesterov}
-        return torch.optim.SGD(parameters, **{"lr": self.lr, **settings, **options})
+        return torch.optim.SGD(parameters, **{**asdict(self), **options})
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,7 @@ class AdamW:
 
     def __call__(self, parameters: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
         """Return a torch.optim.AdamW."""
-        settings = {"betas": self.betas, "weight_decay": self.weight_decay, "eps": self.eps}
-        return torch.optim.AdamW(parameters, **{"lr": self.lr, **settings, **options})
+        return torch.optim.AdamW(parameters, **{**asdict(self), **options})
 
 
 @dataclass(frozen=True, kw_only=True)
