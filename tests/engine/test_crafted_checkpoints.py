@@ -64,11 +64,13 @@ def with_field(value: Any, path: tuple, new: Any) -> Any:
 def resume(out: Path, state: dict[str, Any]) -> str | None:
     """What a run says that is resumed from this state; None if it accepts it. Other errors than ValueError pass."""
     path = put(out / journal.CHECKPOINTS, 4, saved(state))
-    before = contents(out)
+    before, model = contents(out), tiny_model(noise=False)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
     try:
-        run(out, model=tiny_model(noise=False), resume=True, steps=5)
+        run(out, model=model, resume=True, steps=5)
     except ValueError as error:
         assert contents(out) == before
+        assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
         return str(error)
     finally:
         for left in (path, *checkpoint.checkpoints(out / journal.CHECKPOINTS)):

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from micronorm.commit.snapshot import Snapshot
 from micronorm.engine import checkpoint
 from micronorm.engine.environment import environment
 from micronorm.engine.parallel import on_rank_0
@@ -194,6 +195,8 @@ class Journal:
     def load_newest(self, facts: Mapping[str, Any]) -> dict[str, Any] | None:
         """Restore the newest checkpoint and return its state, with "step" and `rest`; None without a checkpoint.
 
+        After an error the model is as it was before.
+
         Raises:
             OtherRun: the folder holds a run of other settings, another definition or number of samples than `facts`,
                 or of another model.
@@ -218,13 +221,16 @@ class Journal:
         if path is None:
             return None
         state = checkpoint.load(path)
+        before = Snapshot(self.step.model, parameters=True)
         try:
             check_state(self.step, state, ema=self.settings.ema is not None)
             _check_settings(state["settings"], facts["settings"])
             load_run_state(self.step, state)
         except OtherRun as error:
+            before.restore()
             raise OtherRun(f"{path.name} {error}") from error
         except Exception as error:  # what a file holds may raise errors of many types
+            before.restore()
             why = " ".join(str(error).split())[:300]
             why = why if isinstance(error, ValueError) else f"{type(error).__name__}: {why}"
             raise checkpoint.refusal(path, f"is not a valid checkpoint: {why}") from error
