@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from micronorm.data.files import find_root, search_folders
-from micronorm.data.memory import Labelled, MemorySamples, PadCropFlip
+from micronorm.data.memory import Labelled, MemorySamples, PadCropFlip, keep_in_memory
 from micronorm.data.pixels import Standardization
 from micronorm.data.samples import Split
 
@@ -166,18 +166,13 @@ def open_cifar(
     folder: Path | str | None,
     *,
     classes: Literal[10, 100],
-    augmentation: PadCropFlip = USUAL,
     device: torch.device | str = "cpu",
     verify: bool = True,
     download: bool = False,
 ) -> Split[MemorySamples]:
-    """Keep the images of `read_cifar` on a device; `augmentation` applies to the training part."""
-    train, test = read_cifar(folder, classes=classes, verify=verify, download=download)
-    scale = STANDARDIZATION[classes]
-    return Split(
-        MemorySamples(*train, standardization=scale, augmentation=augmentation, device=device),
-        MemorySamples(*test, standardization=scale, device=device),
-    )
+    """Keep the images of `read_cifar` on a device; training images get the usual augmentation."""
+    parts = read_cifar(folder, classes=classes, verify=verify, download=download)
+    return keep_in_memory(parts, STANDARDIZATION[classes], USUAL, device=device)
 
 
 def _read(path: Path, digest: str | None, kind: str, classes: int) -> Labelled:
