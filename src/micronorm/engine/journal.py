@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 from micronorm.commit.snapshot import Snapshot
 from micronorm.engine import checkpoint
 from micronorm.engine.environment import environment
-from micronorm.engine.parallel import on_rank_0
+from micronorm.engine.parallel import ShardedRanks, on_rank_0
 from micronorm.engine.settings import Outcome, Settings, changes, describe
 from micronorm.engine.state import OtherRun, check_state, load_run_state, run_state
 from micronorm.engine.step import Step
@@ -195,7 +195,7 @@ class Journal:
     def load_newest(self, facts: Mapping[str, Any]) -> dict[str, Any] | None:
         """Restore the newest checkpoint and return its state, with "step" and `rest`; None without a checkpoint.
 
-        After an error the model is as it was before.
+        After an error a model that is not sharded is as it was before.
 
         Raises:
             OtherRun: the folder holds a run of other settings, another definition or number of samples than `facts`,
@@ -221,7 +221,8 @@ class Journal:
         if path is None:
             return None
         state = checkpoint.load(path)
-        before = Snapshot(self.step.model, parameters=True)
+        # torch cannot copy shards and whole buffers together.
+        before = Snapshot(self.step.model, parameters=not isinstance(self.parallel, ShardedRanks))
         try:
             check_state(self.step, state, ema=self.settings.ema is not None)
             _check_settings(state["settings"], facts["settings"])
