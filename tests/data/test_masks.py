@@ -23,7 +23,7 @@ def files(tmp_path):
 
 
 def _samples(files, *, workers=0, crop=None):
-    return FileSamples(MaskDecoder(files, classes=3, void=VOID, crop=crop), workers=workers)
+    return FileSamples(MaskDecoder(files, void=VOID, crop=crop), workers=workers)
 
 
 def _load(samples, indices, *, epoch=0, seed=3):
@@ -154,12 +154,6 @@ def test_a_list_that_is_no_text_is_named(tmp_path):
     (tmp_path / "ImageSets/Segmentation/val.txt").write_bytes(b"\xe9")
     with pytest.raises(ValueError, match=r"val\.txt must be text in UTF-8"):
         open_voc(tmp_path)
-
-
-def test_a_label_beyond_the_classes_is_named(files):
-    write_masked(*files[0], SIZES[0], labels=7)
-    with pytest.raises(ValueError, match=r"m0\.png has the label 7; labels must be below 3"):
-        _load(_samples(files), [0])
 
 
 def test_a_coloured_mask_is_refused(files):

@@ -21,9 +21,9 @@ from micronorm.engine.checkpoint import digest
 from micronorm.engine.evaluate import evaluate
 from micronorm.engine.listener import Listener
 from micronorm.engine.loop import _TrainingRun, train
-from micronorm.engine.parallel import OneRank, ReplicatedRanks, Requests, open_ranks
+from micronorm.engine.parallel import Flags, OneRank, ReplicatedRanks, open_ranks
 from micronorm.engine.settings import Execution
-from micronorm.engine.state import load_rest_of_state, load_whole_state, rest_of_state, whole_state
+from micronorm.engine.state import load_run_state, run_state
 from micronorm.engine.step import Step
 from micronorm.nn.batch_renorm import RenormSchedule
 from tests.engine.tasks import (
@@ -91,10 +91,10 @@ def memory(rank: int, world: int, failures: int) -> dict[str, Any]:
     for k, at in enumerate(random_places(phases, failures, seed=world)):
         step = fresh_step(4, ReplicatedRanks(CPU))
         with Failures(step, *([at] if k % world == rank else [])):
-            result = step(shared_out(step), Requests(save=rank == world - 1))
+            result = step(shared_out(step), Flags(save=rank == world - 1))
         found["failed"].append([digest(step.model.state_dict()), result.micro_batch, len(result.messages)])
         found["phases"].append(phases[at])
-        assert result.requests == Requests(save=True)
+        assert result.requests == Flags(save=True)
     return found
 
 
@@ -195,10 +195,9 @@ def _resumed(norm: Any, dtype: torch.dtype) -> list[str]:
     task.overflow = dtype == torch.float16
     ran(shared_out(ran))
     task.overflow = False
-    kept = ran.parallel.broadcast(copy.deepcopy(whole_state(ran) | rest_of_state(ran, done=1, seed=0)))
+    kept = ran.parallel.broadcast(copy.deepcopy(run_state(ran, done=1, seed=0)))
     again = fresh()
-    load_whole_state(again, kept)
-    load_rest_of_state(again, kept)
+    load_run_state(again, kept)
     digests = []
     for step in (ran, again):
         step(shared_out(step, 7))

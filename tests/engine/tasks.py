@@ -14,12 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import micronorm as mn
 from micronorm.engine.checkpoint import digest
 from micronorm.engine.dropout import key_dropout
-from micronorm.engine.microbatch import MicroBatch
 from micronorm.engine.optimization import SGD
 from micronorm.engine.parallel import OneRank
 from micronorm.engine.schedules import Constant
-from micronorm.engine.settings import Settings
-from micronorm.engine.state import rest_of_state, whole_state
+from micronorm.engine.settings import Execution, Settings
+from micronorm.engine.state import run_state
 from micronorm.engine.step import Step, StepInputs
 from micronorm.ops.keyed import sample_keys, uniforms
 from micronorm.tasks.scores import SumScore
@@ -132,12 +131,9 @@ def make_step(
 ) -> Step:
     """A step over a model in training mode, with an optimizer that has momentum and decay."""
     key_dropout(model)
-    parallel = parallel or OneRank(CPU)
-    dtype = options.get("dtype", torch.float64)
-    model = parallel.prepare(model.to(torch.float64 if dtype == torch.float64 else torch.float32).train())
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-2)
-    options = {"dtype": dtype, "micro_batch": MicroBatch(size), "step_batch": 32, **options}
-    return Step(model, task, optimizer, parallel=parallel, **options)
+    execution = Execution(micro_batch=size, channels_last=options.pop("channels_last", False))
+    chosen = settings(**{"step_batch": 32, "optimizer": SGD(lr, weight_decay=1e-2), **options})
+    return Step(model, task, chosen, execution, parallel or OneRank(CPU))
 
 
 def settings(**changes: Any) -> Settings:
@@ -148,7 +144,7 @@ def settings(**changes: Any) -> Settings:
 
 def state_digest(step: Step) -> str:
     """Over every bit a run keeps: model, optimizer, scale, windows, random states."""
-    return digest(whole_state(step) | rest_of_state(step, done=0, seed=0))
+    return digest(run_state(step, done=0, seed=0))
 
 
 class FailAt(TorchDispatchMode):

@@ -10,7 +10,6 @@ import torch
 import micronorm as mn
 from micronorm.engine.graph import GraphedStep
 from micronorm.engine.loop import train
-from micronorm.engine.microbatch import MicroBatch
 from micronorm.engine.optimization import SGD, AdamW
 from micronorm.engine.parallel import OneRank
 from micronorm.engine.schedules import Constant
@@ -88,7 +87,7 @@ def test_a_captured_step_may_be_cut(task, micro_batch):
 def test_capturing_leaves_no_trace(task):
     model = network().to(CUDA, torch.float64)
     before = copy.deepcopy(model.state_dict())
-    graphed = GraphedStep(make_step(model, task, lr=torch.tensor(0.1, device=CUDA), fused=True), 64)
+    graphed = GraphedStep(make_step(model, task, cuda_graph=True), 64)
     graphed._capture(step_inputs(task))
     assert_same_state(model.state_dict(), before, tol=0.0)
     assert all(float(w.sums.abs().sum()) == 0 and w.forwards == 0 for w in graphed.step.transaction.windows)
@@ -110,12 +109,9 @@ def test_a_captured_run_resumes(task, tmp_path):
     assert_same_state(second.state_dict(), whole, tol=tolerance("fifty_steps", torch.float64))
 
 
-def make_step(model: torch.nn.Module, task: Any, *, micro_batch: int = 64, **options: Any) -> Step:
-    ranks = OneRank(CUDA)
-    ranks.prepare(model)
-    optimizer = torch.optim.SGD(model.parameters(), **{"lr": 0.02, "momentum": 0.9, **options})
-    dtype = next(model.parameters()).dtype
-    return Step(model, task, optimizer, parallel=ranks, micro_batch=MicroBatch(micro_batch), dtype=dtype, step_batch=64)
+def make_step(model: torch.nn.Module, task: Any, **options: Any) -> Step:
+    chosen = settings(dtype=next(model.parameters()).dtype)
+    return Step(model, task, chosen, Execution(**{"micro_batch": 64, **options}), OneRank(CUDA))
 
 
 def step_inputs(task: Any, first: int = 0) -> StepInputs:
@@ -194,7 +190,7 @@ def test_the_first_guess_fits_and_leaves_no_trace(task):
     model = network().to(CUDA, torch.float64)
     step = make_step(model, task)
     before = copy.deepcopy(model.state_dict())
-    fits = largest_fitting(step, step_inputs(task), (1, 4))
+    fits = largest_fitting(step, step_inputs(task), 1, 4)
     assert fits > 64  # a network this small fits a hundred times into any GPU
     assert_same_state(model.state_dict(), before, tol=0.0)
     assert step.micro_batch.size == 64

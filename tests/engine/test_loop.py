@@ -47,7 +47,20 @@ def sampler_of(samples, *, rank=0, world=1, **changes):
     """The sampler of one of several ranks; nothing here speaks to the others."""
     parallel = OneRank(CPU)
     parallel.rank, parallel.world = rank, world
-    return Sampler(settings(**changes), parallel, samples)
+    return Sampler(ReadAhead(samples), settings(**changes), parallel)
+
+
+class ReadAhead:
+    """Samples that are their own indices, of which all shares are read ahead."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __len__(self):
+        return self.samples
+
+    def load(self, shares, *, seed):
+        yield from [(indices,) for _, indices in shares]
 
 
 @profile(max_examples=25)
@@ -58,18 +71,17 @@ def test_every_epoch_takes_every_sample_once_over_all_ranks(samples, step_batch,
     taken = {0: [], 1: []}
     for rank in range(world):
         sampler = sampler_of(samples, rank=rank, world=world, step_batch=step_batch, unit=unit, epochs=2)
-        for epoch, indices in list(sampler.shares(done, 2 * -(-samples // step_batch))):  # all are read ahead
-            loaded = sampler.next_loaded()
-            assert torch.equal(indices, loaded.indices)
-            assert len(indices) == max(loaded.own_samples, 1)
-            taken[epoch] += indices[: loaded.own_samples].tolist()
+        for epoch, inputs in sampler.load(done, 2 * -(-samples // step_batch)):
+            (indices,) = inputs.batch
+            assert len(indices) == len(inputs.keys) == max(inputs.own_samples, 1)
+            taken[epoch] += indices[: inputs.own_samples].tolist()
     assert sorted(taken[1]) == list(range(samples))
     assert len(taken[0]) == len(set(taken[0])) == max(samples - done * step_batch, 0)
 
 
 def test_epochs_come_in_different_orders_and_seeds_too():
     def orders(**changes):
-        return [indices.tolist() for _, indices in sampler_of(20, step_batch=20, **changes).shares(0, 2)]
+        return [inputs.batch[0].tolist() for _, inputs in sampler_of(20, step_batch=20, **changes).load(0, 2)]
 
     first, second = orders()
     assert first != second != orders(seed=1)[1]

@@ -10,7 +10,6 @@ from torch import nn
 
 from micronorm.engine.dropout import describe_randomness
 from micronorm.engine.microbatch import MicroBatch, is_out_of_memory
-from micronorm.engine.trial import MemoryProbe
 
 
 @given(st.integers(1, 300), st.integers(1, 20), st.integers(1, 40), st.none() | st.integers(1, 300))
@@ -63,16 +62,6 @@ def test_an_allocation_that_the_cpu_refuses_is_a_lack_of_memory():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60)
     assert is_out_of_memory(caught.value)
-
-
-def test_what_fits_lies_on_the_line_through_two_readings(monkeypatch):
-    probe = MemoryProbe(torch.device("cuda"))
-    probe.readings = [(1, 1_000), (4, 1_600)]  # 200 each on top of 800
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10_000, 20_000))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2_000)
-    assert probe.fitting() == (0.85 * 12_000 - 800) // 200
-    probe.readings = [(1, 11_000), (4, 14_000)]  # too much already: begin with the least, the step will tell
-    assert probe.fitting() == 1
 
 
 def test_randomness_without_keys_is_named():

@@ -8,7 +8,7 @@ import torch
 import micronorm as mn
 from micronorm import records
 from micronorm.engine import journal
-from micronorm.engine.parallel import NO_REQUESTS
+from micronorm.engine.parallel import Flags
 from micronorm.engine.settings import Execution
 from micronorm.engine.step import StepInputs
 from tests.diagnostics.observed import assert_same_figures
@@ -77,7 +77,7 @@ def seen_step(size: int, *fail_at: int, idle: bool = False) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     with mn.observe(step.model, sink=rows.append) as step.observation, Failures(step, *fail_at):
         if idle:
-            step._attempt(step_inputs(task, torch.arange(8)), NO_REQUESTS)  # forgotten when the step begins
+            step._attempt(step_inputs(task, torch.arange(8)), Flags())  # forgotten when the step begins
             step.roll_back()
             accumulate = step.accumulate
 

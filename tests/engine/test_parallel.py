@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import micronorm as mn
 from micronorm.engine.evaluate import evaluate
-from micronorm.engine.parallel import AttemptStatus, OneRank, Requests, ShardedRanks, open_ranks, own_device
+from micronorm.engine.parallel import Flags, OneRank, ShardedRanks, open_ranks, own_device
 from tests.engine import ranks
 from tests.engine.tasks import CPU, Toy, make_step
 from tests.laws.ranks import launch
@@ -52,7 +52,7 @@ def test_one_process_is_alone_and_answers_for_itself(monkeypatch):
     monkeypatch.delitem(os.environ, "RANK", raising=False)
     parallel = open_ranks(CPU, "ddp")
     assert type(parallel) is OneRank
-    verdict = AttemptStatus(True, False, Requests(save=True))
+    verdict = Flags(out_of_memory=True, save=True)
     assert parallel.agree(verdict) == verdict
     assert (parallel.smallest(3), parallel.broadcast("a"), parallel.gather("a")) == (3, "a", ["a"])
 

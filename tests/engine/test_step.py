@@ -24,9 +24,10 @@ TASK = Toy()
 ALL = step_inputs(TASK, torch.arange(24))
 
 
-def stepped(model, size, task=TASK, chosen=ALL, **options):
+def stepped(model, size, task=TASK, chosen=ALL, *, cut=None, **options):
     """A copy of the model after one step, and what the step came to."""
     step = make_step(copy.deepcopy(model), task, size, **options)
+    step.micro_batch = cut or step.micro_batch
     result = step(chosen)
     return step.model.state_dict(), dict(zip(result.names, result.sums.tolist(), strict=True))
 
@@ -75,7 +76,7 @@ class Uneven(MicroBatch):
 def test_a_step_does_not_depend_on_how_unevenly_it_is_cut(sizes):
     torch.manual_seed(0)
     model = Dropping()
-    state, _ = stepped(model, 24, micro_batch=Uneven(sizes))
+    state, _ = stepped(model, 24, cut=Uneven(sizes))
     assert_same_state(state, stepped(model, 24)[0], tol=ONE_STEP)
 
 
@@ -119,7 +120,7 @@ def test_statistics_over_a_unit_of_samples_are_those_of_a_loop_over_units(norm):
     torch.manual_seed(0)
     model = SmallResNet(norm)
     largest = 8 if norm.micro_batch is None else None
-    state, _ = stepped(model, 24, micro_batch=MicroBatch(24, unit=8, largest=largest))
+    state, _ = stepped(model, 24, unit=8, largest=largest)
     reference = SmallResNet(mn.BN())
     reference.load_state_dict(model.state_dict())
     reference = reference.double().train()

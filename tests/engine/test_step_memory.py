@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 import micronorm as mn
-from micronorm.engine.microbatch import MicroBatch
 from micronorm.engine.step import Step, StepInputs
 from micronorm.engine.trial import largest_fitting
 from tests.engine.tasks import (
@@ -126,7 +125,7 @@ def test_memory_that_cannot_hold_one_sample_ends_the_run_as_it_was_before_the_st
 
 
 def test_statistics_that_stay_together_are_never_cut():
-    step = make_step(SmallResNet(mn.BN()), task := Toy(), 1, micro_batch=MicroBatch(24, unit=4))
+    step = make_step(SmallResNet(mn.BN()), task := Toy(), 24, unit=4)
     with Failures(step, 50, 50, 50), pytest.raises(MemoryError, match=r"with 4 samples .* statistics are over 4"):
         step(step_inputs(task, torch.arange(24)))
     assert step.micro_batch.size == 4
@@ -157,35 +156,42 @@ def test_an_error_that_is_no_lack_of_memory_is_raised_and_leaves_no_trace():
     assert step.micro_batch.size == 2
 
 
-class Probe:
-    """Has room for 100 samples, and says what it was asked."""
+def gpu_with(monkeypatch: pytest.MonkeyPatch, *, peaks: list[int]) -> None:
+    """Stand in for a GPU with 12,000 free bytes, on which trial runs need these."""
+    answers = {"mem_get_info": (10_000, 20_000), "memory_reserved": 2_000}
+    for name, value in {**answers, "synchronize": None, "reset_peak_memory_stats": None}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peaks.pop(0))
 
-    def __init__(self) -> None:
-        self.tried: list[int] = []
 
-    def begin(self) -> None: ...
-
-    def end(self, samples: int) -> None:
-        self.tried.append(samples)
-
-    def fitting(self) -> int:
-        return 100
+@pytest.mark.parametrize(
+    "peaks, fits",
+    [
+        ([1_000, 1_600], (0.85 * 12_000 - 800) // 200),  # 200 each on top of 800
+        ([11_000, 14_000], 1),  # too much already: begin with the least, the step will tell
+    ],
+)
+def test_what_fits_lies_on_the_line_through_two_readings(monkeypatch, peaks, fits):
+    gpu_with(monkeypatch, peaks=peaks)
+    step = make_step(SmallResNet(), task := Toy(), 8)
+    assert largest_fitting(step, step_inputs(task, torch.arange(8)), 1, 4) == fits
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
-def test_looking_for_what_fits_leaves_no_trace(recompute):
-    step, probe = zoo_step(task := Toy(train=8), 8), Probe()
+def test_looking_for_what_fits_leaves_no_trace(recompute, monkeypatch):
+    gpu_with(monkeypatch, peaks=[1_000, 1_600])
+    step = zoo_step(task := Toy(train=8), 8)
     if recompute:
         mn.recompute(step.model)
     chosen = step_inputs(task, torch.arange(8))
     before = state_digest(step)
-    assert largest_fitting(step, chosen, (1, 4), measure=lambda: probe) == 100
-    assert probe.tried == [1, 4]
-    with Failures(step, 300, 300):
-        assert largest_fitting(step, chosen, (1, 4), measure=Probe) == 1  # even one did not fit
+    assert largest_fitting(step, chosen, 1, 4) == (0.85 * 12_000 - 800) // 200
+    with Failures(step, 300):
+        assert largest_fitting(step, chosen, 1, 4) == 1  # even one did not fit
+    gpu_with(monkeypatch, peaks=[1_000])
     with Failures(step, 10**9, 300):
-        assert largest_fitting(step, chosen, (2, 4), measure=Probe) == 2
+        assert largest_fitting(step, chosen, 2, 4) == 2
     assert state_digest(step) == before
     assert step.micro_batch.size == 8
 

@@ -28,9 +28,8 @@ def rows_of(run: Run, name: str) -> list[dict]:
     return {records.STEPS: record.steps, records.EPOCHS: record.epochs}.get(name, record.diagnostics)
 
 
-@pytest.mark.parametrize("rewound", [False, True])
 @pytest.mark.parametrize("name", [records.STEPS, records.EPOCHS, records.DIAGNOSTICS])
-def test_a_kill_at_any_byte_of_the_last_two_lines_loses_at_most_the_line_it_tore(run, name, rewound):
+def test_a_kill_at_any_byte_of_the_last_two_lines_loses_at_most_the_line_it_tore(run, name):
     rows = [step_row(step) for step in range(1, 6)]
     append(run, name, rows)
     file = run.path / name
@@ -42,9 +41,8 @@ def test_a_kill_at_any_byte_of_the_last_two_lines_loses_at_most_the_line_it_tore
         assert rows_of(run, name) == complete
         # What is appended after the kill must not be glued to the torn line.
         resumed = Run.open(run.path)
-        if rewound:
-            resumed.rewind(5)
-            assert file.read_bytes() == whole[: whole.rfind(b"\n", 0, size) + 1]
+        resumed.rewind(5)
+        assert file.read_bytes() == whole[: whole.rfind(b"\n", 0, size) + 1]
         append(resumed, name, [step_row(9)])
         assert rows_of(run, name) == [*complete, step_row(9)]
 
@@ -95,12 +93,6 @@ def test_a_full_disk_leaves_no_half_line(run, monkeypatch):
     assert read(run.path).steps == [step_row(1), step_row(2)]
 
 
-@pytest.mark.parametrize("step", [None, "1", 1.0, True, -1])
-def test_a_row_without_a_proper_step_is_refused(run, step):
-    with pytest.raises(ValueError, match="needs its step"):
-        run.append_epoch({"step": step})
-
-
 @pytest.mark.parametrize(
     "line, complaint",
     [
@@ -112,6 +104,8 @@ def test_a_row_without_a_proper_step_is_refused(run, step):
         (b"\xff", "not JSON"),
         (b'{"loss": 1}', "step None after step 1"),
         (b'{"step": 1}', "step 1 after step 1"),
+        (b'{"step": true}', "step True after step 1"),
+        (b'{"step": 2.0}', "step 2.0 after step 1"),
         (b'{"step": ' + b"9" * 400 + b"}", "an integer of 400 digits"),
         (b"[" * 100_000, "nested too deeply"),
         (b'{"step": 2, "epoch": 1.5}', "epoch must be an int from 0 on, got float 1.5"),

@@ -28,14 +28,6 @@ def test_rewinding_to_the_start_leaves_no_rows_and_a_run_without_rows_is_rewound
     assert read(run.path).steps == []
 
 
-def test_a_resumed_run_that_repeats_steps_without_rewinding_is_refused(run):
-    run.append_steps([step_row(1), step_row(2)])
-    for writer in (run, Run.open(run.path)):
-        with pytest.raises(ValueError, match=r"step 2 follows step 2 .* rewind first"):
-            writer.append_steps([step_row(2)])
-    assert len(read(run.path).steps) == 2
-
-
 def test_a_run_is_not_overwritten(run):
     run.append_steps([step_row(1)])
     run.finish({"steps": 1})

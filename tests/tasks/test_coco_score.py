@@ -11,8 +11,8 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from micronorm.data.detection import load_mask_library
-from micronorm.engine.packing import pack, unpack
 from micronorm.tasks.coco_score import FIGURES, CocoScore
+from tests.tasks.exchange import sent
 
 TOLERANCE = 1e-6  # per cent; both libraries compute in float64
 SIZE = 200
@@ -137,7 +137,7 @@ def test_merged_scores_have_the_figures_of_one(truth):
     total = CocoScore(truth, masks=True)
     for images in ([5, 1, 9], [], [0, 2, 3, 4, 6], [7, 8, 10, 11]):  # another order, as ranks and batches give
         part = CocoScore(truth, masks=True)
-        part.load_state_dict(unpack(pack(_score(truth, detections, images).state_dict())))
+        part.load_state_dict(sent(_score(truth, detections, images).state_dict()))
         total.merge(part)
     assert total.figures() == whole.figures()
     with pytest.raises(ValueError, match="image 2 was scored before"):

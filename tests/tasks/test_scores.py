@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from micronorm.engine.packing import pack, unpack
 from micronorm.engine.task import Score
 from micronorm.tasks.scores import ConfusionMatrix, SumScore
+from tests.tasks.exchange import sent
 
 
 def sums(values) -> SumScore:
@@ -20,8 +20,8 @@ def matrix(truth, prediction) -> ConfusionMatrix:
     return score
 
 
-def sent(score: Score, empty: Score) -> Score:
-    empty.load_state_dict(unpack(pack(score.state_dict())))
+def received(score: Score, empty: Score) -> Score:
+    empty.load_state_dict(sent(score.state_dict()))
     return empty
 
 
@@ -29,7 +29,7 @@ def test_sums_of_parts_add_up():
     values = torch.randn(10)
     total = SumScore(sums(values).to_figures)
     for part in values.split(3):
-        total.merge(sent(sums(part), SumScore(total.to_figures)))
+        total.merge(received(sums(part), SumScore(total.to_figures)))
     assert total.figures()["mean"] == pytest.approx(values.double().mean().item(), rel=1e-6)
 
 
@@ -38,7 +38,7 @@ def test_confusion_matrices_of_parts_add_up_and_void_pixels_do_not_count():
     truth[:, 0] = 255
     total = ConfusionMatrix(4)
     for part in (slice(2), slice(2, 6)):
-        total.merge(sent(matrix(truth[part], prediction[part]), ConfusionMatrix(4)))
+        total.merge(received(matrix(truth[part], prediction[part]), ConfusionMatrix(4)))
     assert torch.equal(total.counts, matrix(truth, prediction).counts)
     assert total.counts.sum() == 6 * 20
     overlaps = []

@@ -6,12 +6,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import micronorm as mn
-from micronorm.engine.packing import pack, unpack
 from micronorm.engine.task import Task
 from micronorm.recipes.networks import ResidualUNet3d
 from micronorm.tasks import open_task
 from micronorm.tasks.volumes import Volumes, dice_and_entropy, sliding_window
 from tests.data.miniature import write_decathlon
+from tests.tasks.exchange import sent
 from tests.tolerances import assert_close_to_max, tolerance
 
 PATCH = (8, 16, 8)
@@ -105,7 +105,7 @@ def test_the_score_is_the_mean_dice_over_volumes_of_each_class_that_occurs():
     for batch in batches:
         score = problem.score(model, batch)
         part = problem.new_score()
-        part.load_state_dict(unpack(pack(score.state_dict())))
+        part.load_state_dict(sent(score.state_dict()))
         total.merge(part)
     assert total.figures() == pytest.approx({"dice": 35.0, "dice_anterior": 70.0, "dice_posterior": 0.0})
     with pytest.raises(ValueError, match="no class occurs in the test volumes"):

@@ -3,17 +3,20 @@
 Learning Multiple Layers of Features from Tiny Images, A. Krizhevsky, 2009. https://www.cs.toronto.edu/~kriz/cifar.html
 """
 
+import _codecs
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import io
+import pickle
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from micronorm.data.files import search_folders
-from micronorm.data.memory import Labelled, MemorySamples, PadCropFlip
-from micronorm.data.pickles import read_pickle
+from micronorm.data.files import find_root, search_folders
+from micronorm.data.memory import Labelled, MemorySamples, PadCropFlip, keep_in_memory
 from micronorm.data.pixels import Standardization
 from micronorm.data.samples import Split
 
@@ -85,19 +88,36 @@ _RELEASES: Mapping[int, tuple[_Release, ...]] = {
 }
 
 
-def find_cifar(folder: Path | str | None, *, classes: Literal[10, 100]) -> Path | None:
-    """Return the folder of a complete release in or below `folder`. Return None if no folder has one.
+def find_cifar(folder: Path | str | None, *, classes: Literal[10, 100]) -> Path:
+    """Return the folder of a complete release in or below `folder`.
 
     If `folder` is None, search ./data and ~/data. The release may be in `folder` itself, in its child cifar10,
     CIFAR10, cifar-10 or CIFAR-10 (for 100 the same), or in a folder with the release's own name in one of these. The
     binary release is preferred to the Python one.
 
-    Example:
-        >>> find_cifar("no/such/folder", classes=10) is None
-        True
+    Raises:
+        FileNotFoundError: there is none; lists the searched places and how to get one.
     """
-    found = _find(search_folders(folder), classes)
-    return None if found is None else found[0]
+    return _find(folder, classes)[0]
+
+
+def _find(folder: Path | str | None, classes: int) -> tuple[Path, _Release]:
+    def release_in(place: Path) -> tuple[Path, _Release] | None:
+        for release in _RELEASES[classes]:
+            for root in (place / release.folder, place):
+                if all((root / name).is_file() for name in (*release.train, *release.test)):
+                    return root, release
+        return None
+
+    releases = " or ".join(release.folder for release in _RELEASES[classes])
+    layout = (
+        f"{releases}, with all its files. Unpack an archive from {PAGE} there, or let torchvision fetch it: "
+        "`micronorm train … --download`, or download=True in Python"
+    )
+    names = (f"cifar{classes}", f"CIFAR{classes}", f"cifar-{classes}", f"CIFAR-{classes}")
+    found = release_in(find_root(folder, names, release_in, title=f"CIFAR-{classes}", layout=layout))
+    assert found is not None
+    return found
 
 
 def read_cifar(
@@ -125,14 +145,14 @@ def read_cifar(
             ...
         FileNotFoundError: CIFAR-100 was looked for in ...
     """
-    folders = search_folders(folder)
-    found = _find(folders, classes)
-    if found is None and download:
-        _download(folders[0], classes)
-        found = _find(folders[:1], classes)
-    if found is None:
-        raise FileNotFoundError(_explain_missing(folders, classes))
-    place, release = found
+    try:
+        place, release = _find(folder, classes)
+    except FileNotFoundError:
+        if not download:
+            raise
+        first = search_folders(folder)[0]
+        _download(first, classes)
+        place, release = _find(first, classes)
     parts = []
     for files in (release.train, release.test):
         read = [
@@ -146,55 +166,13 @@ def open_cifar(
     folder: Path | str | None,
     *,
     classes: Literal[10, 100],
-    augmentation: PadCropFlip = USUAL,
     device: torch.device | str = "cpu",
     verify: bool = True,
     download: bool = False,
 ) -> Split[MemorySamples]:
-    """Keep the images of `read_cifar` on a device; `augmentation` applies to the training part."""
-    train, test = read_cifar(folder, classes=classes, verify=verify, download=download)
-    scale = STANDARDIZATION[classes]
-    return Split(
-        MemorySamples(*train, standardization=scale, augmentation=augmentation, device=device),
-        MemorySamples(*test, standardization=scale, device=device),
-    )
-
-
-def _names(classes: int) -> tuple[str, ...]:
-    return f"cifar{classes}", f"CIFAR{classes}", f"cifar-{classes}", f"CIFAR-{classes}"
-
-
-def _places(folders: Sequence[Path], classes: int) -> Iterator[tuple[Path, _Release]]:
-    if classes not in _RELEASES:
-        raise ValueError(f"CIFAR has 10 or 100 classes, got classes={classes}")
-    for folder in folders:
-        for release in _RELEASES[classes]:
-            for parent in (folder, *(folder / name for name in _names(classes))):
-                yield parent / release.folder, release
-                yield parent, release
-
-
-def _missing_files(place: Path, release: _Release) -> list[str]:
-    return [name for name in (*release.train, *release.test) if not (place / name).is_file()]
-
-
-def _find(folders: Sequence[Path], classes: int) -> tuple[Path, _Release] | None:
-    return next((found for found in _places(folders, classes) if not _missing_files(*found)), None)
-
-
-def _explain_missing(folders: Sequence[Path], classes: int) -> str:
-    """Return a message with the searched places, the missing files, and how to get the data set."""
-    incomplete = [
-        f" {place} lacks {', '.join(_missing_files(place, release))}."
-        for place, release in _places(folders, classes)
-        if place.name == release.folder and place.is_dir()
-    ]
-    return (
-        f"CIFAR-{classes} was looked for in {' and '.join(str(folder.absolute()) for folder in folders)}, and in "
-        f"{', '.join(_names(classes))} below, as {' or '.join(release.folder for release in _RELEASES[classes])}."
-        f"{''.join(incomplete)} Unpack an archive from {PAGE} there, or let torchvision fetch it: "
-        "`micronorm train … --download`, or download=True in Python."
-    )
+    """Keep the images of `read_cifar` on a device; training images get the usual augmentation."""
+    parts = read_cifar(folder, classes=classes, verify=verify, download=download)
+    return keep_in_memory(parts, STANDARDIZATION[classes], USUAL, device=device)
 
 
 def _read(path: Path, digest: str | None, kind: str, classes: int) -> Labelled:
@@ -219,13 +197,8 @@ def _verify(data: bytes, published: str, algorithm: str) -> None:
         )
 
 
-def _label_bytes(classes: int) -> int:
-    """Return the number of bytes before the pixels: the label, or the coarse and the fine label."""
-    return 1 if classes == 10 else 2
-
-
 def _parse_binary(data: bytes, classes: int) -> Labelled:
-    heads = _label_bytes(classes)
+    heads = 1 if classes == 10 else 2  # bytes before the pixels: the label, or the coarse and the fine label
     record = heads + _PIXELS
     if not data or len(data) % record:
         raise ValueError(f"its {len(data):,} bytes are not a whole number of records of {record:,} bytes")
@@ -237,18 +210,47 @@ def _parse_binary(data: bytes, classes: int) -> Labelled:
     return Labelled(rows[:, heads:].reshape(-1, 3, 32, 32), labels)
 
 
+class _ArrayReader(pickle.Unpickler):
+    """Reads arrays, numbers, strings, lists and dictionaries. A pickle is a program: other names in it do not run."""
+
+    _ADMITTED: Mapping[tuple[str, str], Any] = {
+        ("numpy.core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
+        ("numpy._core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
+        ("numpy", "ndarray"): np.ndarray,
+        ("numpy", "dtype"): np.dtype,
+        ("_codecs", "encode"): _codecs.encode,  # Python 3 writes bytes in the protocols of Python 2 as encoded text
+    }
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        """Return what a name stands for, or raise ValueError."""
+        try:
+            return self._ADMITTED[module_name, global_name]
+        except KeyError:
+            raise ValueError(f"it names {module_name}.{global_name}, which no array needs; not executed") from None
+
+
 def _parse_python(data: bytes, classes: int) -> Labelled:
-    entries = read_pickle(data)
+    try:
+        entries = _ArrayReader(io.BytesIO(data), encoding="latin1").load()  # strings of Python 2
+    except ValueError:
+        raise
+    except Exception as error:  # a damaged pickle can raise any error
+        raise ValueError(f"it is not a readable pickle ({type(error).__name__}: {error})") from error
     key = "labels" if classes == 10 else "fine_labels"
-    pixels, labels = entries.get("data"), entries.get(key)
-    if not isinstance(pixels, Tensor) or pixels.dim() != 2 or pixels.shape[1] != _PIXELS or not len(pixels):
-        raise ValueError(f"it lacks an N×{_PIXELS} array of bytes under 'data'; its entries are {sorted(entries)}")
+    pixels, labels = (entries.get(name) if isinstance(entries, dict) else None for name in ("data", key))
+    if (
+        not isinstance(pixels, np.ndarray)
+        or pixels.dtype != np.uint8
+        or pixels.shape[1:] != (_PIXELS,)
+        or not len(pixels)
+    ):
+        raise ValueError(f"it lacks an N×{_PIXELS} array of bytes under 'data'")
     if not isinstance(labels, list) or not all(type(label) is int for label in labels):
-        raise ValueError(f"it lacks a list of whole numbers under '{key}'; its entries are {sorted(entries)}")
+        raise ValueError(f"it lacks a list of whole numbers under '{key}'")
     if len(labels) != len(pixels):
         raise ValueError(f"it has {len(pixels)} images and {len(labels)} labels")
     _check_labels(torch.tensor(labels), classes)
-    return Labelled(pixels.reshape(-1, 3, 32, 32), torch.tensor(labels))
+    return Labelled(torch.tensor(pixels).reshape(-1, 3, 32, 32), torch.tensor(labels))
 
 
 def _check_labels(labels: Tensor, classes: int) -> None:

@@ -1,9 +1,8 @@
 """Scikit-learn's handwritten digits: 1,797 images of 8×8 pixels, part of the library."""
 
 import torch
-from torch import Tensor
 
-from micronorm.data.memory import Labelled, MemorySamples, PadCropFlip
+from micronorm.data.memory import Labelled, MemorySamples, PadCropFlip, keep_in_memory
 from micronorm.data.pixels import Standardization
 from micronorm.data.samples import Split
 
@@ -24,34 +23,27 @@ def read_digits() -> Split[Labelled]:
         >>> digits.train.images.shape, digits.test.images.shape
         (torch.Size([1297, 1, 8, 8]), torch.Size([500, 1, 8, 8]))
     """
-    return Split(*(Labelled(pixels.to(torch.float32) / 8 - 1, labels) for pixels, labels in _read()))
+    return Split(*(Labelled(part.images.to(torch.float32) / 8 - 1, part.labels) for part in _read()))
 
 
-def open_digits(*, augmentation: PadCropFlip = SHIFT, device: torch.device | str = "cpu") -> Split[MemorySamples]:
-    """Keep the images of `read_digits` on a device; `augmentation` applies to the training part.
+def open_digits(*, device: torch.device | str = "cpu") -> Split[MemorySamples]:
+    """Keep the images of `read_digits` on a device; training images are shifted at random.
 
     Example:
         >>> train, test = open_digits()
         >>> len(train), len(test)
         (1297, 500)
     """
-    train, test = _read()
-    return Split(
-        MemorySamples(*train, standardization=SCALE, augmentation=augmentation, device=device),
-        MemorySamples(*test, standardization=SCALE, device=device),
-    )
+    return keep_in_memory(_read(), SCALE, SHIFT, device=device)
 
 
-def _read() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return (pixels, labels) of the training and the test part: N×1×8×8 uint8 and N int64."""
+def _read() -> Split[Labelled]:
+    """Return the training and the test part: N×1×8×8 uint8 images and N int64 labels."""
     from sklearn.datasets import load_digits  # here, because importing scikit-learn takes a second
     from sklearn.model_selection import train_test_split
 
-    pixels, labels = load_digits(return_X_y=True)
-    parts = train_test_split(pixels, labels, test_size=TEST_IMAGES, stratify=labels, random_state=0)
-    train_pixels, test_pixels, train_labels, test_labels = map(torch.as_tensor, parts)
-
-    def part(pixels: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        return pixels.to(torch.uint8).reshape(-1, 1, 8, 8), labels.to(torch.int64)
-
-    return part(train_pixels, train_labels), part(test_pixels, test_labels)
+    digits, targets = load_digits(return_X_y=True)
+    images = torch.as_tensor(digits).to(torch.uint8).reshape(-1, 1, 8, 8)
+    labels = torch.as_tensor(targets).to(torch.int64)
+    parts = train_test_split(torch.arange(len(labels)).numpy(), test_size=TEST_IMAGES, stratify=targets, random_state=0)
+    return Split(*(Labelled(images[part], labels[part]) for part in parts))

@@ -86,8 +86,7 @@ def open_voc(folder: Path | str | None, *, size: int = 513, workers: int = 0) ->
         _voc_list(root, root / lists / f"{name}.txt", masks)
         for name, masks in (listed | {"val": "SegmentationClass"}).items()
     )
-    opened = _mask_set(train, test, VOC_CLASSES, VOC_VOID, size=size, workers=workers)
-    return _check_labels(opened, [*train, *test])
+    return _open_checked(train, test, VOC_CLASSES, VOC_VOID, size=size, workers=workers)
 
 
 def _voc_list(root: Path, path: Path, masks: str) -> list[MaskedImage]:
@@ -112,8 +111,7 @@ def open_camvid(folder: Path | str | None, *, size: int = 180, workers: int = 0)
         layout="a folder with train, trainannot, test and testannot, as in the SegNet tutorial",
     )
     train, test = (pair_files(root / part, root / f"{part}annot") for part in ("train", "test"))
-    opened = _mask_set(train, test, CAMVID_CLASSES, CAMVID_VOID, size=size, workers=workers)
-    return _check_labels(opened, [*train, *test])
+    return _open_checked(train, test, CAMVID_CLASSES, CAMVID_VOID, size=size, workers=workers)
 
 
 def open_label_maps(folder: Path | str | None, *, size: int | None = None, workers: int = 0) -> MaskSet:
@@ -152,16 +150,15 @@ def _find_labels(files: Sequence[MaskedImage]) -> dict[int, Path]:
     return where
 
 
-def _check_labels(opened: MaskSet, files: Sequence[MaskedImage]) -> MaskSet:
-    """Return the set. Raise ValueError with the name of a mask that has a label beyond the classes."""
-    for label, path in sorted(_find_labels(files).items()):
-        if label >= len(opened.names) and label != opened.void:
-            raise ValueError(_explain_label(path, label, classes=len(opened.names), void=opened.void))
+def _open_checked(
+    train: list[MaskedImage], test: list[MaskedImage], names: tuple[str, ...], void: int, **options: int
+) -> MaskSet:
+    """Open files with these classes. Raise ValueError with the name of a mask that has a label beyond them."""
+    opened = _mask_set(train, test, names, void, **options)
+    for label, path in sorted(_find_labels([*train, *test]).items()):
+        if label >= len(names) and label != void:
+            raise ValueError(f"{path} has the label {label}; labels must be below {len(names)}, or {void} for no label")
     return opened
-
-
-def _explain_label(path: Path, label: int, *, classes: int, void: int) -> str:
-    return f"{path} has the label {label}; labels must be below {classes}, or {void} for no label"
 
 
 def _find_classes(listed: Path, where: Mapping[int, Path]) -> tuple[tuple[str, ...], int]:
@@ -190,7 +187,7 @@ def _mask_set(
     if len(names) < 2:
         raise ValueError(f"segmentation needs at least 2 classes, got {len(names)}: {', '.join(names) or 'none'}")
     opened = (
-        FileSamples(MaskDecoder(files, classes=len(names), void=void, crop=crop), workers=workers)
+        FileSamples(MaskDecoder(files, void=void, crop=crop), workers=workers)
         for files, crop in ((train, size), (test, None))
     )
     return MaskSet(*opened, names=names, void=void)
@@ -224,12 +221,11 @@ class MaskDecoder:
 
     Args:
         files: of each sample.
-        classes: the number of classes.
         void: the label of pixels that do not count.
         crop: height and width of the training crops; None for whole images.
     """
 
-    def __init__(self, files: Sequence[MaskedImage], *, classes: int, void: int, crop: int | None = None) -> None:
+    def __init__(self, files: Sequence[MaskedImage], *, void: int, crop: int | None = None) -> None:
         if crop is not None and crop < 1:
             raise ValueError(f"size must be positive, got {crop}")
         require_torchvision()
@@ -240,7 +236,7 @@ class MaskDecoder:
                     f"a mask must be as large as its image: {image} has {size[0]}×{size[1]} pixels, {mask} has "
                     f"{mask_size[0]}×{mask_size[1]}"
                 )
-        self._files, self._classes, self._void, self._crop = list(files), classes, void, crop
+        self._files, self._void, self._crop = list(files), void, crop
         self._standardize = Standardizer(IMAGENET)
 
     def __len__(self) -> int:
@@ -252,7 +248,8 @@ class MaskDecoder:
         mirrored = (uniforms(keys, 1, stream=FLIP).squeeze(1) < 0.5).tolist()
         images, masks = [], []
         for index, draws, mirror in zip(order.indices, crops, mirrored, strict=True):
-            image, mask = self._read(self._files[index])
+            files = self._files[index]
+            image, mask = decode_pixels(files.image), torch.from_numpy(decode_labels(files.mask, modes=_MODES))
             if self._crop is not None:
                 image, mask = scale_and_crop(image, mask, draws, size=self._crop, void=self._void)
                 image, mask = (image.flip(-1), mask.flip(-1)) if mirror else (image, mask)
@@ -267,14 +264,6 @@ class MaskDecoder:
         if isinstance(images, Tensor):
             return self._standardize(images), labels.long()
         return [self._standardize(image) for image in images], [mask.long() for mask in labels]
-
-    def _read(self, files: MaskedImage) -> tuple[Tensor, Tensor]:
-        image, mask = decode_pixels(files.image), torch.from_numpy(decode_labels(files.mask, modes=_MODES))
-        labels = mask[mask != self._void]
-        if labels.numel() and int(labels.max()) >= self._classes:
-            label = int(labels.max())
-            raise ValueError(_explain_label(files.mask, label, classes=self._classes, void=self._void))
-        return image, mask
 
 
 def scale_and_crop(

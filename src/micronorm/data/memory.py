@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from micronorm.data.pixels import Standardization, Standardizer
-from micronorm.data.samples import CROP, FLIP, IndexedSamples, copy_indices
+from micronorm.data.samples import CROP, FLIP, IndexedSamples, Split, copy_indices
 from micronorm.ops.keyed import integers, sample_keys
 
 
@@ -109,3 +109,17 @@ class MemorySamples(IndexedSamples):
         if flip:
             images = torch.where(chance[-1].bool()[:, None, None, None], images.flip(-1), images)
         return self._standardize(images), self._labels.index_select(0, index)
+
+
+def keep_in_memory(
+    parts: Split[Labelled],
+    standardization: Standardization,
+    augmentation: PadCropFlip,
+    *,
+    device: torch.device | str = "cpu",
+) -> Split[MemorySamples]:
+    """Keep both parts of a data set on a device. The augmentation applies to the training part."""
+    return Split(
+        MemorySamples(*parts.train, standardization=standardization, augmentation=augmentation, device=device),
+        MemorySamples(*parts.test, standardization=standardization, device=device),
+    )

@@ -1,6 +1,7 @@
 """Search for data sets in the usual folders."""
 
 import contextlib
+from functools import partial
 from pathlib import Path
 
 from micronorm.data.cifar import find_cifar
@@ -16,7 +17,13 @@ def find_data(folder: Path | str | None = None) -> dict[str, Path]:
         >>> find_data("no/such/folder")
         {}
     """
-    found = {"cifar10": find_cifar(folder, classes=10), "cifar100": find_cifar(folder, classes=100), "imagenet": None}
-    with contextlib.suppress(FileNotFoundError):
-        found["imagenet"] = find_folders(folder)
-    return {name: path for name, path in found.items() if path is not None}
+    finders = {
+        "cifar10": partial(find_cifar, classes=10),
+        "cifar100": partial(find_cifar, classes=100),
+        "imagenet": find_folders,
+    }
+    found = {}
+    for name, find in finders.items():
+        with contextlib.suppress(FileNotFoundError):
+            found[name] = find(folder)
+    return found

@@ -6,7 +6,7 @@ Reading order:
 
 1. `loop.py`: the run. `settings.py`, `optimization.py`, `schedules.py`: what it computes. `task.py`: what a task does.
    `sampling.py`: the samples of each step.
-2. `step.py`: one step. `microbatch.py`: its pieces. `parallel.py`, `packing.py`: ranks. `graph.py`: the captured step.
+2. `step.py`: one step. `microbatch.py`: its pieces. `parallel.py`: ranks. `graph.py`: the captured step.
 3. `trial.py`: before the first step. `evaluate.py`, `ema.py`, `meter.py`, `listener.py`: figures.
 4. `journal.py`: the run directory. `state.py`, `checkpoint.py`, `weights.py`: its files.
 5. `dropout.py`: randomness keyed by sample. `environment.py`, `signals.py`: the machine.

@@ -24,12 +24,9 @@ class MovingAverage:
 
     def __init__(self, step: Step, decay: float) -> None:
         self.step, self.decay = step, decay
-        self.values = self._model_tensors()
+        state = step.model.state_dict(keep_vars=True)
+        self.values = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         self.averages: list[Any] = [value.detach().clone() for value in self.values.values()]
-
-    def _model_tensors(self) -> dict[str, Tensor]:
-        state = self.step.model.state_dict(keep_vars=True)
-        return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
     @torch.no_grad()
     def update(self) -> None:

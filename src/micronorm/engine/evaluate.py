@@ -6,8 +6,8 @@ import torch
 
 from micronorm.commit.snapshot import RandomState
 from micronorm.engine.microbatch import is_out_of_memory, release_memory
-from micronorm.engine.parallel import AttemptStatus, Requests, ShardedRanks
-from micronorm.engine.step import HALF, Step, StepFailed
+from micronorm.engine.parallel import Flags, ShardedRanks
+from micronorm.engine.step import Step, StepFailed
 from micronorm.engine.task import Score, check_score
 
 
@@ -44,12 +44,12 @@ def evaluate(step: Step, *, seed: int, stop: Callable[[], bool] = _never) -> dic
         step.model.train(was_training)
         RandomState.set(random_state, step.device)
     # No rank may wait for the score of a rank that failed.
-    status = step.parallel.agree(AttemptStatus(False, error is not None, Requests(stop=stopped)))
+    flags = step.parallel.agree(Flags(failed=error is not None, stop=stopped))
     if error is not None:
         raise error
-    if status.other_error:
+    if flags.failed:
         raise StepFailed("the evaluation failed on another rank")
-    if status.requests.stop:
+    if flags.stop:
         raise EvaluationStopped
     return _gather(step, score).figures()
 
@@ -101,7 +101,7 @@ def _score_in_batches(step: Step, *, seed: int, size: int, stop: Callable[[], bo
     for k, batch in enumerate(step.task.test.load(shares(), seed=seed)):
         if stop():
             raise EvaluationStopped
-        with torch.autocast(step.device.type, dtype=step.dtype, enabled=step.dtype in HALF):
+        with step.autocast():
             score = step.task.score(step.model, step.place(batch))
         check_score(score)
         if k * size < len(indices):

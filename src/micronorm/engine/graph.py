@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from micronorm.commit.snapshot import Snapshot
-from micronorm.engine.parallel import NO_REQUESTS, Requests
+from micronorm.engine.parallel import NO_FLAGS, Flags
 from micronorm.engine.step import Step, StepInputs, StepResult
 
 WARM_UP = 3  # steps until the allocator, cuDNN's choice of algorithms and the optimizer's lazy state have settled
@@ -42,7 +42,7 @@ class GraphedStep:
         self._samples = samples
         self._tried = False
 
-    def __call__(self, inputs: StepInputs, requests: Requests = NO_REQUESTS) -> StepResult:
+    def __call__(self, inputs: StepInputs, requests: Flags = NO_FLAGS) -> StepResult:
         """Take one step, as `Step` does."""
         if inputs.own_samples != self._samples or not self._tried:
             self._tried = self._tried or inputs.own_samples == self._samples

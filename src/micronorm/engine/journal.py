@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from micronorm.commit.snapshot import Snapshot
 from micronorm.engine import checkpoint
 from micronorm.engine.environment import environment
-from micronorm.engine.parallel import on_rank_0
+from micronorm.engine.parallel import ShardedRanks, on_rank_0
 from micronorm.engine.settings import Outcome, Settings, changes, describe
-from micronorm.engine.state import check_state, load_rest_of_state, load_whole_state, rest_of_state, whole_state
+from micronorm.engine.state import OtherRun, check_state, load_run_state, run_state
 from micronorm.engine.step import Step
 from micronorm.engine.weights import save_weights
 from micronorm.records import FACTS, OUTCOME, Run, read, remove_partials, write_atomically
@@ -182,20 +183,24 @@ class Journal:
         self.saved_at = time.monotonic()
         if self.folder is None:
             return
-        state = rest_of_state(self.step, done=done, seed=self.settings.seed)
+        state = run_state(self.step, done=done, seed=self.settings.seed)
         state |= {"settings": describe(self.settings), "micro_batch": self.step.micro_batch.size, **rest}
         if self.record is not None:  # steps before the checkpoint are not repeated
             self.record.sync()
         if self.events is not None:
             self.events.flush()
-        folder, whole = self.folder / CHECKPOINTS, whole_state(self.step)
-        self.saved = on_rank_0(self.parallel, lambda: checkpoint.save(folder, done, whole | state))
+        folder = self.folder / CHECKPOINTS
+        self.saved = on_rank_0(self.parallel, lambda: checkpoint.save(folder, done, state))
 
     def load_newest(self, facts: Mapping[str, Any]) -> dict[str, Any] | None:
         """Restore the newest checkpoint and return its state, with "step" and `rest`; None without a checkpoint.
 
-        Nothing is changed unless the checkpoint is valid and belongs to a run of the same settings, definition and
-        number of samples as `facts`.
+        After an error a model that is not sharded is as it was before.
+
+        Raises:
+            OtherRun: the folder holds a run of other settings, another definition or number of samples than `facts`,
+                or of another model.
+            CheckpointError: the checkpoint is damaged.
         """
         if self.folder is None:
             return None
@@ -209,38 +214,29 @@ class Journal:
                 "file system that all machines share"
             )
         if (self.folder / FACTS).exists():  # also if the run was killed before its first checkpoint
-            self._check_facts(Run.open(self.folder).facts, facts)
+            try:
+                _check_facts(Run.open(self.folder).facts, facts)
+            except OtherRun as error:
+                raise OtherRun(f"{self.folder} {error}") from error
         if path is None:
             return None
         state = checkpoint.load(path)
-        fault = check_state(self.step, state, ema=self.settings.ema is not None)
-        if fault is not None:
-            raise checkpoint.refusal(path, f"is not a valid checkpoint: {fault}")
-        _check_settings(path.name, state["settings"], facts["settings"])
+        # torch cannot copy shards and whole buffers together.
+        before = Snapshot(self.step.model, parameters=not isinstance(self.parallel, ShardedRanks))
         try:
-            load_whole_state(self.step, state)
-        except ValueError as error:
-            raise ValueError(f"{path.name} is of another model: {error}") from error
+            check_state(self.step, state, ema=self.settings.ema is not None)
+            _check_settings(state["settings"], facts["settings"])
+            load_run_state(self.step, state)
+        except OtherRun as error:
+            before.restore()
+            raise OtherRun(f"{path.name} {error}") from error
+        except Exception as error:  # what a file holds may raise errors of many types
+            before.restore()
+            why = " ".join(str(error).split())[:300]
+            why = why if isinstance(error, ValueError) else f"{type(error).__name__}: {why}"
+            raise checkpoint.refusal(path, f"is not a valid checkpoint: {why}") from error
         self.saved = path
-        return {**state, "step": load_rest_of_state(self.step, state)}
-
-    def _check_facts(self, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        """Raise ValueError if the run in the folder computes something else than this one."""
-        if "definition" in was and "definition" in now:
-            changed = changes(was["definition"], now["definition"])
-            if changed:
-                raise ValueError(
-                    f"{self.folder} holds a run from before {now.get('recipe') or 'its recipe'} changed: "
-                    f"{', '.join(changed)}; finish it with revision {was['revision'] or 'of micronorm that began it'}, "
-                    "or move the folder away (or give another --out) to train the present recipe"
-                )
-        _check_settings(FACTS, was["settings"], now["settings"])
-        samples = was["data"].get("train")
-        if samples not in (None, now["data"]["train"]):  # a step's number says which samples it takes
-            raise ValueError(
-                f"{self.folder} holds a run of {samples} training samples, here are {now['data']['train']}: its steps "
-                "would take other samples; use the same data, or another --out"
-            )
+        return state
 
     # --- memory --------------------------------------------------------------------------------------------------
 
@@ -260,9 +256,26 @@ class Journal:
         return int(text)
 
 
-def _check_settings(source: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def _check_facts(was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise OtherRun if a run computes something else than this one."""
+    if "definition" in was and "definition" in now:
+        changed = changes(was["definition"], now["definition"])
+        if changed:
+            raise OtherRun(
+                f"holds a run from before {now.get('recipe') or 'its recipe'} changed: {', '.join(changed)}; finish it "
+                f"with revision {was['revision'] or 'of micronorm that began it'}, or move the folder away (or give "
+                "another --out) to train the present recipe"
+            )
+    _check_settings(was["settings"], now["settings"])
+    samples = was["data"].get("train")
+    if samples not in (None, now["data"]["train"]):  # a step's number says which samples it takes
+        raise OtherRun(
+            f"holds a run of {samples} training samples, here are {now['data']['train']}: its steps would take other "
+            "samples; use the same data, or another --out"
+        )
+
+
+def _check_settings(was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     changed = changes(was, now)
     if changed:
-        raise ValueError(
-            f"{source} belongs to a run with other settings: {', '.join(changed)}; use those, or another --out"
-        )
+        raise OtherRun(f"belongs to a run with other settings: {', '.join(changed)}; use those, or another --out")

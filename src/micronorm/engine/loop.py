@@ -24,16 +24,16 @@ from micronorm.engine.graph import GraphedStep
 from micronorm.engine.journal import Journal
 from micronorm.engine.listener import Listener
 from micronorm.engine.meter import Meter
-from micronorm.engine.parallel import Requests, open_ranks
+from micronorm.engine.optimization import set_learning_rate
+from micronorm.engine.parallel import Flags, open_ranks
 from micronorm.engine.sampling import Sampler
 from micronorm.engine.settings import Execution, Outcome, Settings, describe
 from micronorm.engine.signals import Signals
-from micronorm.engine.state import rest_of_state, whole_state
-from micronorm.engine.step import ShardOutOfMemory, StepInputs, StepResult, build_step
+from micronorm.engine.state import run_state
+from micronorm.engine.step import ShardOutOfMemory, Step, StepInputs, StepResult
 from micronorm.engine.task import Task, check_task
 from micronorm.engine.trial import check_loss_is_a_sum, choose_micro_batch
 from micronorm.nn.per_step.recompute import Recomputation, recompute
-from micronorm.ops.keyed import sample_keys
 from micronorm.records import CollapseWatch
 
 
@@ -115,7 +115,7 @@ class _TrainingRun:
         self.is_first = self.parallel.rank == 0
         self.listener = listener if self.is_first else Listener()
         self.device = self.parallel.device
-        self.sampler = Sampler(settings, self.parallel, len(task.train))
+        self.sampler = Sampler(task.train, settings, self.parallel)
         self.total = settings.steps or self.sampler.steps_per_epoch * (settings.epochs or 0)
         self.last = min(self.total, execution.steps or self.total)
         self.deadline = math.inf if execution.minutes is None else time.monotonic() + 60 * execution.minutes
@@ -128,7 +128,7 @@ class _TrainingRun:
         self.recomputation: Recomputation | None = None
         self.already_complete = False
         self.randomness = describe_randomness(model, key_dropout(model))
-        self.step, self.lr_factors = build_step(model, task, settings, execution, self.parallel)
+        self.step = Step(model, task, settings, execution, self.parallel)
         self.execute_step = GraphedStep(self.step, settings.step_batch) if execution.cuda_graph else self.step
         self.average = None if settings.ema is None else MovingAverage(self.step, settings.ema)
         self.meter = Meter(task, self.device)
@@ -174,14 +174,16 @@ class _TrainingRun:
         if state is not None:
             self.done, self.figures = state["step"], state["figures"]
             self.evaluation_due = state.get("evaluation_due", False)
-            self.meter.load_state_dict(state["epoch_sums"])
+            self.meter.epoch_sums = state["epoch_sums"]
             if self.average is not None:
                 self.average.load_state_dict(state["ema"])
-            self._limit_micro_batch(state["micro_batch"])
         elif resume:  # the folder may be mistyped
             self.listener.on_message(f"no checkpoint in {self.journal.folder}: the run starts with its first step")
-        if resume:
-            self._limit_micro_batch(self.journal.remembered_size())
+        if resume and self.execution.micro_batch is None:  # start with a size that fitted into memory before
+            cut = self.step.micro_batch
+            saved = None if state is None else state["micro_batch"]
+            sizes = [size for size in (saved, self.journal.remembered_size()) if size is not None]
+            cut.size = max(cut.unit, min([cut.size, *sizes]))
         nothing_left = self.done >= self.last and not self.evaluation_due
         self.already_complete = resume and nothing_left and self.journal.has_ended()
         if not self.already_complete:
@@ -189,12 +191,6 @@ class _TrainingRun:
             for row in self.journal.steps():
                 if row.get("loss") is not None and row.get("samples") is not None:
                     self.collapse_watch.add(row["loss"], samples=row["samples"])
-
-    def _limit_micro_batch(self, size: int | None) -> None:
-        """Start with the size that fitted into memory before, unless the user has chosen one."""
-        cut = self.step.micro_batch
-        if size is not None and self.execution.micro_batch is None:
-            cut.size = max(cut.unit, min(size, cut.size))
 
     @contextlib.contextmanager
     def _observed(self) -> Iterator[None]:
@@ -215,34 +211,32 @@ class _TrainingRun:
             self._save()
         self.meter.restart()
         first_step = self.done + 1
-        shares = self.sampler.shares(self.done, self.last)
-        for batch in self.task.train.load(shares, seed=self.settings.seed):
-            samples = self.sampler.next_loaded()
-            keys = sample_keys(samples.indices, seed=self.settings.seed, epoch=samples.epoch).to(self.device)
-            inputs = StepInputs(batch, keys, samples.step_samples, samples.own_samples)
+        for epoch, inputs in self.sampler.load(self.done, self.last):
             if self.done == 0:
                 self._try_out(inputs)
             out_of_time = time.monotonic() > self.deadline
-            result = self._take_step(inputs, samples.epoch, stop=out_of_time or self.signals.received is not None)
+            result = self._take_step(inputs, epoch, stop=out_of_time or self.signals.received is not None)
             if self.recomputation is not None and self.is_first and self.done == first_step:
                 self.listener.on_message(f"{self.recomputation.report()}, but recomputed in the backward")
             epoch_ended = self.done % self.sampler.steps_per_epoch == 0
-            evaluated = self._end_epoch(samples.epoch) if epoch_ended or self.done == self.last else False
+            evaluated = self._end_epoch(epoch) if epoch_ended or self.done == self.last else False
             if result.requests.stop:
                 self._stop(None if out_of_time else self.signals.received or signal.SIGTERM)
                 return
             # Not after every epoch: one of a small data set may take less time than its checkpoint.
             if evaluated or result.requests.save:
                 self._save()
-        if self.done < self.last:
-            raise ValueError(f"task.train.load ended after {self.done} of {self.last} steps; yield one batch per share")
 
     def _take_step(self, inputs: StepInputs, epoch: int, *, stop: bool) -> StepResult:
         """Take one step and log it. `stop` requests that the run ends after it."""
-        rate = self._set_learning_rate()
+        per_epoch, rate = self.sampler.steps_per_epoch, self.settings.optimizer.lr
+        rate *= self.settings.schedule.factor(self.done, steps_per_epoch=per_epoch, total_steps=self.total)
+        set_learning_rate(self.step.optimizer, rate)  # before the forward, which may read it
         if self.step.observation is not None:
             self.step.observation.epoch = epoch
-        result = self.execute_step(inputs, Requests(stop=stop, save=self._checkpoint_is_due()))
+        every = self.execution.save_steps
+        save = self.journal.is_late if every is None else (self.done + 1) % every == 0
+        result = self.execute_step(inputs, Flags(stop=stop, save=save))
         self.done += 1
         if self.average is not None:
             self.average.update()
@@ -265,24 +259,6 @@ class _TrainingRun:
         if warning is not None:
             self.listener.on_message(warning)
 
-    def _set_learning_rate(self) -> float:
-        """Write the learning rate of the coming step to the optimizer; before the forward, which may read it."""
-        factor = self.settings.schedule.factor(
-            self.done, steps_per_epoch=self.sampler.steps_per_epoch, total_steps=self.total
-        )
-        rate = self.settings.optimizer.lr * factor
-        for group, lr_factor in zip(self.step.optimizer.param_groups, self.lr_factors, strict=True):
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate * lr_factor)
-            else:
-                group["lr"] = rate * lr_factor
-        return rate
-
-    def _checkpoint_is_due(self) -> bool:
-        """Return whether to save after the coming step."""
-        every = self.execution.save_steps
-        return self.journal.is_late if every is None else (self.done + 1) % every == 0
-
     def _end_epoch(self, epoch: int) -> bool:
         """Write the row of the epoch. If an evaluation is due, evaluate and return True."""
         self._log(self.meter.flush())
@@ -296,7 +272,7 @@ class _TrainingRun:
         self.listener.on_epoch(row)
         self.meter.restart()
         if self.done % self.sampler.steps_per_epoch == 0:
-            self.meter.end_epoch()
+            self.meter.epoch_sums = {}
         return is_due
 
     def _evaluate(self) -> dict[str, float]:
@@ -328,7 +304,7 @@ class _TrainingRun:
         weights = self.parallel.local([parameter.detach() for parameter in self.step.parameters])
         if not self.parallel.smallest(int(torch.stack([weight.isfinite().all() for weight in weights]).all())):
             raise Diverged(f"a weight is not finite after step {self.done}{self._last_checkpoint()}")
-        rest: dict[str, Any] = {"epoch_sums": self.meter.state_dict(), "figures": self.figures}
+        rest: dict[str, Any] = {"epoch_sums": self.meter.epoch_sums, "figures": self.figures}
         rest["evaluation_due"] = self.evaluation_due
         if self.average is not None:
             rest["ema"] = self.average.state_dict()
@@ -340,7 +316,7 @@ class _TrainingRun:
         return f"{kept}; lower the learning rate, or lengthen the warm-up"
 
     def _end(self) -> Outcome:
-        state = whole_state(self.step) | rest_of_state(self.step, done=self.done, seed=self.settings.seed)
+        state = run_state(self.step, done=self.done, seed=self.settings.seed)
         average = None if self.average is None else self.average.state_dict()
         outcome = Outcome(
             steps=self.done,

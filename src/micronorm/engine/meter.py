@@ -13,12 +13,12 @@ SECONDS = 1.0  # after which a read is due
 
 
 class Meter:
-    """Collects the results of steps and sums them over the epoch."""
+    """Collects the results of steps. `epoch_sums` are their sums over the epoch so far."""
 
     def __init__(self, task: Task, device: torch.device) -> None:
         self.task, self.device = task, device
         self._pending: list[tuple[dict[str, Any], StepResult]] = []
-        self._epoch: dict[str, float] = {}
+        self.epoch_sums: dict[str, float] = {}
         self._flushed = time.perf_counter()
 
     def add(self, row: dict[str, Any], result: StepResult) -> list[dict[str, Any]]:
@@ -39,7 +39,7 @@ class Meter:
         for (row, result), values in zip(self._pending, sums, strict=True):
             named = dict(zip(result.names, values, strict=True))
             for name, value in named.items():
-                self._epoch[name] = self._epoch.get(name, 0.0) + value
+                self.epoch_sums[name] = self.epoch_sums.get(name, 0.0) + value
             row |= {"seconds": seconds, "micro_batch": result.micro_batch, "memory": self._memory()}
             rows.append(row | self.task.figures(named))
         self._pending.clear()
@@ -52,19 +52,7 @@ class Meter:
 
     def epoch_figures(self) -> dict[str, float]:
         """Return the training figures over all samples of the epoch so far."""
-        return self.task.figures(self._epoch) if self._epoch else {}
-
-    def end_epoch(self) -> None:
-        """Reset the sums."""
-        self._epoch = {}
-
-    def state_dict(self) -> dict[str, float]:
-        """Return the sums of the epoch so far."""
-        return dict(self._epoch)
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore what `state_dict` returned."""
-        self._epoch = dict(state)
+        return self.task.figures(self.epoch_sums) if self.epoch_sums else {}
 
     def _memory(self) -> int | None:
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None

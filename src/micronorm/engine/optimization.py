@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
@@ -42,8 +42,7 @@ class SGD:
     def __call__(self, parameters: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
         """Return a torch.optim.SGD."""
         options.pop("capturable", None)  # it has no step counter that would need to be
-        settings = {"momentum": self.momentum, "weight_decay": self.weight_decay, "nesterov": self.nesterov}
-        return torch.optim.SGD(parameters, **{"lr": self.lr, **settings, **options})
+        return torch.optim.SGD(parameters, **{**asdict(self), **options})
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,7 @@ class AdamW:
 
     def __call__(self, parameters: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
         """Return a torch.optim.AdamW."""
-        settings = {"betas": self.betas, "weight_decay": self.weight_decay, "eps": self.eps}
-        return torch.optim.AdamW(parameters, **{"lr": self.lr, **settings, **options})
+        return torch.optim.AdamW(parameters, **{**asdict(self), **options})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +94,8 @@ class ParameterGroup:
 
 def build_optimizer(
     model: nn.Module, spec: OptimizerSpec, groups: Sequence[ParameterGroup] = (), *, captured: bool = False
-) -> tuple[torch.optim.Optimizer, list[float]]:
-    """Build the optimizer of a model, and return it with the learning-rate factor of each of its groups.
+) -> torch.optim.Optimizer:
+    """Build the optimizer of a model. Each of its groups has an "lr_factor"; see `set_learning_rate`.
 
     Args:
         model: on its device.
@@ -116,16 +114,20 @@ def build_optimizer(
         if not found:
             raise ValueError(f"{group} matches none of the parameters that the groups before it left; leave it out")
     chosen: list[dict[str, Any]] = []
-    factors = []
-    for k, found in enumerate(members):
+    for group, found in zip((*groups, ParameterGroup()), members, strict=True):
         if found:
-            group = groups[k] if k < len(groups) else ParameterGroup()
             decay = {} if group.weight_decay is None else {"weight_decay": group.weight_decay}
             # Fused kernels take the learning rate in float32, whatever the dtype of the parameters is.
             rate = {"lr": torch.tensor(spec.lr, dtype=torch.float32, device=found[0].device)} if captured else {}
-            chosen.append({"params": found, **decay, **rate})
-            factors.append(group.lr_factor)
-    return spec(chosen, **options), factors
+            chosen.append({"params": found, "lr_factor": group.lr_factor, **decay, **rate})
+    return spec(chosen, **options)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Give each parameter group of `build_optimizer` the rate times its factor; in place if the rate is a tensor."""
+    for group in optimizer.param_groups:
+        own = rate * group["lr_factor"]
+        group["lr"] = group["lr"].fill_(own) if isinstance(group["lr"], torch.Tensor) else own
 
 
 def _check_rates(**rates: float) -> None:

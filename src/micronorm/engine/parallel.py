@@ -8,8 +8,10 @@ the other ranks would hang in it.
 import atexit
 import contextlib
 import gc
+import io
 import math
 import os
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -20,30 +22,24 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from micronorm.engine.packing import pack, unpack
-
 TIMEOUT = timedelta(minutes=10)
 
 T = TypeVar("T")
 
 
-class Requests(NamedTuple):
-    """What should happen after the step. If one rank requests it, all ranks do it."""
+class Flags(NamedTuple):
+    """How an attempt at a step went, and what should follow. A flag that one rank sets is set for all of them."""
 
-    stop: bool = False
-    save: bool = False
-
-
-NO_REQUESTS = Requests()
-
-
-class AttemptStatus(NamedTuple):
-    """How an attempt at a step went. A flag that is set on one rank is set for all of them."""
-
-    out_of_memory: bool
-    other_error: bool
+    out_of_memory: bool = False
+    failed: bool = False
     """Another error occurred, which is about to end the rank."""
-    requests: Requests
+    stop: bool = False
+    """End the run after this step."""
+    save: bool = False
+    """Write a checkpoint after this step."""
+
+
+NO_FLAGS = Flags()
 
 
 class OneRank:
@@ -77,9 +73,9 @@ class OneRank:
         share = self.share(samples, unit=unit)
         return math.ceil((share.stop - share.start) / size)
 
-    def agree(self, status: AttemptStatus) -> AttemptStatus:
-        """Combine the status of all ranks. Every rank calls it once per attempt."""
-        return status
+    def agree(self, flags: Flags) -> Flags:
+        """Combine the flags of all ranks. Every rank calls it once per attempt."""
+        return flags
 
     def total(self, sums: Tensor) -> Tensor:
         """Return the sum over ranks."""
@@ -117,7 +113,11 @@ class OneRank:
         return value
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, by rank: anything that `packing.pack` accepts."""
+        """Return every rank's value, by rank: tensors, numbers, strings, None, and lists and dictionaries of these.
+
+        Raises:
+            TypeError: a value holds anything else.
+        """
         return [value]
 
     def barrier(self) -> None:
@@ -142,11 +142,10 @@ class _Group(OneRank):
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
 
     @override
-    def agree(self, status: AttemptStatus) -> AttemptStatus:
-        flags = torch.tensor([status.out_of_memory, status.other_error, *status.requests], dtype=torch.int32)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        out_of_memory, other_error, *requests = map(bool, flags.tolist())
-        return AttemptStatus(out_of_memory, other_error, Requests(*requests))
+    def agree(self, flags: Flags) -> Flags:
+        numbers = torch.tensor(flags, dtype=torch.int32)
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+        return Flags(*map(bool, numbers.tolist()))
 
     @override
     def total(self, sums: Tensor) -> Tensor:
@@ -180,13 +179,19 @@ class _Group(OneRank):
 
     @override
     def gather(self, value: Any) -> list[Any]:
-        own = torch.frombuffer(bytearray(pack(value)), dtype=torch.uint8)
+        file = io.BytesIO()
+        torch.save(value, file)
+        own = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
         dist.all_gather(sizes, torch.tensor([len(own)]))
         longest = max(int(size) for size in sizes)
         received = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world)]
         dist.all_gather(received, nn.functional.pad(own, (0, longest - len(own))))
-        return [unpack(data[: int(size)].numpy().tobytes()) for data, size in zip(received, sizes, strict=True)]
+        files = [io.BytesIO(data[: int(size)].numpy().tobytes()) for data, size in zip(received, sizes, strict=True)]
+        try:  # weights_only: nothing that another rank sent is executed
+            return [torch.load(file, map_location="cpu", weights_only=True) for file in files]
+        except pickle.UnpicklingError as error:
+            raise TypeError("ranks exchange tensors, numbers, strings, lists and dictionaries alone") from error
 
     @override
     def barrier(self) -> None:

@@ -3,53 +3,57 @@
 import math
 from collections import deque
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 
 from micronorm.engine.parallel import OneRank
 from micronorm.engine.settings import Settings
-from micronorm.engine.task import Share
-from micronorm.ops.keyed import permutation
-
-
-class StepSamples(NamedTuple):
-    """The samples of one step."""
-
-    epoch: int
-    step_samples: int
-    """Over all ranks."""
-    indices: torch.Tensor
-    """Of this rank."""
-    own_samples: int
-    """How many of the indices count."""
+from micronorm.engine.step import StepInputs
+from micronorm.engine.task import Samples, Share
+from micronorm.ops.keyed import permutation, sample_keys
 
 
 class Sampler:
-    """Chooses the samples of steps, and remembers them until their batches have been loaded."""
+    """Loads this rank's samples of each step.
 
-    def __init__(self, settings: Settings, parallel: OneRank, samples: int) -> None:
-        self.settings, self.parallel, self.samples = settings, parallel, samples
-        self.steps_per_epoch = math.ceil(samples / settings.step_batch)
-        self._loading: deque[StepSamples] = deque()  # a loader may read some shares ahead
+    Args:
+        samples: the training samples.
+        settings: the samples of a step, and the seed of their order.
+        parallel: the ranks that share a step.
+    """
 
-    def shares(self, first: int, last: int) -> Iterator[Share]:
-        """Yield this rank's share of the steps from `first` on, up to but without `last`."""
+    def __init__(self, samples: Samples, settings: Settings, parallel: OneRank) -> None:
+        self.samples, self.settings, self.parallel = samples, settings, parallel
+        self.steps_per_epoch = math.ceil(len(samples) / settings.step_batch)
+
+    def load(self, first: int, last: int) -> Iterator[tuple[int, StepInputs]]:
+        """Yield the epoch and the inputs of the steps from `first` on, up to but without `last`.
+
+        Raises:
+            ValueError: `samples.load` does not yield one batch per share.
+        """
+        seed, done = self.settings.seed, first
+        loading: deque[tuple[int, int, Share]] = deque()  # a loader may read some shares ahead
+        for batch in self.samples.load(self._shares(first, last, loading), seed=seed):
+            if not loading:
+                raise ValueError("task.train.load yielded more batches than shares; yield one batch per share")
+            step_samples, own_samples, (epoch, indices) = loading.popleft()
+            keys = sample_keys(indices, seed=seed, epoch=epoch).to(self.parallel.device)
+            done += 1
+            yield epoch, StepInputs(batch, keys, step_samples, own_samples)
+        if done < last:
+            raise ValueError(f"task.train.load ended after {done} of {last} steps; yield one batch per share")
+
+    def _shares(self, first: int, last: int, loading: deque[tuple[int, int, Share]]) -> Iterator[Share]:
+        """Yield this rank's shares. For each, `loading` gets the samples of the step, the own ones, and the share."""
         settings, order, order_epoch = self.settings, torch.empty(0), -1
         for k in range(first, last):
             epoch, within = divmod(k, self.steps_per_epoch)
             if epoch != order_epoch:
-                order, order_epoch = permutation(self.samples, seed=settings.seed, epoch=epoch), epoch
+                order, order_epoch = permutation(len(self.samples), seed=settings.seed, epoch=epoch), epoch
             chosen = order[within * settings.step_batch : (within + 1) * settings.step_batch]
             indices = chosen[self.parallel.share(len(chosen), unit=settings.unit)]
-            own = len(indices)
             # A rank without samples loads one that does not count, so that no loader or collective forward gets none.
-            taken = StepSamples(epoch, len(chosen), indices if own else chosen[:1], own)
-            self._loading.append(taken)
-            yield epoch, taken.indices
-
-    def next_loaded(self) -> StepSamples:
-        """Return the samples of the batch that was loaded next. Raise ValueError if no share is left for it."""
-        if not self._loading:
-            raise ValueError("task.train.load yielded more batches than shares; yield one batch per share")
-        return self._loading.popleft()
+            share = epoch, indices if len(indices) else chosen[:1]
+            loading.append((len(chosen), len(indices), share))
+            yield share

@@ -20,6 +20,14 @@ DTYPES = {
 """By the name a command line uses. The half types compute under autocast and keep parameters in float32."""
 
 
+def _check_counts(values: Any, *names: str) -> None:
+    """Raise ValueError if one of these attributes is neither None nor a positive number of 63 bits."""
+    for name in names:
+        value = getattr(values, name)
+        if value is not None and not 1 <= value < 2**63:
+            raise ValueError(f"{name} must be at least 1 and below 2**63, got {value}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What a run computes. Runs with equal settings and models give the same result up to rounding.
@@ -55,10 +63,7 @@ class Settings:
     def __post_init__(self) -> None:
         if (self.epochs is None) == (self.steps is None):
             raise ValueError(f"give either epochs or steps, got epochs={self.epochs} and steps={self.steps}")
-        for name in ("epochs", "steps", "step_batch", "unit"):
-            value = getattr(self, name)
-            if value is not None and not 1 <= value < 2**63:
-                raise ValueError(f"{name} must be at least 1 and below 2**63, got {value}")
+        _check_counts(self, "epochs", "steps", "step_batch", "unit")
         if self.largest is not None and self.largest < self.unit:
             raise ValueError(f"largest must be at least unit={self.unit}, got {self.largest}")
         if self.ema is not None and not 0 < self.ema < 1:
@@ -111,10 +116,7 @@ class Execution:
     observe: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("micro_batch", "steps", "save_steps", "evaluate_epochs", "observe"):
-            value = getattr(self, name)
-            if value is not None and not 1 <= value < 2**63:
-                raise ValueError(f"{name} must be at least 1 and below 2**63, got {value}")
+        _check_counts(self, "micro_batch", "steps", "save_steps", "evaluate_epochs", "observe")
         if self.minutes is not None and not self.minutes > 0:
             raise ValueError(f"minutes must be above 0, got {self.minutes}")
         if self.device is not None and not isinstance(self.device, torch.device):
@@ -182,13 +184,8 @@ def changes(was: Any, now: Any, name: str = "") -> list[str]:
 
 def _shown(value: Any) -> str:
     """Return a value in at most a few hundred characters. What a file holds may be cyclic, deep or a huge integer."""
-    if is_huge(value):
+    if isinstance(value, int) and abs(value) >= 2**63:
         return "an integer of more than 64 bits"
     short = reprlib.Repr()
     short.maxstring = short.maxother = 300
     return value[:300] if isinstance(value, str) else short.repr(value)
-
-
-def is_huge(value: Any) -> bool:
-    """Return whether a value is an integer of more than 64 bits, which neither tensors nor messages can hold."""
-    return isinstance(value, int) and abs(value) >= 2**63

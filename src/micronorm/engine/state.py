@@ -4,7 +4,7 @@ Optimizer state is stored by the names of parameters, not by their numbers. So a
 sharded before, or the other way round, on any number of ranks. Learning rates and other options come from the settings.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,8 +15,43 @@ from micronorm.commit.snapshot import RandomState
 from micronorm.convert.checkpoint import load_state
 from micronorm.engine.checkpoint import digest
 from micronorm.engine.parallel import ShardedRanks
-from micronorm.engine.settings import is_huge
 from micronorm.engine.step import Step
+
+
+class OtherRun(ValueError):
+    """A checkpoint or a run directory that belongs to another run. The message begins after its name."""
+
+
+def run_state(step: Step, *, done: int, seed: int) -> dict[str, Any]:
+    """Return the state after `done` steps: model and optimizer, and what each rank has of its own. Collective."""
+    return whole_state(step) | {
+        "position": {"step": done, "seed": seed},
+        "scaler": step.scaler.state_dict(),
+        "windows": step.parallel.gather(step.transaction.state_dict()),
+        "buffers": step.parallel.gather(_own_buffers(step)),
+        "random": step.parallel.gather(RandomState.get(step.device)),
+    }
+
+
+def load_run_state(step: Step, state: dict[str, Any]) -> None:
+    """Restore what `run_state` returned, on every rank, however many there are and however they share the model.
+
+    Raises:
+        OtherRun: the model is not the one that was saved, or its layers compute something else.
+    """
+    rank, world = step.parallel.rank, step.parallel.world
+    _load_whole_state(step, state)
+    step.scaler.load_state_dict(state["scaler"])
+    # Other ranks take over the windows of ranks that no longer exist: the commit merges them all.
+    step.transaction.load_state_dict(merge_states(state["windows"], state["windows"][rank::world]))
+    buffers = dict(step.model.named_buffers())
+    with torch.no_grad():
+        for name, value in {**state["buffers"][0], **(state["buffers"][rank:] or [{}])[0]}.items():
+            buffers[name].copy_(value)
+    # New ranks keep their own seed, so that no two ranks draw the same numbers. What training draws is keyed by sample;
+    # if a model's randomness cannot be keyed, the run has said so.
+    if rank < len(state["random"]):
+        RandomState.set(state["random"][rank], step.device)
 
 
 def whole_state(step: Step) -> dict[str, Any]:
@@ -31,14 +66,12 @@ def whole_state(step: Step) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer.get("state", {})}
 
 
-def load_whole_state(step: Step, state: dict[str, Any]) -> None:
-    """Restore what `whole_state` returned, on every rank, however the model is distributed now.
-
-    Raises:
-        ValueError: the model's layers compute something else than those that were saved.
-    """
+def _load_whole_state(step: Step, state: dict[str, Any]) -> None:
     if not isinstance(step.parallel, ShardedRanks):
-        load_state(step.model, state["model"])
+        try:
+            load_state(step.model, state["model"])
+        except ValueError as error:
+            raise OtherRun(f"is of another model: {error}") from error
         groups = step.optimizer.state_dict()["param_groups"]
         step.optimizer.load_state_dict({"state": _by_number(step, state["optimizer"]), "param_groups": groups})
         return
@@ -62,89 +95,54 @@ _FIELDS: Mapping[str, Any] = {
     "scaler": {str: _NUMBER},
     "model": {str: object},
     "optimizer": {str: {str: (Tensor, *_NUMBER, type(None))}},
-    "windows": [{"sums": [Tensor], "lost": [Tensor], "forwards": [int]}],
+    "windows": [dict],
     "buffers": [{str: Tensor}],
-    "random": [{"torch": Tensor, "cuda": (Tensor, type(None)), "numpy": list, "python": list}],
+    "random": [dict],
 }
 """The types of a checkpoint's fields. {str: T} is a dictionary with any keys, [T] a list with any length."""
-
-
-def _wrong_type(value: Any, wanted: Any, name: str) -> str | None:
-    """Return what is wrong with a field, or None. The schema bounds the depth, so that cycles do not matter."""
-    kind = type(wanted) if isinstance(wanted, (dict, list)) else wanted
-    if not isinstance(value, kind):
-        kinds = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
-        return f"{name} must be {kinds}, got {type(value).__name__}"
-    if is_huge(value):
-        return f"{name} is an integer of more than 64 bits"
-    inner: list[tuple[str, Any, Any]] = []
-    if isinstance(wanted, list):
-        inner = [(f"{name}[{k}]", item, wanted[0]) for k, item in enumerate(value)]
-    elif isinstance(wanted, dict):
-        lacking = [key for key in wanted if key is not str and key not in value]
-        if lacking:
-            return f"{name} lacks {lacking[0]!r}".lstrip()
-        keys = value if str in wanted else wanted
-        if not all(isinstance(key, str) for key in keys):
-            return f"the keys of {name} must be strings"
-        inner = [(f"{name}.{key}".lstrip("."), value[key], wanted.get(key, wanted.get(str))) for key in keys]
-    return next(filter(None, (_wrong_type(item, kind, where) for where, item, kind in inner)), None)
-
-
-def check_state(step: Step, state: Mapping[str, Any], *, ema: bool) -> str | None:
-    """Return why a checkpoint cannot be restored, or None. Nothing is changed.
-
-    Raises:
-        ValueError: it is of another model.
-    """
-    fields = {**_FIELDS, "ema": {str: Tensor}} if ema else _FIELDS
-    fault = _wrong_type(state, fields, "")
-    if fault is not None:
-        return fault
-    if state["position"]["step"] != state["step"]:
-        return "position.step is not the step in its name"
-    for name in ("windows", "buffers", "random"):
-        if not state[name]:
-            return f"{name} must hold an entry per rank, got none"
-    for name in ("model", "ema") if ema else ("model",):
-        _check_model(step, state[name])
-    parameters, buffers = dict(step.model.named_parameters()), dict(step.model.named_buffers())
-    for name, values in state["optimizer"].items():
-        if name not in parameters:
-            return f"the optimizer holds {name!r}, which the model lacks"
-        for key in _LIKE_PARAMETERS & values.keys():
-            if not isinstance(values[key], Tensor) or values[key].shape != parameters[name].shape:
-                return f"optimizer.{name}.{key} does not have the shape of its parameter"
-    for name, value in (item for rank in state["buffers"] for item in rank.items()):
-        if name not in buffers or buffers[name].shape != value.shape:
-            return f"the buffer {name!r} is one that the model lacks or has in another shape"
-    windows = step.transaction.state_dict()
-    if any(_shapes(found) != _shapes(windows) for found in state["windows"]):
-        return "the windows are not those of the model's layers"
-    return _check_random(state["random"], step.device)
-
 
 _LIKE_PARAMETERS = {"momentum_buffer", "exp_avg", "exp_avg_sq"}
 
 
-def _shapes(windows: Mapping[str, Any]) -> list[Any]:
-    return [*(value.shape for name in ("sums", "lost") for value in windows[name]), len(windows["forwards"])]
+def check_state(step: Step, state: Mapping[str, Any], *, ema: bool) -> None:
+    """Raise ValueError if a checkpoint has a field of the wrong type, and OtherRun if it is of another model.
+
+    `load_run_state` itself raises an error if anything else does not fit.
+    """
+    _check_type(state, {**_FIELDS, "ema": {str: Tensor}} if ema else _FIELDS, "")
+    if state["position"]["step"] != state["step"]:
+        raise ValueError("position.step is not the step in its name")
+    for name in ("model", "ema") if ema else ("model",):
+        _check_model(step, state[name])
+    parameters = dict(step.model.named_parameters())
+    for name, values in state["optimizer"].items():
+        for key in _LIKE_PARAMETERS & values.keys():  # torch does not compare the shapes
+            if name not in parameters or getattr(values[key], "shape", None) != parameters[name].shape:
+                raise ValueError(f"optimizer.{name}.{key} does not have the shape of a parameter of the model")
 
 
-def _check_random(states: Sequence[Any], device: torch.device) -> str | None:
-    kept = RandomState.get(device)
-    try:
-        for state in states:
-            RandomState.set(state, device)
-    except Exception as error:  # torch, numpy and Python raise errors of many types
-        return f"the random states cannot be restored ({type(error).__name__})"
-    finally:
-        RandomState.set(kept, device)
-    return None
+def _check_type(value: Any, wanted: Any, name: str) -> None:
+    """Raise ValueError if a field has the wrong type. The schema bounds the depth, so that cycles do not matter."""
+    kind = type(wanted) if isinstance(wanted, (dict, list)) else wanted
+    if not isinstance(value, kind):
+        kinds = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+        raise ValueError(f"{name} must be {kinds}, got {type(value).__name__}")
+    if isinstance(wanted, list):
+        for k, item in enumerate(value):
+            _check_type(item, wanted[0], f"{name}[{k}]")
+    elif isinstance(wanted, dict):
+        for key in value if str in wanted else wanted:
+            if key not in value:
+                raise ValueError(f"{name} lacks {key!r}".lstrip())
+            if not isinstance(key, str):
+                raise ValueError(f"the keys of {name} must be strings")
+            _check_type(value[key], wanted.get(key, wanted.get(str)), f"{name}.{key}".lstrip("."))
+    elif isinstance(value, int) and abs(value) >= 2**63:
+        raise ValueError(f"{name} is an integer of more than 64 bits")
 
 
 def _check_model(step: Step, state: Mapping[str, Any]) -> None:
-    """Raise ValueError if the tensors of a state dict do not have the names and shapes of the model's."""
+    """Raise OtherRun if the tensors of a state dict do not have the names and shapes of the model's."""
     mine, theirs = (
         {name: value.shape for name, value in found.items() if isinstance(value, Tensor)}
         for found in (step.model.state_dict(), state)
@@ -153,38 +151,10 @@ def _check_model(step: Step, state: Mapping[str, Any]) -> None:
     if different:
         name, shapes = different[0], (theirs.get(different[0]), mine.get(different[0]))
         was, now = ("absent" if shape is None else str(tuple(shape)) for shape in shapes)
-        raise ValueError(
-            f"the checkpoint is of another model: {len(different)} tensors differ, at first {name!r}, {was} there and "
+        raise OtherRun(
+            f"is of another model: {len(different)} tensors differ, at first {name!r}, {was} there and "
             f"{now} here; build the model it was made with, or start a new run"
         )
-
-
-def rest_of_state(step: Step, *, done: int, seed: int) -> dict[str, Any]:
-    """Return everything but model and optimizer: every rank's windows, buffers and random states. Collective."""
-    return {
-        "position": {"step": done, "seed": seed},
-        "scaler": step.scaler.state_dict(),
-        "windows": step.parallel.gather(step.transaction.state_dict()),
-        "buffers": step.parallel.gather(_own_buffers(step)),
-        "random": step.parallel.gather(RandomState.get(step.device)),
-    }
-
-
-def load_rest_of_state(step: Step, state: dict[str, Any]) -> int:
-    """Restore what `rest_of_state` returned, and return the number of completed steps."""
-    rank, world = step.parallel.rank, step.parallel.world
-    step.scaler.load_state_dict(state["scaler"])
-    # Other ranks take over the windows of ranks that no longer exist: the commit merges them all.
-    step.transaction.load_state_dict(merge_states(state["windows"], state["windows"][rank::world]))
-    buffers = dict(step.model.named_buffers())
-    with torch.no_grad():
-        for name, value in {**state["buffers"][0], **(state["buffers"][rank:] or [{}])[0]}.items():
-            buffers[name].copy_(value)
-    # New ranks keep their own seed, so that no two ranks draw the same numbers. What training draws is keyed by sample;
-    # if a model's randomness cannot be keyed, the run has said so.
-    if rank < len(state["random"]):
-        RandomState.set(state["random"][rank], step.device)
-    return state["position"]["step"]
 
 
 def _own_buffers(step: Step) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from micronorm.commit.handle import Handle
 from micronorm.commit.snapshot import Snapshot
 from micronorm.engine.microbatch import MicroBatch, is_out_of_memory, release_memory
 from micronorm.engine.optimization import build_optimizer
-from micronorm.engine.parallel import NO_REQUESTS, AttemptStatus, OneRank, Requests, ShardedRanks
+from micronorm.engine.parallel import NO_FLAGS, Flags, OneRank, ShardedRanks
 from micronorm.engine.settings import Execution, Settings
 from micronorm.engine.task import Batch, Task, check_batch, check_loss
 from micronorm.nn.per_step.keyed_dropout import dropout_keys
@@ -61,7 +61,7 @@ class StepResult:
     names: list[str]
     sums: Tensor
     micro_batch: int
-    requests: Requests
+    requests: Flags
     messages: list[str] = field(default_factory=list)
 
 
@@ -69,50 +69,50 @@ class Step:
     """Takes optimizer steps.
 
     Args:
-        model: on its device, as the ranks compute with it.
+        model: is moved to the device of the ranks, and prepared for them.
         task: computes the loss.
-        optimizer: holds the model's parameters.
+        settings: the optimizer, the dtype, and how many samples a step has.
+        execution: the first size of the micro-batch, which is halved when memory runs out; layout and compilation.
         parallel: the ranks.
-        micro_batch: the size of a micro-batch; halved when memory runs out.
-        dtype: of the computation, and of the parameters unless it is a half type.
-        channels_last: whether images are stored in NHWC.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        task: Task,
-        optimizer: torch.optim.Optimizer,
-        *,
-        parallel: OneRank,
-        micro_batch: MicroBatch,
-        dtype: torch.dtype = torch.float32,
-        channels_last: bool = False,
-        step_batch: int = 1,
+        self, model: nn.Module, task: Task, settings: Settings, execution: Execution, parallel: OneRank
     ) -> None:
-        self.model, self.task, self.optimizer = model, task, optimizer
-        self.parallel, self.micro_batch = parallel, micro_batch
-        self.dtype, self.channels_last = dtype, channels_last
-        self.device = parallel.device
+        self.task, self.parallel, self.device = task, parallel, parallel.device
+        self.dtype, self.channels_last = settings.dtype, execution.channels_last
+        sharded, half = isinstance(parallel, ShardedRanks), settings.dtype == torch.float16
+        if sharded and half:
+            raise ValueError("float16's loss scaling does not support shards; use bfloat16 or parallel='ddp'")
+        model = model.to(self.device, torch.float64 if self.dtype == torch.float64 else torch.float32)
+        if self.channels_last:
+            for parameter in model.parameters():  # nn.Module.to raises if networks have weights of both ranks
+                if parameter.ndim in CHANNELS_LAST:
+                    parameter.data = parameter.data.to(memory_format=CHANNELS_LAST[parameter.ndim])
+        self.model = parallel.prepare(model.train())
+        if execution.compile:
+            self.model.compile()
+        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = build_optimizer(self.model, settings.optimizer, settings.groups, captured=execution.cuda_graph)
+        size = execution.micro_batch or parallel.largest_share(settings.step_batch, unit=settings.unit)
+        self.micro_batch = MicroBatch(size, unit=settings.unit, largest=settings.largest)
         # A step may take as many forwards as it has samples, and float16 may skip steps until its scale is halved
         # down to nothing. Only more forwards than that are a fault.
-        self.transaction = Handle(model, [optimizer], max_forwards=32 * step_batch + 1024)
-        self.savepoint = Snapshot(model)  # allocates now: a step that ran out of memory could not
+        self.transaction = Handle(self.model, [self.optimizer], max_forwards=32 * settings.step_batch + 1024)
+        self.savepoint = Snapshot(self.model)  # allocates now: a step that ran out of memory could not
         # A shard is gathered for its forward only: no whole weight exists between micro-batches.
-        self.weights = None if isinstance(parallel, ShardedRanks) else SharedWeights(model)
+        self.weights = None if sharded else SharedWeights(self.model)
         # Losses are sums over samples, so the usual scale is divided by the count.
-        scale = 2.0**16 / max(step_batch, 1)
-        self.scaler = torch.amp.GradScaler(self.device.type, init_scale=scale, enabled=dtype == torch.float16)
+        self.scaler = torch.amp.GradScaler(self.device.type, init_scale=2.0**16 / settings.step_batch, enabled=half)
         self.names: list[str] = []
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.observation: Any = None
         """What `mn.observe` returned, if the run is observed."""
 
-    def __call__(self, inputs: StepInputs, requests: Requests = NO_REQUESTS) -> StepResult:
+    def __call__(self, inputs: StepInputs, requests: Flags = NO_FLAGS) -> StepResult:
         """Take one step. The result holds the requests of all ranks."""
         messages: list[str] = []
         while True:
-            sums, status = self._attempt(inputs, requests)
+            sums, flags = self._attempt(inputs, requests)
             if sums is not None:
                 break
             before = self.micro_batch.size
@@ -123,9 +123,9 @@ class Step:
         self.parallel.reduce_gradients()
         totals = self.parallel.total(self.flatten(sums))
         self.apply(totals)
-        return StepResult(self.names, totals, self.micro_batch.size, status.requests, messages)
+        return StepResult(self.names, totals, self.micro_batch.size, flags, messages)
 
-    def _attempt(self, inputs: StepInputs, requests: Requests) -> tuple[dict[str, Any] | None, AttemptStatus]:
+    def _attempt(self, inputs: StepInputs, requests: Flags) -> tuple[dict[str, Any] | None, Flags]:
         """Compute the micro-batches. If any rank runs out of memory, roll all of them back and return None."""
         self.savepoint.take()
         if self.observation is not None:
@@ -142,14 +142,15 @@ class Step:
         except BaseException:  # a second Ctrl-C: leave the model between two steps
             self.roll_back()
             raise
-        status = self.parallel.agree(AttemptStatus(out_of_memory, error is not None, requests))
-        if status.out_of_memory or status.other_error:
+        own = requests._replace(out_of_memory=out_of_memory, failed=error is not None)
+        flags = self.parallel.agree(own)
+        if flags.out_of_memory or flags.failed:
             self.roll_back()
         if error is not None:
             raise error
-        if status.other_error:
+        if flags.failed:
             raise StepFailed("the step failed on another rank, and was rolled back on this one")
-        return (None if status.out_of_memory else sums), status
+        return (None if flags.out_of_memory else sums), flags
 
     def shard_out_of_memory(self) -> ShardOutOfMemory:
         """Halve the micro-batch and return the error that ends a sharded run."""
@@ -201,17 +202,14 @@ class Step:
             vector[i] += sums.get(name, 0)
         return vector
 
-    @contextlib.contextmanager
-    def computing(self, keys: Tensor) -> Iterator[None]:
-        """Wrap a forward pass over samples with these keys: keyed dropout, and autocast for the half types."""
-        half = torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype in HALF)
-        with dropout_keys(keys), half:
-            yield
+    def autocast(self) -> torch.autocast:
+        """Return the context of a forward pass, which computes in the half types if the settings say so."""
+        return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype in HALF)
 
     def _backward(self, inputs: StepInputs, piece: slice) -> Any:
         part = self.place(tuple(column[piece] for column in inputs.batch))
-        with dropout_keys(inputs.keys[piece]):
-            with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype in HALF):
+        with dropout_keys(inputs.keys[piece]):  # for the backward, too, which may recompute
+            with self.autocast():
                 loss = self.task.loss(self.model, part)
             check_loss(loss)
             self.scaler.scale(loss.sum).backward()
@@ -222,7 +220,8 @@ class Step:
         buffers = [buffer.clone() for buffer in self.model.buffers()]
         part = self.place(tuple(column[:1] for column in inputs.batch))
         unseen = contextlib.nullcontext() if self.observation is None else self.observation.paused()
-        with self.parallel.accumulating(last=last), self.transaction.paused(), unseen, self.computing(inputs.keys[:1]):
+        collective = self.parallel.accumulating(last=last)
+        with collective, self.transaction.paused(), unseen, dropout_keys(inputs.keys[:1]), self.autocast():
             (self.task.loss(self.model, part).sum * 0).backward()
         with torch.no_grad():
             foreach_copy_(list(self.model.buffers()), buffers)
@@ -269,33 +268,3 @@ class Step:
         single = pieces + empty == 1 and self.dtype in HALF
         with weights.shared(dtype=self.dtype if single else None):
             yield
-
-
-def build_step(
-    model: nn.Module, task: Task, settings: Settings, execution: Execution, parallel: OneRank
-) -> tuple[Step, list[float]]:
-    """Move a model to its device and build its optimizer. Return its step, and each group's learning-rate factor."""
-    if isinstance(parallel, ShardedRanks) and settings.dtype == torch.float16:
-        raise ValueError("float16's loss scaling does not support shards; use bfloat16 or parallel='ddp'")
-    model = model.to(parallel.device, torch.float64 if settings.dtype == torch.float64 else torch.float32)
-    if execution.channels_last:
-        for parameter in model.parameters():  # nn.Module.to raises if networks have weights of both ranks
-            if parameter.ndim in CHANNELS_LAST:
-                parameter.data = parameter.data.to(memory_format=CHANNELS_LAST[parameter.ndim])
-    model = parallel.prepare(model.train())
-    if execution.compile:
-        model.compile()
-    optimizer, lr_factors = build_optimizer(model, settings.optimizer, settings.groups, captured=execution.cuda_graph)
-    whole = parallel.largest_share(settings.step_batch, unit=settings.unit)
-    size = MicroBatch(execution.micro_batch or whole, unit=settings.unit, largest=settings.largest)
-    step = Step(
-        model,
-        task,
-        optimizer,
-        parallel=parallel,
-        micro_batch=size,
-        dtype=settings.dtype,
-        channels_last=execution.channels_last,
-        step_batch=settings.step_batch,
-    )
-    return step, lr_factors

@@ -51,7 +51,7 @@ class Samples(Protocol):
 class Score(Protocol):
     """How good a model is on some test samples: sums, a confusion matrix, a list of detections.
 
-    The engine merges the scores of batches. Across ranks it sends `state_dict()` as bytes (see `packing.pack`) and
+    The engine merges the scores of batches. Across ranks it sends `state_dict()` as bytes and
     loads it into a new score of the same task.
     """
 

@@ -3,13 +3,12 @@
 They leave no trace: gradients, buffers, windows and random states are restored.
 """
 
-from collections.abc import Callable, Sequence
-
 import torch
 
 from micronorm.engine.microbatch import is_out_of_memory
 from micronorm.engine.parallel import ShardedRanks
 from micronorm.engine.step import HALF, Step, StepInputs
+from micronorm.nn.per_step.keyed_dropout import dropout_keys
 
 # The share of the free memory that the first guess may take: fragmentation, workspaces and larger images need the rest.
 MARGIN = 0.85
@@ -19,76 +18,49 @@ CHECKED_SAMPLES = 8
 TOLERANCE, TOLERANCE_HALF = 1e-3, 0.05
 
 
-class MemoryProbe:
-    """Measures the peak memory of micro-batches on a GPU, and extrapolates how many samples fit."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.readings: list[tuple[int, int]] = []
-
-    def begin(self) -> None:
-        """Call before a trial run."""
-        torch.cuda.synchronize(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-
-    def end(self, samples: int) -> None:
-        """Call after a trial run with this many samples."""
-        torch.cuda.synchronize(self.device)
-        self.readings.append((samples, torch.cuda.max_memory_allocated(self.device)))
-
-    def fitting(self) -> int:
-        """Return the samples that fit, by a straight line through the two readings."""
-        (few, low), (many, high) = self.readings
-        slope = max((high - low) / (many - few), 1.0)
-        free, _ = torch.cuda.mem_get_info(self.device)
-        available = MARGIN * (free + torch.cuda.memory_reserved(self.device))
-        return max(few, int((available - low) / slope) + few)
-
-
 def choose_micro_batch(step: Step, inputs: StepInputs) -> None:
     """Set the micro-batch to the largest that memory seems to hold, on a GPU. A wrong guess costs one repeated step."""
     cut, parallel = step.micro_batch, step.parallel
     # Shares may differ by a unit, but all ranks must take the same branch.
     if step.device.type != "cuda" or min(cut.size, parallel.smallest(inputs.own_samples)) <= 4 * cut.unit:
         return
-    fits = parallel.smallest(largest_fitting(step, inputs, (cut.unit, 4 * cut.unit)))
+    fits = parallel.smallest(largest_fitting(step, inputs, cut.unit, 4 * cut.unit))
     cut.size = max(cut.unit, min(cut.size, fits) // cut.unit * cut.unit)
 
 
-def largest_fitting(
-    step: Step, inputs: StepInputs, sizes: Sequence[int], *, measure: Callable[[], MemoryProbe] | None = None
-) -> int:
-    """Return the largest micro-batch that fits, by trial runs of two sizes."""
-    probe = (measure or (lambda: MemoryProbe(step.device)))()
-    size, fits = step.micro_batch.size, min(sizes)
-    try:
-        for trial in sizes:
-            step.micro_batch.size = trial
-            if not _try(step, inputs, trial, probe):
-                return fits
-            fits = trial
-    finally:
-        step.micro_batch.size = size
-    return probe.fitting()
+def largest_fitting(step: Step, inputs: StepInputs, few: int, many: int) -> int:
+    """Return the largest micro-batch that fits, by a straight line through the peak memory of two trial runs."""
+    low = _peak_memory(step, inputs, few)
+    high = None if low is None else _peak_memory(step, inputs, many)
+    if low is None or high is None:
+        return few
+    slope = max((high - low) / (many - few), 1.0)
+    free, _ = torch.cuda.mem_get_info(step.device)
+    available = MARGIN * (free + torch.cuda.memory_reserved(step.device))
+    return max(few, int((available - low) / slope) + few)
 
 
-def _try(step: Step, inputs: StepInputs, trial: int, probe: MemoryProbe) -> bool:
-    """Return whether this many samples fit at once."""
+def _peak_memory(step: Step, inputs: StepInputs, samples: int) -> int | None:
+    """Return the bytes that this many samples at once need, or None if they do not fit."""
+    size, peak = step.micro_batch.size, None
+    part = StepInputs(tuple(c[:samples] for c in inputs.batch), inputs.keys[:samples], samples, samples)
     step.savepoint.take()
-    probe.begin()
-    part = StepInputs(tuple(c[:trial] for c in inputs.batch), inputs.keys[:trial], trial, trial)
-    failed = False
+    torch.cuda.synchronize(step.device)
+    torch.cuda.reset_peak_memory_stats(step.device)
     try:
+        step.micro_batch.size = samples
         step.accumulate(part)
-        probe.end(trial)
+        torch.cuda.synchronize(step.device)
+        peak = torch.cuda.max_memory_allocated(step.device)
     except Exception as caught:
-        failed = is_out_of_memory(caught)
-        if not failed:
+        if not is_out_of_memory(caught):
             raise
         if isinstance(step.parallel, ShardedRanks):
             raise step.shard_out_of_memory() from caught
+    finally:
+        step.micro_batch.size = size
     step.roll_back()
-    return not failed
+    return peak
 
 
 @torch.no_grad()
@@ -122,5 +94,5 @@ def check_loss_is_a_sum(step: Step, inputs: StepInputs) -> str | None:
 
 
 def _loss(step: Step, inputs: StepInputs, part: slice) -> float:
-    with step.computing(inputs.keys[part]):
+    with dropout_keys(inputs.keys[part]), step.autocast():
         return float(step.task.loss(step.model, step.place(tuple(column[part] for column in inputs.batch))).sum)

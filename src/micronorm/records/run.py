@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from micronorm.records.atomic import named_error, write_atomically
-from micronorm.records.encoding import Row, encode_document, encode_line, is_count, parse
+from micronorm.records.encoding import Row, encode_document, encode_line, parse
 from micronorm.records.record import (
     ALL,
     DIAGNOSTICS,
@@ -51,7 +51,6 @@ class Run:
     def __init__(self, path: Path, facts: Row) -> None:
         self.path = path
         self.facts = facts
-        self._last: dict[str, int] = {}  # the last step in each file, once known
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], facts: Mapping[str, Any]) -> "Run":
@@ -80,7 +79,7 @@ class Run:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "Run":
-        """Open an existing run; call `rewind` before the first append.
+        """Open an existing run. Call `rewind` before the first append: a killed writer may have left half a line.
 
         Raises:
             FileNotFoundError: the directory holds no run.
@@ -101,22 +100,21 @@ class Run:
         self.facts = parse(text, str(self.path / FACTS))
 
     def append_steps(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append rows, each with a `step` above that of the row before it, in one write."""
-        self._append(STEPS, list(rows), apart=1)
+        """Append the rows of steps, in one write. Readers require that `step` increases."""
+        self._append(STEPS, list(rows))
 
     def append_epoch(self, row: Mapping[str, Any]) -> None:
-        """Append the row of an evaluation, with a `step` not below that of the row before it."""
-        self._append(EPOCHS, [row], apart=0)
+        """Append the row of an evaluation."""
+        self._append(EPOCHS, [row])
 
     def append_diagnostics(self, row: Mapping[str, Any]) -> None:
-        """Append a measurement of the layers, with a `step` not below that of the row before it."""
-        self._append(DIAGNOSTICS, [row], apart=0)
+        """Append a measurement of the layers."""
+        self._append(DIAGNOSTICS, [row])
 
     def rewind(self, step: int) -> None:
         """Drop rows of later steps than `step`, incomplete lines, outcome and predictions, to continue from there."""
         for name in (OUTCOME, PREDICTIONS):
             (self.path / name).unlink(missing_ok=True)
-        self._last.clear()
         for name in ROWS:
             file = self.path / name
             if file.exists():
@@ -134,40 +132,16 @@ class Run:
             with suppress(FileNotFoundError), open(self.path / name, "rb") as file:
                 os.fsync(file.fileno())
 
-    def _append(self, name: str, rows: list[Mapping[str, Any]], *, apart: int) -> None:
-        file = self.path / name
-        data = b"".join(encode_line(row) for row in rows)  # may raise, so before the file is touched
-        if name not in self._last:
-            self._last[name] = _cut_incomplete_line(file)
-        last = self._last[name]
+    def _append(self, name: str, rows: list[Mapping[str, Any]]) -> None:
+        data = b"".join(map(encode_line, rows))
         for row in rows:
-            step = row.get("step")
-            if not is_count(step):
-                raise ValueError(f"a row of {name} needs its step, an int not below 0, got {step!r}")
-            if step < last + apart:
-                raise ValueError(f"step {step} follows step {last} in {file}; after a resume, rewind first")
             check_row(row, f"a row of {name}")
-            last = step
+        file = self.path / name
         with open(file, "ab", buffering=0) as out:
             before = out.tell()
             try:
                 if out.write(data) != len(data):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            except BaseException as error:
+            except OSError as error:
                 out.truncate(before)  # the next row must not follow half a line
-                if isinstance(error, OSError):
-                    raise named_error(error, file, len(data)) from error
-                raise
-        self._last[name] = last
-
-
-def _cut_incomplete_line(file: Path) -> int:
-    """Cut off an incomplete last line, and return the step of the last complete one, or 0."""
-    if not file.exists():
-        return 0
-    with open(file, "r+b") as out:
-        data = out.read()
-        whole = data.rfind(b"\n") + 1
-        if whole != len(data):
-            out.truncate(whole)
-    return max((row["step"] for _, row in read_lines(file)), default=0)
+                raise named_error(error, file, len(data)) from error
