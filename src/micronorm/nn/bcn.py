@@ -290,8 +290,8 @@ class BatchChannelNorm(BatchChannelNormState):
             run(gather, *data, window.reference, elements, self.num_groups, window.sums, window.lost, window.counter)
             return running
         options = (elements, self.num_groups, None if from_batch else self.micro_batch, window.lost, window.counter)
-        found = Moments(*run(estimates_from_moments, *data, *running, *options))
-        return None if from_batch else found
+        found = run(estimates_from_moments, *data, *running, *options)
+        return None if from_batch else Moments(*found)
 
     def _gathers(self) -> bool:
         """Return whether a training forward is gathered. A frozen layer only notes that it ran, for a warning."""
