@@ -214,14 +214,14 @@ def _estimates_of_uncounted(counter: Tensor, data: Moments, running: Moments, sa
     return alike[0].estimates
 
 
-def _register(function: Callable, mutates: str, fake: Callable[..., Any] = lambda *args: None) -> None:
+def register_operator(function: Callable, mutates: str, fake: Callable[..., Any] = lambda *args: None) -> None:
     """Register a function as an operator of its name, which compiled graphs call."""
     operator = torch.library.custom_op(f"micronorm::{function.__name__}", function, mutates_args=mutates.split())
     operator.register_fake(fake)
 
 
-_register(gather, "sums lost counter")
-_register(gather_numbers, "sums lost counter")
+register_operator(gather, "sums lost counter")
+register_operator(gather_numbers, "sums lost counter")
 
 
 def _fake_estimates_from_moments(
@@ -231,7 +231,7 @@ def _fake_estimates_from_moments(
     return mean.new_empty(shape), mean.new_empty(shape)
 
 
-_register(estimates_from_moments, "running_mean running_var lost counter", _fake_estimates_from_moments)
+register_operator(estimates_from_moments, "running_mean running_var lost counter", _fake_estimates_from_moments)
 
 
 def _fake_estimates(
@@ -248,4 +248,4 @@ def _with_copies(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return parts, mean.clone(), var.clone()  # compiled code may overwrite its results, and the window keeps these
 
 
-_register(_with_copies, "running_mean running_var lost counter", _fake_estimates)
+register_operator(_with_copies, "running_mean running_var lost counter", _fake_estimates)
