@@ -11,8 +11,7 @@ from micronorm.export import fold
 from micronorm.nn.batch import BN
 from micronorm.nn.batch_renorm import BRN
 from micronorm.nn.bcn import BCN
-from micronorm.nn.evonorm import EvoNormS0
-from micronorm.nn.frn import FRN
+from micronorm.nn.frn_evonorm import FRN, EvoNormS0
 from micronorm.nn.group import GN, IN, LN
 from micronorm.nn.per_step.recompute import recompute
 from micronorm.nn.spec import NormSpec

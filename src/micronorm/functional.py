@@ -3,8 +3,7 @@
 from micronorm.ops.batch import Running, batch_norm
 from micronorm.ops.batch_renorm import batch_renorm
 from micronorm.ops.bcn import algorithm1, batch_channel_norm, batch_channel_norm_reference, scan
-from micronorm.ops.evonorm import evonorm_s0
-from micronorm.ops.frn import filter_response_norm
+from micronorm.ops.frn_evonorm import evonorm_s0, filter_response_norm
 from micronorm.ops.group import choose_groups
 from micronorm.ops.moments import Moments, moments
 from micronorm.ops.switchable import switchable_norm

@@ -7,8 +7,7 @@ whole optimizer step.
 from micronorm.nn.batch import BN, GhostBatchNorm
 from micronorm.nn.batch_renorm import BRN, BatchRenorm
 from micronorm.nn.bcn import BCN, BatchChannelNorm
-from micronorm.nn.evonorm import EvoNorm, EvoNormS0
-from micronorm.nn.frn import FRN, FilterResponseNorm
+from micronorm.nn.frn_evonorm import FRN, EvoNorm, EvoNormS0, FilterResponseNorm
 from micronorm.nn.group import GN, IN, LN, GroupNorm
 from micronorm.nn.norm_act import BatchChannelNormAct, ChannelsLast, NormAct, norm_act_layer
 from micronorm.nn.spec import SPECS, NormSpec, WeightSpec, register

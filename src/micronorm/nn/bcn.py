@@ -13,14 +13,7 @@ from torch import Tensor, nn
 
 from micronorm.nn.backends import check_backend, resolve_backend
 from micronorm.nn.bcn_state import BatchChannelNormState, UnfusableEps
-from micronorm.nn.gather import (
-    estimates_from_input,
-    gather,
-    gather_numbers,
-    run,
-    sequential_estimates,
-    track_batch,
-)
+from micronorm.nn.gather import estimates_from_input, estimates_from_moments, gather, gather_numbers, run
 from micronorm.nn.inputs import (
     check_count,
     check_eps,
@@ -290,20 +283,15 @@ class BatchChannelNorm(BatchChannelNormState):
         """Return the estimates to normalize with, or None for the batch's own moments. Gather `data` in training."""
         data = Moments(*(m.detach() for m in data))
         running = Moments(self.running_mean, self.running_var)
-        if not self.training:
+        from_batch, window = self.statistics == "batch", self._window
+        if not self.training or not (from_batch or self._gathers()):
             return running
-        window = self._window
-        group_elements = elements * (self.num_channels // self.num_groups)
-        if self.statistics == "batch":
-            run(track_batch, *data, *running, elements, group_elements, window.lost, window.counter)
-            return None
-        if not self._gathers():
+        if self.statistics == "step":
+            run(gather, *data, window.reference, elements, self.num_groups, window.sums, window.lost, window.counter)
             return running
-        if self.statistics == "sequential":
-            options = (self.micro_batch, group_elements, window.lost, window.counter)
-            return Moments(*run(sequential_estimates, *data, *running, *options))
-        run(gather, *data, window.reference, elements, group_elements, window.sums, window.lost, window.counter)
-        return running
+        options = (elements, self.num_groups, None if from_batch else self.micro_batch, window.lost, window.counter)
+        found = run(estimates_from_moments, *data, *running, *options)
+        return None if from_batch else Moments(*found)
 
     def _gathers(self) -> bool:
         """Return whether a training forward is gathered. A frozen layer only notes that it ran, for a warning."""

@@ -28,17 +28,13 @@ _FEW_ELEMENTS = 4
 
 
 def gather(
-    mean: Tensor,
-    var: Tensor,
-    around: Tensor,
-    elements: int,
-    group_elements: int,
-    sums: Tensor,
-    lost: Tensor,
-    counter: Tensor,
+    mean: Tensor, var: Tensor, around: Tensor, elements: int, groups: int, sums: Tensor, lost: Tensor, counter: Tensor
 ) -> None:
-    """Add one forward to the window of a "step" layer, without the samples whose sums are not finite."""
-    window = _gathering_window(counter, group_elements)
+    """Add one forward to the window of a "step" layer, without the samples whose sums are not finite.
+
+    `mean` and `var` are the moments of every sample and channel over its `elements` positions.
+    """
+    window = _gathering_window(counter, elements * (mean.shape[1] // groups))
     if window is None:
         return
     _count_forward(window, counter)
@@ -66,55 +62,43 @@ def gather_numbers(
         kernels().gather(numbers, around, sums, lost, (samples, channels, elements), groups)
 
 
-def sequential_estimates(
-    mean: Tensor,
-    var: Tensor,
-    running_mean: Tensor,
-    running_var: Tensor,
-    micro_batch: int,
-    group_elements: int,
-    lost: Tensor,
-    counter: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Move the estimates of a "sequential" layer, and return those that each sample is normalized with."""
-    data = bounded(Moments(mean, var), running_var.dtype)
-    running = Moments(running_mean, running_var)
-    window = _gathering_window(counter, group_elements)
-    if window is not None:
-        rate = window.known_rate()
-        rate = rate.clamp(0, 1) if isinstance(rate, Tensor) else rate
-        per_sample, left_out = scan(running, data, rate=rate, micro_batch=micro_batch)
-        lost[0].add_(left_out)
-        _move(running, Moments(*(e[-1] for e in per_sample)), lost, samples=mean.shape[0])
-        window.scanned.append(ScannedForward(data, per_sample))
-        counter[0] += 1
-    elif inside_backward() and (repeated := find_window(counter)) is not None and not repeated.paused:
-        per_sample = _estimates_of_first_pass(repeated, data)
-    else:
-        per_sample = Moments(*(r.to(mean.dtype).expand(mean.shape[0], -1) for r in running))
-    return per_sample.mean.clone(), per_sample.var.clone()
-
-
-def track_batch(
+def estimates_from_moments(
     mean: Tensor,
     var: Tensor,
     running_mean: Tensor,
     running_var: Tensor,
     elements: int,
-    group_elements: int,
+    groups: int,
+    micro_batch: int | None,
     lost: Tensor,
     counter: Tensor,
-) -> None:
-    """Move the running statistics of a "batch" layer by one forward."""
-    window = _gathering_window(counter, group_elements)
-    if window is None:
-        return
-    running = Moments(running_mean, running_var)
-    momentum = _batch_momentum(window)
-    batch = Moments(*(s.squeeze(0) for s in batch_statistics(bounded(Moments(mean, var), running_var.dtype))))
-    moved = move_by_batch(running, batch, elements=elements * mean.shape[0], momentum=momentum)
-    _move(running, moved, lost, samples=mean.shape[0])
-    counter[0] += 1
+) -> tuple[Tensor, Tensor]:
+    """Move the estimates of a "sequential" layer, or of a "batch" layer if `micro_batch` is None, by one forward.
+
+    Returns:
+        The mean and the variance to normalize with: N×C for "sequential", C for "batch".
+    """
+    data, running = bounded(Moments(mean, var), running_var.dtype), Moments(running_mean, running_var)
+    samples = mean.shape[0]
+    window = _gathering_window(counter, elements * (mean.shape[1] // groups))
+    if micro_batch is None:
+        batch = Moments(*(s.squeeze(0) for s in batch_statistics(data)))
+        if window is not None:
+            moved = move_by_batch(running, batch, elements=elements * samples, momentum=_batch_momentum(window))
+            _move(running, moved, lost, samples=samples)
+            counter[0] += 1
+        return batch.mean, batch.var
+    if window is not None:
+        rate = window.known_rate()
+        rate = rate.clamp(0, 1) if isinstance(rate, Tensor) else rate
+        found, left_out = scan(running, data, rate=rate, micro_batch=micro_batch)
+        lost[0].add_(left_out)
+        _move(running, Moments(*(e[-1] for e in found)), lost, samples=samples)
+        window.scanned.append(ScannedForward(data, found))
+        counter[0] += 1
+    else:
+        found = _estimates_of_uncounted(counter, data, running, samples)
+    return found.mean.clone(), found.var.clone()
 
 
 def estimates_from_input(
@@ -126,7 +110,7 @@ def estimates_from_input(
     lost: Tensor,
     counter: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do `track_batch` (if `micro_batch` is None) or `sequential_estimates` by kernels, which read x themselves.
+    """Do `estimates_from_moments` by kernels, which read x themselves.
 
     Returns:
         The `parts` that the kernels of the normalization take, and the mean and the variance to normalize with.
@@ -138,14 +122,10 @@ def estimates_from_input(
         rate = _batch_momentum(window) if micro_batch is None else window.known_rate()
         counter.numpy()[0] += 1
     parts, found, data = kernels().estimates(x, running, lost, rate, groups, micro_batch or 0, window is not None)
-    if data is None:
-        return parts, found.mean, found.var
-    if window is not None:
+    if data is not None and window is not None:
         window.scanned.append(ScannedForward(data, found))
-    elif inside_backward() and (repeated := find_window(counter)) is not None and not repeated.paused:
-        found = _estimates_of_first_pass(repeated, data)
-    else:
-        found = Moments(*(r.to(f.dtype).expand_as(f).clone() for r, f in zip(running, found, strict=True)))
+    elif data is not None:
+        found = _estimates_of_uncounted(counter, data, running, x.shape[0])
     return parts, found.mean, found.var
 
 
@@ -215,8 +195,14 @@ def _move(running: Moments, new: Moments, lost: Tensor, *, samples: int) -> None
     lost[0].add_(finite.logical_not(), alpha=samples)
 
 
-def _estimates_of_first_pass(window: Window, data: Moments) -> Moments:
-    """Return the estimates of the earlier forward that activation checkpointing is repeating."""
+def _estimates_of_uncounted(counter: Tensor, data: Moments, running: Moments, samples: int) -> Moments:
+    """Return the N×C estimates for a "sequential" forward that does not count.
+
+    They are those of the earlier forward that activation checkpointing repeats; otherwise the running ones.
+    """
+    window = find_window(counter) if inside_backward() else None
+    if window is None or window.paused:
+        return Moments(*(r.to(data.mean.dtype).expand(samples, -1).clone() for r in running))
     alike = [forward for forward in window.scanned if all(map(torch.equal, forward.data, data))]
     if len(alike) != 1:
         raise RuntimeError(
@@ -228,20 +214,24 @@ def _estimates_of_first_pass(window: Window, data: Moments) -> Moments:
     return alike[0].estimates
 
 
-def _register(function: Callable, mutates: str, fake: Callable[..., Any] = lambda *args: None) -> None:
+def register_operator(function: Callable, mutates: str, fake: Callable[..., Any] = lambda *args: None) -> None:
     """Register a function as an operator of its name, which compiled graphs call."""
     operator = torch.library.custom_op(f"micronorm::{function.__name__}", function, mutates_args=mutates.split())
     operator.register_fake(fake)
 
 
-_register(gather, "sums lost counter")
-_register(gather_numbers, "sums lost counter")
-_register(track_batch, "running_mean running_var lost counter")
-_register(
-    sequential_estimates,
-    "running_mean running_var lost counter",
-    lambda mean, var, *args: (torch.empty_like(mean), torch.empty_like(var)),
-)
+register_operator(gather, "sums lost counter")
+register_operator(gather_numbers, "sums lost counter")
+
+
+def _fake_estimates_from_moments(
+    mean: Tensor, var: Tensor, running_mean: Tensor, running_var: Tensor, elements: int, groups: int, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    shape = mean.shape[1:] if rest[0] is None else mean.shape
+    return mean.new_empty(shape), mean.new_empty(shape)
+
+
+register_operator(estimates_from_moments, "running_mean running_var lost counter", _fake_estimates_from_moments)
 
 
 def _fake_estimates(
@@ -258,4 +248,4 @@ def _with_copies(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return parts, mean.clone(), var.clone()  # compiled code may overwrite its results, and the window keeps these
 
 
-_register(_with_copies, "running_mean running_var lost counter", _fake_estimates)
+register_operator(_with_copies, "running_mean running_var lost counter", _fake_estimates)

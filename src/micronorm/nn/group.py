@@ -129,11 +129,8 @@ class LN(NormSpec):
         1
     """
 
+    layer = GroupNorm
     eps: float = 1e-5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_eps(self.eps)
 
     def __call__(self, num_channels: int, *, dims: int = 2) -> GroupNorm:
         """Return `mn.nn.GroupNorm` with one group. It takes any number of spatial dimensions."""

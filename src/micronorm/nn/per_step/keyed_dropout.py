@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from micronorm.nn.checkpointing import inside_backward
-from micronorm.nn.gather import run
+from micronorm.nn.gather import register_operator, run
 from micronorm.ops import keyed
 from micronorm.ops.private_api import DropoutNd
 
@@ -256,10 +256,5 @@ def _repeated(x: Tensor, calls: list[tuple[torch.Size, Tensor]]) -> int:
     return alike[0]
 
 
-# Operators for compiled graphs. Eager code calls the functions directly.
-torch.library.custom_op("micronorm::pass_without_keys", pass_without_keys, mutates_args=("had_keys",)).register_fake(
-    lambda had_keys: None
-)
-torch.library.custom_op("micronorm::dropped", dropped, mutates_args=("had_keys",)).register_fake(
-    lambda x, axes, p, stream, had_keys: x.new_empty(_mask_shape(x, axes), dtype=torch.bool)
-)
+register_operator(pass_without_keys, "had_keys")
+register_operator(dropped, "had_keys", lambda x, axes, *rest: x.new_empty(_mask_shape(x, axes), dtype=torch.bool))

@@ -193,11 +193,11 @@ torch.library.custom_op(
 
 def batch_channel_norm_fused(
     x: Tensor,
-    estimates: Moments,
-    weight: Tensor,
-    bias: Tensor,
-    group_weight: Tensor,
-    group_bias: Tensor,
+    estimates: Moments | tuple[None, None],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    group_weight: Tensor | None,
+    group_bias: Tensor | None,
     *,
     groups: int,
     eps: float = 1e-5,
@@ -209,57 +209,32 @@ def batch_channel_norm_fused(
 ) -> tuple[Tensor, Tensor]:
     """Return act(BCN(x) + residual) and the packed numbers, computed by the kernels; see `batch_channel_norm`.
 
-    `parts` and the estimates may be those of `kernels().estimates`. With `from_batch` the estimates are the batch's own
-    moments, through which gradients flow. `blend=None` stands for 1. A residual needs an activation that keeps
-    the sign.
+    It calls the autograd function in eager code, and the operator in traced code. `parts` and the estimates may be
+    those of `kernels().estimates`. With `from_batch` the estimates are the batch's own moments, through which gradients
+    flow. `blend=None` stands for 1. A residual needs an activation that keeps the sign.
     """
-    affine = (weight, bias, group_weight, group_bias)
-    return _call(x, residual, parts, estimates, affine, blend, groups, eps, activation, from_batch)
+    # With a residual the backward takes the activation's derivative from the sign of the output.
+    assert residual is None or activation.keeps_sign
+    norm = (*estimates, weight, bias, group_weight, group_bias, blend, groups, eps)
+    if torch.compiler.is_compiling():
+        kind = activation.kind.value  # operators take plain strings
+        return torch.ops.micronorm.normalize(x, residual, parts, *norm, kind, activation.slope, from_batch)
+    return _apply(x, residual, parts, *norm, activation.kind, activation.slope, from_batch)
+
+
+def group_norm_fused(x: Tensor, weight: Tensor | None, bias: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
+    """Return act(GN(x) + residual) and the packed numbers, computed by the kernels.
+
+    Weight and bias hold C numbers each. The options are groups, eps, activation and residual of
+    `batch_channel_norm_fused`.
+    """
+    if (weight is None) != (bias is None):  # kernels take both or neither
+        weight = torch.ones_like(bias) if weight is None else weight  # type: ignore[arg-type]
+        bias = torch.zeros_like(weight) if bias is None else bias
+    return batch_channel_norm_fused(x, (None, None), None, None, weight, bias, **options)
 
 
 def elementwise_fused(x: Tensor, *rest: Tensor, activation: Activation) -> Tensor:
     """Recompute the y of a forward, to the bit, from x, the residual (if there was one) and the numbers it left."""
     *residual, numbers = rest
     return kernels().recompute(x, residual[0] if residual else None, numbers, activation)
-
-
-def group_norm_fused(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    *,
-    groups: int,
-    eps: float = 1e-5,
-    activation: Activation = IDENTITY,
-    residual: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return act(GN(x) + residual) and the packed numbers, computed by the kernels.
-
-    Weight and bias hold C numbers each. A residual needs an activation that keeps the sign.
-    """
-    if (weight is None) != (bias is None):  # kernels take both or neither
-        weight = torch.ones_like(bias) if weight is None else weight  # type: ignore[arg-type]
-        bias = torch.zeros_like(weight) if bias is None else bias
-    return _call(x, residual, None, None, (None, None, weight, bias), None, groups, eps, activation, False)
-
-
-def _call(
-    x: Tensor,
-    residual: Tensor | None,
-    parts: Tensor | None,
-    estimates: Moments | None,
-    affine: tuple[Tensor | None, ...],
-    blend: Tensor | None,
-    groups: int,
-    eps: float,
-    activation: Activation,
-    from_batch: bool,
-) -> tuple[Tensor, Tensor]:
-    """Call `normalize`: the autograd function in eager code, the operator in traced code."""
-    # With a residual the backward takes the activation's derivative from the sign of the output.
-    assert residual is None or activation.keeps_sign
-    norm = (*(estimates or (None, None)), *affine, blend, groups, eps)
-    if torch.compiler.is_compiling():
-        kind = activation.kind.value  # operators take plain strings
-        return torch.ops.micronorm.normalize(x, residual, parts, *norm, kind, activation.slope, from_batch)
-    return _apply(x, residual, parts, *norm, activation.kind, activation.slope, from_batch)

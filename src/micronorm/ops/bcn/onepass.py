@@ -61,18 +61,6 @@ def _coefficients(terms: _Terms, affine: _Affine, residue_nc: Tensor, dtype: tor
     return scale_nc.to(dtype), torch.addcmul(offset_nc, scale_nc, residue_nc, value=-1).to(dtype)
 
 
-class _Gradients(NamedTuple):
-    """dx = slope·g + curve·(x − m) + shift, and the gradients of the affine parameters."""
-
-    slope_nc: Tensor
-    curve_nc: Tensor
-    shift_nc: Tensor
-    weight: Tensor
-    bias: Tensor
-    group_weight: Tensor
-    group_bias: Tensor
-
-
 def _gradients(
     sum_g_nc: Tensor,
     sum_gx_nc: Tensor,
@@ -81,8 +69,12 @@ def _gradients(
     *,
     elements: int,
     from_batch: bool,
-) -> _Gradients:
-    """Return the backward of `_terms` and `_coefficients`, from Σg and Σg·(x − m) per (n, c); d_ stands for dL/d."""
+) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Return the backward of `_terms` and `_coefficients`, from Σg and Σg·(x − m) per (n, c); d_ stands for dL/d.
+
+    Returns:
+        slope, curve and shift of dx = slope·g + curve·(x − m) + shift, and the gradients of the affine parameters.
+    """
     distance_ngk, rstd_ngk, a_ngk, av_ngk, z_ngk, apart_ngk, inv_ng, gain_ng = terms
     alpha, gamma_g = affine.blend, affine.group_weight
     samples, groups, size = apart_ngk.shape
@@ -114,15 +106,8 @@ def _gradients(
         d_stat_var = d_weight * a_ngk[0] * rstd_ngk[0] / -samples
         shift_ngk = shift_ngk + torch.addcmul(d_bias * a_ngk[0] / -samples, d_stat_var, distance_ngk)
         curve_ngk = curve_ngk + d_stat_var
-    return _Gradients(
-        (gain_ng * a_ngk).flatten(1),
-        curve_ngk.flatten(1) / elements,
-        shift_ngk.flatten(1) / elements,
-        d_weight.flatten(),
-        d_bias.flatten(),
-        d_group_weight.flatten(),
-        d_group_bias.flatten(),
-    )
+    slopes = ((gain_ng * a_ngk).flatten(1), curve_ngk.flatten(1) / elements, shift_ngk.flatten(1) / elements)
+    return slopes, (d_weight.flatten(), d_bias.flatten(), d_group_weight.flatten(), d_group_bias.flatten())
 
 
 def elementwise(x: Tensor, pivot_nc: Tensor, scale_nc: Tensor, offset_nc: Tensor, *, relu: bool) -> Tensor:
@@ -138,72 +123,52 @@ def elementwise(x: Tensor, pivot_nc: Tensor, scale_nc: Tensor, offset_nc: Tensor
 
 
 class _OnePass(torch.autograd.Function):
-    """Compute y = A·(x − m) + B, with a backward of its own that needs x and N×C numbers."""
+    """Compute y = A·(x − m) + B, with a backward of its own that needs x and N×C numbers.
+
+    The inputs are x; γ^b, β^b, γ^c, β^c and the blend; mean and variance of the data, then of the estimates; and the
+    options groups, eps, from_batch and relu. Last comes the list that receives c, A and B, or None.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        group_weight: Tensor,
-        group_bias: Tensor,
-        blend: Tensor,
-        mean_nc: Tensor,
-        var_nc: Tensor,
-        stat_mean: Tensor,
-        stat_var: Tensor,
-        groups: int,
-        eps: float,
-        from_batch: bool,
-        relu: bool,
-        numbers: list[Tensor] | None,
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight, bias, group_weight, group_bias, blend, mean_nc, var_nc, stat_mean, stat_var)
-        ctx.groups, ctx.eps, ctx.from_batch, ctx.relu = groups, eps, from_batch, relu
-        affine = _widen(weight, bias, group_weight, group_bias, blend, dtype=mean_nc.dtype, groups=groups)
-        terms = _terms(Moments(mean_nc, var_nc), Moments(stat_mean, stat_var), affine, groups=groups, eps=eps)
-        pivot_nc = mean_nc.to(compute_dtype(x.dtype))
-        scale_nc, offset_nc = _coefficients(terms, affine, mean_nc - pivot_nc, pivot_nc.dtype)
+    def forward(ctx: Any, x: Tensor, *inputs: Any) -> Tensor:
+        tensors, ctx.options, numbers = inputs[:9], inputs[9:13], inputs[13]
+        ctx.save_for_backward(x, *tensors)
+        groups, eps, _, relu = ctx.options
+        data, estimates = Moments(*tensors[5:7]), Moments(*tensors[7:9])
+        affine = _widen(*tensors[:5], dtype=data.mean.dtype, groups=groups)
+        terms = _terms(data, estimates, affine, groups=groups, eps=eps)
+        pivot_nc = data.mean.to(compute_dtype(x.dtype))
+        scale_nc, offset_nc = _coefficients(terms, affine, data.mean - pivot_nc, pivot_nc.dtype)
         if numbers is not None:
             numbers += (pivot_nc, scale_nc, offset_nc)
         return elementwise(x, pivot_nc, scale_nc, offset_nc, relu=relu)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, group_weight, group_bias, blend, mean_nc, var_nc, stat_mean, stat_var = ctx.saved_tensors
-        data, estimates = Moments(mean_nc, var_nc), Moments(stat_mean, stat_var)
+        x, *tensors = ctx.saved_tensors
+        groups, eps, from_batch, relu = ctx.options
+        data, estimates = Moments(*tensors[5:7]), Moments(*tensors[7:9])
+        pivot_nc = data.mean.to(compute_dtype(x.dtype))
         if torch.is_grad_enabled():
             # create_graph: the N×C numbers must depend on x for the second backward to be right.
             data = bounded(moments(x), x.dtype)
-            if ctx.from_batch:
+            if from_batch:
                 estimates = batch_statistics(data)
-        affine = _widen(weight, bias, group_weight, group_bias, blend, dtype=mean_nc.dtype, groups=ctx.groups)
-        terms = _terms(data, estimates, affine, groups=ctx.groups, eps=ctx.eps)
-        pivot_nc = mean_nc.to(compute_dtype(x.dtype))
+        affine = _widen(*tensors[:5], dtype=data.mean.dtype, groups=groups)
+        terms = _terms(data, estimates, affine, groups=groups, eps=eps)
         residue_nc = data.mean - pivot_nc
-        gate = _coefficients(terms, affine, residue_nc, pivot_nc.dtype) if ctx.relu else None
+        gate = _coefficients(terms, affine, residue_nc, pivot_nc.dtype) if relu else None
         blocked = can_block(x)
         g, sum_g_nc, sum_gt_nc = (reduce if blocked else _reduce)(grads[0], x, pivot_nc, gate)
-        grad = _gradients(
-            sum_g_nc,
-            torch.addcmul(sum_gt_nc, residue_nc, sum_g_nc, value=-1),
-            terms,
-            affine,
-            elements=as_ncs(x).shape[-1],
-            from_batch=ctx.from_batch,
-        )
-        shift_nc = torch.addcmul(grad.shift_nc, grad.curve_nc, residue_nc, value=-1)
-        coefficients = (v.to(pivot_nc.dtype) for v in (grad.slope_nc, grad.curve_nc, shift_nc))
+        sum_gx_nc = torch.addcmul(sum_gt_nc, residue_nc, sum_g_nc, value=-1)
+        elements = as_ncs(x).shape[-1]
+        slopes, found = _gradients(sum_g_nc, sum_gx_nc, terms, affine, elements=elements, from_batch=from_batch)
+        slope_nc, curve_nc, shift_nc = slopes
+        shift_nc = torch.addcmul(shift_nc, curve_nc, residue_nc, value=-1)
+        coefficients = (v.to(pivot_nc.dtype) for v in (slope_nc, curve_nc, shift_nc))
         dx = (combine if blocked else _combine)(g, x, pivot_nc, *coefficients, overwrite=g is not grads[0])
-        return (
-            dx.to(x.dtype),
-            grad.weight.to(weight.dtype),
-            grad.bias.to(bias.dtype),
-            grad.group_weight.to(group_weight.dtype),
-            grad.group_bias.to(group_bias.dtype),
-            *(None,) * 10,
-        )
+        own = (d.to(parameter.dtype) for d, parameter in zip(found, tensors[:4], strict=True))
+        return dx.to(x.dtype), *own, *(None,) * 10
 
 
 def _widen(*tensors: Tensor, dtype: torch.dtype, groups: int) -> _Affine:

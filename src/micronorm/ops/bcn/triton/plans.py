@@ -83,37 +83,23 @@ _COMPLETE = {"EPS": 0.0, "ESTIMATES": Estimates.NONE.value, "AFFINE": Affine.NON
 _COMPLETE |= {"HAS_BLEND": False, "PIECES": 1, "FINISHES": False}
 
 
-class _Units(NamedTuple):
-    """The unit, in elements, in which kernels get strides and sizes; all rows of all tensors begin at multiples of it.
+def _in_units(layer: Layer, *others: Strides | None) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """Return N, C, S and the strides of all tensors, in units, and the constants that tell kernels the units.
 
-    It is 1 where it would not help: where the tensors differ in what is adjacent in memory, and where it would be 16,
-    which Triton detects by itself.
+    A unit is a number of elements: all rows of all tensors begin at multiples of it. It is 1 where it would not help:
+    where the tensors differ in what is adjacent in memory, and where it would be 16, which Triton detects by itself.
+    A tensor that does not exist has strides of zero.
     """
-
-    align: int
-    channels_last: bool
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        """Return the constants of the kernels."""
-        c, s = (1, self.align) if self.channels_last else (self.align, 1)
-        return {"ALIGN": self.align, "C_UNIT": c, "S_UNIT": s}
-
-    def scalars(self, layer: Layer, *each: Strides | None) -> tuple[int, ...]:
-        """Return N, C, S and the strides of the tensors, in units; zeros for a tensor that does not exist."""
-        c_unit, s_unit = (1, self.align) if self.channels_last else (self.align, 1)
-        found = [layer.samples, layer.channels // s_unit, layer.space // c_unit]
-        for n, c, s in (strides or (0, 0, 0) for strides in each):
-            found += (n // self.align, c // c_unit, s // s_unit)
-        return tuple(found)
-
-
-def _units(layer: Layer, *strides: Strides | None) -> _Units:
     last = layer.shape.channels_last
-    each = [layer.strides, *(s for s in strides if s is not None)]
-    steps = [step for n, c, s in each for step in ((n, s) if last else (n, c))]
+    existing = (layer.strides, *(s for s in others if s is not None))
+    steps = [step for n, c, s in existing for step in ((n, s) if last else (n, c))]
     common = math.gcd(16, layer.channels if last else layer.space, *steps)
-    return _Units(common if common < 16 and _alike(layer, *strides) else 1, last)
+    align = common if common < 16 and _alike(layer, *others) else 1
+    c_unit, s_unit = (1, align) if last else (align, 1)
+    scalars = [layer.samples, layer.channels // s_unit, layer.space // c_unit]
+    for n, c, s in (strides or (0, 0, 0) for strides in (layer.strides, *others)):
+        scalars += (n // align, c // c_unit, s // s_unit)
+    return tuple(scalars), {"ALIGN": align, "C_UNIT": c_unit, "S_UNIT": s_unit}
 
 
 def _alike(layer: Layer, *strides: Strides | None) -> bool:
@@ -158,9 +144,8 @@ class Forward:
         self.numbers = tiling.numbers(shape, self.moments.pieces)
         self.elementwise = tiling.sweep(shape, count, kinds=tiling.ELEMENTWISE)
         self.finishing = tiling.finish(shape, count, self.moments.pieces)
-        units = _units(layer, residual, output)
-        self.scalars = units.scalars(layer, layer.strides, residual, output)
-        self.constants = layer.constants | units.constants
+        self.scalars, units = _in_units(layer, residual, output)
+        self.constants = layer.constants | units
         self.constants |= {"HAS_RESIDUAL": residual is not None, "PIECES": tiling.next_power(self.moments.pieces)}
         self._estimates: dict[tuple[Any, ...], EstimatesLaunches] = {}
 
@@ -251,15 +236,13 @@ class Backward:
         self.elementwise = tiling.sweep(shape, count, kinds=tiling.ELEMENTWISE)
         self.finishing = None if from_batch else tiling.finish(shape, count, self.sums.pieces)
         self.parts = 2 * layer.samples * self.sums.pieces * layer.channels
-        units = _units(layer, grad, gate, result)
-        self.scalars = units.scalars(layer, layer.strides, grad, gate, result)
-        self.constants = layer.constants | units.constants | {"HAS_RESIDUAL": gate is not None}
+        self.scalars, units = _in_units(layer, grad, gate, result)
+        self.constants = layer.constants | units | {"HAS_RESIDUAL": gate is not None}
         self.constants |= {"PIECES": tiling.next_power(self.sums.pieces), "FROM_BATCH": from_batch}
         # With a residual the elementwise pass reads the gradient that the reduction has gated and stored.
         stored = grad if gate is None else result
-        units = _units(layer, stored, result)
-        self.last_scalars = units.scalars(layer, layer.strides, stored, result)
-        self.last_constants = self.constants | units.constants | ({} if gate is None else _NO_ACTIVATION)
+        self.last_scalars, units = _in_units(layer, stored, result)
+        self.last_constants = self.constants | units | ({} if gate is None else _NO_ACTIVATION)
 
     @cached_property
     def whole(self) -> Launch:

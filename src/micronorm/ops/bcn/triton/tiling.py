@@ -44,9 +44,10 @@ class Shape(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """One launch: a program takes `groups` whole groups, by tiles of channels × space, both powers of two.
+    """A launch in which a program takes `groups` whole groups, by tiles of channels × space, both powers of two.
 
-    One tile holds all of the groups' space, or with `twice` the program reads them twice, tile by tile.
+    One tile holds all of the groups' space, or with `twice` the program reads them twice, tile by tile. The N×C
+    arithmetic has tiles of one position.
     """
 
     groups: int
@@ -62,20 +63,6 @@ class Whole(NamedTuple):
         """Return the constants that a kernel is compiled for."""
         tile = {"GROUPS": self.groups, "CHANNELS": self.channels, "SPACE": self.space}
         return tile | {"STAGES": self.stages, "TWICE": self.twice}
-
-
-class Numbers(NamedTuple):
-    """The N×C arithmetic: each program takes `groups` whole groups; `channels` is the power of two that holds them."""
-
-    groups: int
-    channels: int
-    programs: int
-    warps: int = 4
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        """Return the constants that a kernel is compiled for."""
-        return {"GROUPS": self.groups, "CHANNELS": self.channels}
 
 
 class Pass(NamedTuple):
@@ -255,13 +242,13 @@ def in_one_launch(shape: Shape, processors: int, *, tensors: int, loads: int, al
     return tile or whole(shape, processors, tensors=tensors)
 
 
-def numbers(shape: Shape, pieces: int) -> Numbers:
+def numbers(shape: Shape, pieces: int) -> Whole:
     """Return the tile of the N×C arithmetic: whole groups, few enough for the sums of their pieces to fit."""
     size, groups = shape.size, 1
     if is_power(size):
         while groups < shape.groups and 2 * groups * size * next_power(pieces) <= NUMBERS_TILE and groups * size < 128:
             groups *= 2
-    return Numbers(groups, next_power(groups * size), shape.samples * -(-shape.groups // groups))
+    return Whole(groups, next_power(groups * size), 1, shape.samples * -(-shape.groups // groups), warps=4)
 
 
 def over_samples(samples: int, columns: int) -> tuple[int, int]:
@@ -312,12 +299,7 @@ def finish(shape: Shape, processors: int, pieces: int) -> Pass | None:
     kind = ELEMENTWISE[shape.layout]
     tile = max(1024, min(kind.tile, next_power(shape.samples * shape.channels * shape.space // (2 * processors))))
     space = min(next_power(shape.space), max(tile // width, 1))
-    blocks, tiles = -(-shape.channels // width), -(-shape.space // space)
-    cut = max(1, min(tiles, 4 * processors // (shape.samples * blocks)))
-    per_piece = -(-tiles // cut)
-    cut = -(-tiles // per_piece)
-    programs = shape.samples * cut * blocks
-    return Pass(width, space, cut, per_piece * space, blocks, programs, 4, shape.channels_last, 1)
+    return _cut(shape, width, space, programs=4 * processors, warps=4)
 
 
 def sweep(shape: Shape, processors: int, *, kinds: Mapping[str, PassKind], most: int | None = None) -> Pass:
@@ -330,20 +312,17 @@ def sweep(shape: Shape, processors: int, *, kinds: Mapping[str, PassKind], most:
     along = min(next_power(along), kind.run // shape.itemsize)
     across = min(next_power(across), max(kind.tile // along, 1))
     channels, space = (along, across) if shape.channels_last else (across, along)
-    blocks = -(-shape.channels // channels)
-    tiles = -(-shape.space // space)
-    wanted = processors * kind.programs // (shape.samples * blocks)
-    pieces = max(1, min(tiles, wanted, most or MOST_PIECES))
+    programs, most = processors * kind.programs, most or MOST_PIECES
+    return _cut(shape, channels, space, programs=programs, most=most, warps=kind.warps, stages=kind.stages)
+
+
+def _cut(
+    shape: Shape, channels: int, space: int, *, programs: int, most: int | None = None, warps: int, stages: int = 1
+) -> Pass:
+    """Return a pass by these tiles, in as many pieces of space (at most `most`) as give up to so many programs."""
+    blocks, tiles = -(-shape.channels // channels), -(-shape.space // space)
+    pieces = max(1, min(tiles, programs // (shape.samples * blocks), most or tiles))
     per_piece = -(-tiles // pieces)
     pieces = -(-tiles // per_piece)
-    return Pass(
-        channels,
-        space,
-        pieces,
-        per_piece * space,
-        blocks,
-        shape.samples * pieces * blocks,
-        kind.warps,
-        shape.channels_last,
-        kind.stages,
-    )
+    count = shape.samples * pieces * blocks
+    return Pass(channels, space, pieces, per_piece * space, blocks, count, warps, shape.channels_last, stages)
