@@ -6,21 +6,18 @@ from typing import Annotated, Any, Literal
 
 import torch
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from micronorm.bench import cases, methods, results
 from micronorm.bench.cases import CASES, GPU_GROUPS, LAYOUTS, Case
 from micronorm.bench.measure import BenchSettings, measure
 from micronorm.bench.results import ROUTES, BenchResult
 from micronorm.bench.timing import FOOTPRINT, LARGE, PASSES_AT_LEAST, copy_bandwidth
-from micronorm.cli.progress import say
+from micronorm.cli.faults import CommandFailed, TargetError
+from micronorm.cli.printing import print_table, say
 from micronorm.cli.specs import norm_spec
-from micronorm.cli.targets import TargetError
 from micronorm.nn import register
 
-FAULTY = 1
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 WIDTH = 240  # of a table that is not printed on a terminal: no line is folded
 
@@ -92,8 +89,7 @@ def bench(
     faults = [result for result in found if result.method.is_ours and result.fault]
     if faults:
         names = dict.fromkeys(f"{result.method.key} at {result.case.name}" for result in faults)
-        typer.echo(f"micronorm bench: no time for {', '.join(names)}; see the lines below its table", err=True)
-        raise typer.Exit(FAULTY)
+        raise CommandFailed(f"no time for {', '.join(names)}; see the lines below its table")
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
@@ -157,12 +153,9 @@ def _print_heading(console: Console, settings: BenchSettings, facts: Mapping[str
 
 def _print_table(console: Console, case: Case, found: Sequence[BenchResult]) -> None:
     columns, lines = results.grid(found)
-    table = Table(title=results.title(case, found), box=box.SIMPLE_HEAD, title_justify="left")
-    for column in columns:
-        table.add_column(column, justify="left" if column in results.LEFT else "right", overflow="fold")
-    for result, line in zip(found, lines, strict=True):
-        table.add_row(*line, style="red" if result.fault else "bold" if result.method.is_ours else None)
-    console.print(table)
+    right = [column for column in columns if column not in results.LEFT]
+    styles = ["red" if result.fault else "bold" if result.method.is_ours else None for result in found]
+    print_table(console, columns, lines, right=right, styles=styles, title=results.title(case, found))
     for remark in results.remarks(found):
         say(console, remark)
 

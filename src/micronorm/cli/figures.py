@@ -1,18 +1,15 @@
 """The figures of `micronorm reproduce`: measure missing numbers, draw the figure, and print where the files are."""
 
-import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from micronorm import records
-from micronorm.cli.progress import TrainingProgress, say
+from micronorm.cli.printing import print_json, say
+from micronorm.cli.progress import TrainingProgress
 from micronorm.engine.parallel import own_device
 from micronorm.recipes import figures
 from micronorm.recipes.figures.data import read, same_settings
@@ -35,7 +32,7 @@ def reproduce_figure(name: str, request: figures.Request, *, as_json: bool) -> N
     measure_again = figure.from_records and not as_json and has_runs
     found, path = (None, None) if measure_again else _find(figure.settings(request), stem, request.runs)
     if as_json:
-        typer.echo(json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False))
+        print_json(found)
         return
     console = Console(highlight=False)
     say(console, f"{figure.name}: {figure.title}.")
@@ -53,19 +50,6 @@ def reproduce_figure(name: str, request: figures.Request, *, as_json: bool) -> N
         say(console, f"Missing: {row} ({why}); drawn without it.")
     for picture in figure.save(found or {}, request.runs / FOLDER, stem):
         say(console, f"Drawn: {picture}")
-
-
-def list_figures(*, as_json: bool) -> list[dict[str, Any]]:
-    """Return every figure as a row for --json; without it, print them."""
-    rows = [{"figure": f.name, "title": f.title, "datasets": list(f.datasets)} for f in figures.FIGURES.values()]
-    if not as_json:
-        table = Table(box=box.SIMPLE_HEAD)
-        for column in ("figure", "data sets", "title"):
-            table.add_column(column, overflow="fold")
-        for row in rows:
-            table.add_row(row["figure"], ", ".join(row["datasets"]), row["title"])
-        Console(highlight=False).print(table)
-    return rows
 
 
 def _find(wanted: dict[str, Any], stem: str, runs: Path) -> tuple[dict[str, Any] | None, Path | None]:

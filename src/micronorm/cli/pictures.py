@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from micronorm.cli.targets import TargetError
+from micronorm.cli.faults import TargetError
 from micronorm.data.files import SUFFIXES, decode
 from micronorm.data.pixels import IMAGENET, Standardization
 
