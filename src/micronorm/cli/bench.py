@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 import typer
@@ -14,7 +14,7 @@ from micronorm.bench.measure import BenchSettings, measure
 from micronorm.bench.results import ROUTES, BenchResult
 from micronorm.bench.timing import FOOTPRINT, LARGE, PASSES_AT_LEAST, copy_bandwidth
 from micronorm.cli.faults import CommandFailed, TargetError
-from micronorm.cli.printing import print_table, say
+from micronorm.cli.printing import as_options, print_table, say
 from micronorm.cli.specs import norm_spec
 from micronorm.nn import register
 
@@ -70,10 +70,13 @@ def bench(
         if out.is_fifo():  # opening it would wait for its reader
             raise ValueError(f"--out must be a file, {out} is a pipe")
         out.open("a").close()
-    repeated = {"case": case, "layout": layout, "method": method, "route": route}
-    single = {"dtype": dtype, "rounds": rounds, "device": device, "no-compile": no_compile}
+    options = {"case": case, "layout": layout, "method": method, "route": route, "dtype": dtype, "rounds": rounds}
+    options |= {"device": device, "no_compile": no_compile}  # without --out, which names a path
     bandwidth = "" if settings.bandwidth is None else f"{settings.bandwidth / 1e12:.3f}"
-    facts = {"copy_tb_per_s": bandwidth, **results.provenance(where, _command({**repeated, **single}))}
+    facts = {
+        "copy_tb_per_s": bandwidth,
+        **results.provenance(where, " ".join(["micronorm", "bench", *as_options(options)])),
+    }
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=WIDTH)
@@ -103,19 +106,6 @@ def _settings(device: torch.device, routes: Sequence[str], *, dtype: str | None,
         raise ValueError("--route graph: CUDA graphs need a GPU; leave it out to measure on the CPU")
     name = dtype or ("bfloat16" if on_gpu else "float32")
     return BenchSettings(device, DTYPES[name], routes, rounds, copy_bandwidth(device) if on_gpu else None)
-
-
-def _command(options: Mapping[str, Any]) -> str:
-    """Return the command that repeats the measurement, without --out, which names a path."""
-    words = ["micronorm", "bench"]
-    for name, value in options.items():
-        if value is True:
-            words.append(f"--{name}")
-        elif value not in (None, False):
-            words += [
-                word for one in (value if isinstance(value, list) else [value]) for word in (f"--{name}", str(one))
-            ]
-    return " ".join(words)
 
 
 # --- output -----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from micronorm import records
-from micronorm.cli.printing import print_json, say
+from micronorm.cli.printing import as_options, print_json, say
 from micronorm.cli.progress import TrainingProgress
 from micronorm.engine.parallel import own_device
 from micronorm.recipes import figures
@@ -64,6 +64,5 @@ def _find(wanted: dict[str, Any], stem: str, runs: Path) -> tuple[dict[str, Any]
 
 def _command(name: str, request: figures.Request) -> str:
     """Return the command that repeats the measurement, without folders."""
-    given = {"dataset": request.dataset, "epochs": request.epochs}
-    words = [word for option, value in given.items() if value is not None for word in (f"--{option}", str(value))]
-    return shlex.join(["micronorm", "reproduce", name, *words])
+    options = as_options({"dataset": request.dataset, "epochs": request.epochs})
+    return shlex.join(["micronorm", "reproduce", name, *options])

@@ -50,7 +50,7 @@ def predict(
     trained = find_recipe(recipe) if recipe is not None else find_trained(run, facts)
     predictor = _open_predictor(trained, facts)
     own = None if recipe is None else trained.build(seed=0, classes=len(_names(facts)) or None)
-    model = load(run, model=own).to(own_device(None if device is None else find_device(device)))
+    model = load(run, model=own).to(own_device(find_device(device)))
     out.mkdir(parents=True, exist_ok=True)
     found: dict[Path, Prediction] = {}
     console = Console(highlight=False)

@@ -1,7 +1,7 @@
-"""What commands print: sentences, reports, tables and JSON."""
+"""What commands print: sentences, reports, tables, JSON, and commands to run."""
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import typer
@@ -42,6 +42,23 @@ def print_table(
     for number, row in enumerate(rows):
         table.add_row(*row, style=styles[number] if styles else None)
     console.print(table, markup=False)
+
+
+def as_options(given: Mapping[str, Any]) -> list[str]:
+    """Return the words of a command line. None and False are left out, True is a flag, a list repeats its option.
+
+    Example:
+        >>> as_options({"dtype": None, "save_every": 20, "compile": True})
+        ['--save-every', '20', '--compile']
+    """
+    words = []
+    for name, value in given.items():
+        option = f"--{name.replace('_', '-')}"
+        if value is True:
+            words.append(option)
+        elif value is not None and value is not False:
+            words += [word for one in (value if isinstance(value, list) else [value]) for word in (option, str(one))]
+    return words
 
 
 def print_json(value: Any) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from micronorm import records
 from micronorm.cli.faults import FAILED, one_line
-from micronorm.cli.printing import say
+from micronorm.cli.printing import as_options, say
 from micronorm.cli.progress import TrainingProgress
 from micronorm.cli.train import execution_options
 from micronorm.engine.loop import Diverged
@@ -104,10 +104,8 @@ class RowQueue:
             Why the row could not be run, or None.
         """
         variation = self.variation
-        command = ["micronorm", "train", recipe.name, "--seed", str(variation.seed), "--out", str(out)]
-        command += [] if variation.dtype is None else ["--dtype", variation.dtype]
-        command += [] if variation.epochs is None else ["--epochs", str(variation.epochs)]
-        command += execution_options(execution, self.workers)
+        given = {"seed": variation.seed, "out": out, "dtype": variation.dtype, "epochs": variation.epochs}
+        options = [*as_options(given), *execution_options(execution, self.workers)]
         try:
             outcome = run_recipe(
                 recipe,
@@ -118,7 +116,7 @@ class RowQueue:
                 workers=self.workers,
                 resume=(out / records.FACTS).exists(),
                 listener=TrainingProgress(self.console),
-                command=shlex.join(command),
+                command=shlex.join(["micronorm", "train", recipe.name, *options]),
             )
         except (OSError, ImportError, MemoryError, ValueError, Diverged) as fault:  # missing data, a loss of NaN, …
             return one_line(fault)

@@ -3,7 +3,6 @@
 import os
 import shlex
 import sys
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,6 +11,7 @@ import torch
 import typer
 from rich.console import Console
 
+from micronorm.cli.printing import as_options
 from micronorm.cli.progress import TrainingProgress
 from micronorm.cli.targets import find_recipe
 from micronorm.engine.settings import Execution, Outcome
@@ -99,7 +99,7 @@ def train(
     )
     execution = Execution(
         micro_batch=_micro_batch(micro_batch),
-        device=None if device is None else find_device(device),
+        device=find_device(device),
         channels_last=channels_last,
         compile=compiled,
         cuda_graph=cuda_graph,
@@ -112,8 +112,6 @@ def train(
         observe=observe,
     )
     folder = out or Path("runs") / f"{found.name.replace('/', '-')}-{seed or 0}"
-    again = [*_launcher(), "train", recipe if ":" in recipe else found.name, "--out", str(folder), "--resume"]
-    again += [] if data is None else ["--data", str(data)]  # the record does not contain the data folder
     outcome = run_recipe(
         found,
         out=folder,
@@ -127,7 +125,10 @@ def train(
         command=shlex.join(["micronorm", *sys.argv[1:]]),
     )
     if outcome.first:
-        _print_outcome(console, outcome, folder, [*again, *execution_options(execution, workers)])
+        name = recipe if ":" in recipe else found.name
+        # The record does not contain the data folder.
+        options = as_options({"out": folder, "resume": True, "data": data}) + execution_options(execution, workers)
+        _print_outcome(console, outcome, folder, [*_launcher(), "train", name, *options])
     if outcome.signal is not None:
         raise typer.Exit(128 + outcome.signal)
 
@@ -140,8 +141,10 @@ def _micro_batch(text: str) -> int | None:
     return int(text)
 
 
-def find_device(text: str) -> torch.device:
-    """Return the device of that name. Raise ValueError if this machine cannot use it."""
+def find_device(text: str | None) -> torch.device | None:
+    """Return the device of that name, or None for None. Raise ValueError if this machine cannot use it."""
+    if text is None:
+        return None
     try:
         device = torch.device(text)
     except RuntimeError:
@@ -163,13 +166,13 @@ def _launcher() -> list[str]:
 
 def execution_options(execution: Execution, workers: int = 0) -> list[str]:
     """Return the options that a resumed run does not take from its record: those of speed and memory."""
-    usual, options = Execution(), [] if not workers else ["--workers", str(workers)]
-    names = {"save_steps": "--save-every", "evaluate_epochs": "--evaluate-every"}
-    for field in fields(execution):
-        value, option = getattr(execution, field.name), names.get(field.name, f"--{field.name.replace('_', '-')}")
-        if value != getattr(usual, field.name) and field.name not in ("steps", "minutes"):
-            options += [option] if value is True else [option, str(value)]
-    return options
+    names = {"save_steps": "save_every", "evaluate_epochs": "evaluate_every"}
+    given = {"workers": workers or None}
+    for name, usual in vars(Execution()).items():
+        value = getattr(execution, name)
+        if value != usual and name not in ("steps", "minutes"):
+            given[names.get(name, name)] = value
+    return as_options(given)
 
 
 _FIGURES = {"top1": "top-1 error {:.4g} %", "top5": "top-5 error {:.4g} %"}
