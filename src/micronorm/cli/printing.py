@@ -63,4 +63,4 @@ def as_options(given: Mapping[str, Any]) -> list[str]:
 
 def print_json(value: Any) -> None:
     """Print a value as JSON, for the options named --json."""
-    typer.echo(json.dumps(value, indent=1, ensure_ascii=False))
+    typer.echo(json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False))
