@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from micronorm.cli.faults import TargetError
-from micronorm.data.files import SUFFIXES, decode, to_pixels
+from micronorm.data.files import SUFFIXES, decode, require_torchvision, to_pixels
 from micronorm.data.pixels import IMAGENET, Standardization
 
 
@@ -76,6 +76,7 @@ def _read_folder(folder: Path, count: int, size: int, standardization: Standardi
     if not files:
         raise TargetError(f"no pictures ({', '.join(SUFFIXES)}) in {folder} or below")
     chosen = [files[i * len(files) // count] for i in range(count)] if len(files) > count else files
+    require_torchvision()
     images = torch.stack([to_pixels(crop_centre(decode(file), size)) for file in chosen])
     mean, std = (torch.tensor(part).view(-1, 1, 1) for part in standardization)
     return (images - mean) / std
