@@ -10,7 +10,7 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
-from micronorm.cli.cuts import largest_difference
+from micronorm.cli.demo import largest_difference
 from micronorm.engine.environment import environment
 
 ROOT = Path(__file__).parents[1]

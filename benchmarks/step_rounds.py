@@ -1,4 +1,4 @@
-"""Time training steps of several methods in turns, round by round: shared by detector_step.py and volume_step.py."""
+"""Time training steps of several methods in turns, round by round: shared by the scripts that time steps."""
 
 import argparse
 import shlex
@@ -35,6 +35,18 @@ def parse_arguments(description: str | None, choices: Mapping[str, Sequence[str]
     return options
 
 
+def facts_of(script: str, options: argparse.Namespace) -> dict[str, object]:
+    """Return versions, device, date and the command."""
+    command = shlex.join(["python", f"benchmarks/{script}", *without_out(sys.argv[1:])])
+    return provenance(torch.device(options.device), command, packages=("torchvision", "triton"))
+
+
+def without_out(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments without --out, which names a path."""
+    before = ["", *arguments]
+    return [a for a, last in zip(arguments, before, strict=False) if "--out" not in (last, a.partition("=")[0])]
+
+
 def run(script: str, options: argparse.Namespace, keys: Sequence[Row], build: Build, *, base: str, suffix: str) -> None:
     """Time all rows by each route, print them, and write them to the CSV file of the options.
 
@@ -56,9 +68,7 @@ def run(script: str, options: argparse.Namespace, keys: Sequence[Row], build: Bu
         for row in new:
             print({name: number(v, 3) if isinstance(v, float) else v for name, v in row.items()}, flush=True)
     if options.out is not None:
-        arguments = [a for a in sys.argv[1:] if not a.startswith("--out") and a != str(options.out)]
-        command = shlex.join(["python", f"benchmarks/{script}", *arguments])
-        facts = provenance(device, command, packages=("torchvision", "triton"))
+        facts = facts_of(script, options)
         figures = ["ms", "q25_ms", "q75_ms", f"ms_to_{suffix}", "peak_mb", f"peak_mb_to_{suffix}"]
         named = [*keys[0], "route"]
         write_csv(

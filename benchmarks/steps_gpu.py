@@ -16,14 +16,13 @@ every replay uses. Ratios of memory compare methods by the same route.
 """
 
 import argparse
-import shlex
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from step_rounds import facts_of
 from training_step import (
     BN,
     BN_COMPILED,
@@ -39,7 +38,7 @@ from training_step import (
 )
 
 from micronorm.bench.measure import one_line
-from micronorm.bench.results import number, provenance, write_csv
+from micronorm.bench.results import number, write_csv
 from micronorm.bench.timing import Captured, device_ms, host_ms, repeats_for, spread, warm_up
 
 CHUNK = 50  # times `repeats_for`'s 2 ms: how long one round of one method takes
@@ -274,16 +273,6 @@ def record(result: StepTiming) -> dict[str, object]:
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def _without_out(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments without --out, which names a path."""
-    kept, skip = [], False
-    for argument in arguments:
-        if not skip and argument != "--out" and not argument.startswith("--out="):
-            kept.append(argument)
-        skip = argument == "--out"
-    return kept
-
-
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [workload.name for workload in (*WORKLOADS, *TINY)]
@@ -317,8 +306,7 @@ def main() -> None:
     started = time.perf_counter()
     workloads = [w for w in (TINY if options.tiny else WORKLOADS) if not options.workload or w.name in options.workload]
     found: dict[Workload, list[StepTiming]] = {workload: [] for workload in workloads}
-    command = shlex.join(["python", "benchmarks/steps_gpu.py", *_without_out(sys.argv[1:])])
-    facts = provenance(device, command, packages=("torchvision", "triton"))
+    facts = facts_of("steps_gpu.py", options)
 
     def add(workload: Workload, results: Iterator[StepTiming]) -> None:
         new = list(results)

@@ -11,7 +11,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 from micronorm.cli import app, check
-from micronorm.cli.targets import TargetError, resolve
+from micronorm.cli.faults import TargetError
+from micronorm.cli.targets import resolve
 
 FACTORIES = """
 import torch
@@ -138,10 +139,10 @@ def test_a_missing_dependency_of_a_target_is_told_from_a_missing_target(tmp_path
 
 
 def test_targets_resolve_to_models_without_weights():
-    assert type(resolve("torchvision:resnet18")).__name__ == "ResNet"
-    assert type(resolve("timm:resnet18")).__name__ == "ResNet"
-    assert isinstance(resolve("torchvision:lraspp_mobilenet_v3_large"), nn.Module)
-    assert isinstance(resolve("factories_of_check:clean"), nn.Sequential)
+    assert type(resolve("torchvision:resnet18").model).__name__ == "ResNet"
+    assert type(resolve("timm:resnet18").model).__name__ == "ResNet"
+    assert isinstance(resolve("torchvision:lraspp_mobilenet_v3_large").model, nn.Module)
+    assert isinstance(resolve("factories_of_check:clean").model, nn.Sequential)
 
 
 def test_a_segmenter_is_checked_on_its_pixels():

@@ -8,8 +8,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from micronorm.cli import app, report
-from micronorm.cli.faults import LONGEST, one_line
-from micronorm.cli.targets import TargetError
+from micronorm.cli.faults import LONGEST, TargetError, one_line
 from micronorm.records.encoding import parse
 
 

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 import micronorm as mn
 from micronorm.cli import app, plan
+from micronorm.cli.faults import TargetError
 from micronorm.cli.specs import norm_spec, weight_spec
-from micronorm.cli.targets import TargetError
 
 
 def run(*arguments: str):
@@ -30,7 +30,7 @@ def test_piped_it_is_the_plan_as_text():
 def test_on_a_terminal_it_is_a_table(monkeypatch):
     monkeypatch.setattr(plan, "Console", partial(Console, force_terminal=True, width=160))
     output = run("torchvision:resnet18", "--weight", "none").output
-    assert "┃" in output
+    assert "───" in output
     assert "weight=None" in output
 
 

@@ -1,6 +1,7 @@
 """`micronorm reproduce`: the contract of --json, what is shown, what is run and what the exit code says."""
 
 import json
+import math
 import signal
 from functools import partial
 from pathlib import Path
@@ -258,7 +259,7 @@ def test_a_queue_ends_when_its_minutes_are_over_and_says_how_to_continue(trained
     monkeypatch.setattr(row_queue, "time", SimpleNamespace(monotonic=lambda: next(now)))
     result = run("digits", "--rows", "gn,bcn-ws", "--minutes", "5")
     assert [name for name, _ in trained] == ["digits/gn"]
-    assert result.exit_code == reproduce.INCOMPLETE
+    assert result.exit_code == 1
     assert "The minutes are over before digits/bcn-ws; the same command continues with it." in result.output
 
 
@@ -272,7 +273,7 @@ def test_a_row_that_diverges_is_reported_in_one_line_and_the_others_run(trained,
 
     monkeypatch.setattr(row_queue, "run_recipe", diverge_at_bn)
     result = run("digits", "--rows", "bn,gn")
-    assert result.exit_code == reproduce.INCOMPLETE
+    assert result.exit_code == 1
     assert "digits/bn could not be run: the loss is nan at step 5; lower the learning rate\n" in result.stderr
     assert [name for name, _ in trained] == ["digits/gn"]
 
@@ -346,12 +347,43 @@ def test_what_the_paper_leaves_open_is_told_once_with_the_rows_it_is_about(train
     assert trained == []
 
 
-def test_a_row_is_trained_in_earnest_and_its_record_understood():
-    result = run("digits", "--rows", "gn", "--epochs", "1")
-    assert result.exit_code == 0, result.output
-    (row,) = rows("digits", "--rows", "gn")
-    assert row["ours"] is None
-    assert row["reason"] == f"runs/digits/gn/seed-0-epochs-1 does not count: epochs 1 where the recipe has {EPOCHS}"
+def test_a_short_run_is_recorded_and_is_not_ours():
+    assert run("digits", "--rows", "gn", "--runs", "kept", "--epochs", "1").exit_code == 0
+    place = Path("kept/digits/gn/seed-0-epochs-1")
+    record = records.read(place)
+    assert record.facts["recipe"] == "digits/gn"
+    assert record.facts["settings"]["epochs"] == 1
+    assert record.facts["command"] == f"micronorm train digits/gn --seed 0 --out {place} --epochs 1"
+    assert record.outcome is not None
+    assert record.outcome["finished"] is True
+    (found,) = rows("digits", "--rows", "gn", "--runs", "kept")
+    assert (found["ours"], found["seeds"], found["run"]) == (None, [], None)
+    assert found["reason"] == f"{place} does not count: epochs 1 where the recipe has {EPOCHS}"
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_goes_on_and_a_whole_one_is_ours_and_not_run_again(monkeypatch):
+    place = Path("kept/digits/gn/seed-2")
+    whole = "train digits/gn --seed 2 --steps 5 --device cpu --out"
+    stopped = CliRunner().invoke(app, [*whole.split(), str(place)])
+    assert stopped.exit_code == 0, stopped.output
+    assert rows("digits", "--rows", "gn", "--runs", "kept")[0]["reason"] == f"{place} does not count: not finished"
+
+    shown = run("digits", "--rows", "gn", "--runs", "kept", "--seed", "2").output
+    record = records.read(place)
+    assert record.outcome is not None
+    steps = [step["step"] for step in record.steps]
+    assert steps == list(range(1, len(steps) + 1))
+    (found,) = rows("digits", "--rows", "gn", "--runs", "kept")
+    assert found["ours"] == record.outcome["figures"]
+    assert math.isfinite(found["ours"]["loss"])
+    assert 0 <= found["ours"]["top1"] < 50  # chance is 90
+    assert (found["seeds"], found["run"]) == ([2], [str(place)])
+    assert "reason" not in found
+    assert f"{found['ours']['top1']:.2f}" in shown
+
+    monkeypatch.setattr(row_queue, "run_recipe", lambda *args, **options: pytest.fail("it was run again"))
+    assert "To run" not in run("digits", "--rows", "gn", "--runs", "kept").output
 
 
 def test_a_data_set_that_is_not_there_is_told_of(tmp_path):

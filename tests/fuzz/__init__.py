@@ -26,7 +26,6 @@ from unittest import mock
 from typer.testing import CliRunner
 
 from micronorm.cli import app
-from micronorm.cli.cuts import Stopped
 from tests.fuzz.inputs import FACTORIES, KINDS
 
 PATIENCE = 120.0
@@ -138,7 +137,7 @@ def _quick_work() -> Iterator[None]:
     """Leave out what takes long: the trainings of demo and reproduce, timing, self-tests."""
     no_data = FileNotFoundError("left out by the test")
     with (
-        mock.patch("micronorm.cli.demo.run", side_effect=Stopped(signal.SIGINT)),
+        mock.patch("micronorm.cli.demo.run", side_effect=KeyboardInterrupt(signal.SIGINT)),
         mock.patch("micronorm.cli.row_queue.run_recipe", side_effect=no_data),
         mock.patch("micronorm.recipes.figures.figure.Figure.run", side_effect=no_data),
         mock.patch("micronorm.cli.bench.measure", return_value=[]),

@@ -2,25 +2,22 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from micronorm.bench import cases, methods, results
 from micronorm.bench.cases import CASES, GPU_GROUPS, LAYOUTS, Case
 from micronorm.bench.measure import BenchSettings, measure
 from micronorm.bench.results import ROUTES, BenchResult
 from micronorm.bench.timing import FOOTPRINT, LARGE, PASSES_AT_LEAST, copy_bandwidth
-from micronorm.cli.progress import say
+from micronorm.cli.faults import CommandFailed, TargetError
+from micronorm.cli.printing import as_options, print_table, say
 from micronorm.cli.specs import norm_spec
-from micronorm.cli.targets import TargetError
 from micronorm.nn import register
 
-FAULTY = 1
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 WIDTH = 240  # of a table that is not printed on a terminal: no line is folded
 
@@ -73,10 +70,13 @@ def bench(
         if out.is_fifo():  # opening it would wait for its reader
             raise ValueError(f"--out must be a file, {out} is a pipe")
         out.open("a").close()
-    repeated = {"case": case, "layout": layout, "method": method, "route": route}
-    single = {"dtype": dtype, "rounds": rounds, "device": device, "no-compile": no_compile}
+    options = {"case": case, "layout": layout, "method": method, "route": route, "dtype": dtype, "rounds": rounds}
+    options |= {"device": device, "no_compile": no_compile}  # without --out, which names a path
     bandwidth = "" if settings.bandwidth is None else f"{settings.bandwidth / 1e12:.3f}"
-    facts = {"copy_tb_per_s": bandwidth, **results.provenance(where, _command({**repeated, **single}))}
+    facts = {
+        "copy_tb_per_s": bandwidth,
+        **results.provenance(where, " ".join(["micronorm", "bench", *as_options(options)])),
+    }
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=WIDTH)
@@ -92,8 +92,7 @@ def bench(
     faults = [result for result in found if result.method.is_ours and result.fault]
     if faults:
         names = dict.fromkeys(f"{result.method.key} at {result.case.name}" for result in faults)
-        typer.echo(f"micronorm bench: no time for {', '.join(names)}; see the lines below its table", err=True)
-        raise typer.Exit(FAULTY)
+        raise CommandFailed(f"no time for {', '.join(names)}; see the lines below its table")
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
@@ -107,19 +106,6 @@ def _settings(device: torch.device, routes: Sequence[str], *, dtype: str | None,
         raise ValueError("--route graph: CUDA graphs need a GPU; leave it out to measure on the CPU")
     name = dtype or ("bfloat16" if on_gpu else "float32")
     return BenchSettings(device, DTYPES[name], routes, rounds, copy_bandwidth(device) if on_gpu else None)
-
-
-def _command(options: Mapping[str, Any]) -> str:
-    """Return the command that repeats the measurement, without --out, which names a path."""
-    words = ["micronorm", "bench"]
-    for name, value in options.items():
-        if value is True:
-            words.append(f"--{name}")
-        elif value not in (None, False):
-            words += [
-                word for one in (value if isinstance(value, list) else [value]) for word in (f"--{name}", str(one))
-            ]
-    return " ".join(words)
 
 
 # --- output -----------------------------------------------------------------------------------------------------------
@@ -157,12 +143,9 @@ def _print_heading(console: Console, settings: BenchSettings, facts: Mapping[str
 
 def _print_table(console: Console, case: Case, found: Sequence[BenchResult]) -> None:
     columns, lines = results.grid(found)
-    table = Table(title=results.title(case, found), box=box.SIMPLE_HEAD, title_justify="left")
-    for column in columns:
-        table.add_column(column, justify="left" if column in results.LEFT else "right", overflow="fold")
-    for result, line in zip(found, lines, strict=True):
-        table.add_row(*line, style="red" if result.fault else "bold" if result.method.is_ours else None)
-    console.print(table)
+    right = [column for column in columns if column not in results.LEFT]
+    styles = ["red" if result.fault else "bold" if result.method.is_ours else None for result in found]
+    print_table(console, columns, lines, right=right, styles=styles, title=results.title(case, found))
     for remark in results.remarks(found):
         say(console, remark)
 

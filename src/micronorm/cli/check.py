@@ -1,8 +1,6 @@
 """`micronorm check`: test whether an optimizer step depends on how its samples are split into micro-batches."""
 
 import copy
-import json
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import torch
@@ -12,12 +10,12 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from micronorm.check import check_cuts, check_start
-from micronorm.cli.progress import show_report
+from micronorm.cli.faults import FAILED, TargetError
+from micronorm.cli.printing import print_json, show_report
 from micronorm.cli.specs import Groups, Norm, Weight, converted
-from micronorm.cli.targets import TargetError, input_channels, resolve
+from micronorm.cli.targets import Target, attempt, input_channels, resolve
 from micronorm.ops.private_api import DropoutNd
 
-DEPENDS = 1
 _DROPPING = ("StochasticDepth", "DropPath")
 
 
@@ -63,31 +61,33 @@ def check(
     jump = None if lr is None else check_start(model, data, loss, lr=lr)
     report.notes.extend([jump] if jump else [])
     if as_json:
-        typer.echo(json.dumps({"target": target, **report.to_dict()}, indent=2))
+        print_json({"target": target, **report.to_dict()})
     else:
         words = [finding.where for finding in report.findings] + ["fix:", "evidence:"]
         red, green = r"THE STEP DEPENDS ON THE SPLIT\.", r"the step does not depend on the split\."
         show_report(Console(highlight=False), str(report), bold=words, red=red, green=green)
-    raise typer.Exit(0 if report.ok else DEPENDS)
+    raise typer.Exit(0 if report.ok else FAILED)
 
 
-def _subject(made: nn.Module | tuple, *, batch: int, size: int, classes: int | None) -> tuple[nn.Module, tuple, Any]:
-    if isinstance(made, tuple):
-        if len(made) != 3:
-            raise TargetError(f"a factory must return a model or (model, batch, loss), got {len(made)} values")
-        model, data, loss = made
-        _try(lambda: loss(copy.deepcopy(model), data), "the loss fails on the whole batch", "correct it")
+def _subject(target: Target, *, batch: int, size: int, classes: int | None) -> tuple[nn.Module, tuple, Any]:
+    model = target.model
+    if target.rest:
+        if len(target.rest) != 2:
+            values = 1 + len(target.rest)
+            raise TargetError(f"a factory must return a model or (model, batch, loss), got {values} values")
+        data, loss = target.rest
+        attempt(lambda: loss(copy.deepcopy(model), data), "the loss fails on the whole batch")
         return model, data, loss
-    model = made.train()
+    model.train()
     channels = input_channels(model)
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(batch, channels, size, size, generator=generator)
     with torch.no_grad():
         shape = f"1×{channels}×{size}×{size}"
-        output = _try(
+        output = attempt(
             lambda: copy.deepcopy(model).eval()(images[:1]),
             f"the model fails on an image of {shape}",
-            "try --size, or use a factory of (model, batch, loss)",
+            "; try --size, or use a factory of (model, batch, loss)",
         )
     outputs = _logits(output).shape
     if len(outputs) < 2:
@@ -106,14 +106,6 @@ def _switch_dropout_off(model: nn.Module) -> None:
             dropout = isinstance(module, DropoutNd) or type(module).__name__ in _DROPPING
             if dropout and isinstance(rate, float):
                 setattr(module, name, 0.0)
-
-
-def _try(call: Callable[[], Any], fault: str, hint: str) -> Any:
-    """Return what code of the user returns. Turn any error into a TargetError with `fault` and `hint`."""
-    try:
-        return call()
-    except Exception as error:
-        raise TargetError(f"{fault} ({type(error).__name__}: {error}); {hint}") from error
 
 
 def _logits(output: Any) -> Tensor:

@@ -1,6 +1,5 @@
 """`micronorm doctor`: show what is installed and which implementation each layer uses, and test the law and BCN."""
 
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -14,8 +13,8 @@ from torch import nn
 from micronorm.bench.accuracy import deviations, randomize_state
 from micronorm.check import check_cuts
 from micronorm.cli.check import summed_cross_entropy
-from micronorm.cli.faults import FAILED, one_line
-from micronorm.cli.targets import TargetError
+from micronorm.cli.faults import CommandFailed, TargetError, one_line
+from micronorm.cli.printing import print_json
 from micronorm.data.files import search_folders
 from micronorm.data.search import find_data
 from micronorm.engine.environment import environment, package_version
@@ -74,12 +73,11 @@ def doctor(
     found["self_tests"] = [_run(name, test) for name, test in self_tests(devices).items()]
     failed = [test["name"] for test in found["self_tests"] if not test["passed"]]
     if as_json:
-        typer.echo(json.dumps({"ok": not failed, **found}, indent=1, ensure_ascii=False))
+        print_json({"ok": not failed, **found})
     else:
         _print(found)
     if failed:
-        typer.echo(f"micronorm doctor: failed: {', '.join(failed)}", err=True)
-        raise typer.Exit(FAILED)
+        raise CommandFailed(f"failed: {', '.join(failed)}")
 
 
 def explain_layers(device: torch.device) -> list[dict[str, str]]:

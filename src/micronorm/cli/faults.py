@@ -12,12 +12,14 @@ import typer
 from safetensors import SafetensorError
 from typer.core import TyperGroup
 
-from micronorm.cli.targets import MISUSE, TargetError
 from micronorm.engine.loop import Diverged
 from micronorm.engine.microbatch import is_out_of_memory
 
 FAILED = 1
-"""The exit code if a file cannot be written, a package is missing, or memory runs out."""
+"""The exit code if the answer is no, or something failed: a file cannot be written, memory runs out."""
+
+MISUSE = 2
+"""The exit code for a wrong target or option."""
 
 DIVERGED = 3
 """The exit code if the loss or a weight is not finite."""
@@ -26,6 +28,14 @@ LONGEST = 1000
 """Characters of a message; a path of 4,000 would fill the screen."""
 
 _WRONG_PATHS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
+
+
+class TargetError(Exception):
+    """A target or an option that cannot be used; the message is one line for the user. The exit code is 2."""
+
+
+class CommandFailed(Exception):
+    """The options are right, but the command cannot do what they say. The exit code is 1."""
 
 
 class Commands(TyperGroup):
@@ -53,6 +63,8 @@ def exit_code(fault: Exception) -> int | None:
     """
     if isinstance(fault, (TargetError, *_WRONG_PATHS)):
         return MISUSE
+    if isinstance(fault, CommandFailed):
+        return FAILED
     if isinstance(fault, Diverged):
         return DIVERGED
     if isinstance(fault, (ValueError, TypeError)):

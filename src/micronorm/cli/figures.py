@@ -1,18 +1,15 @@
 """The figures of `micronorm reproduce`: measure missing numbers, draw the figure, and print where the files are."""
 
-import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from micronorm import records
-from micronorm.cli.progress import TrainingProgress, say
+from micronorm.cli.printing import as_options, print_json, say
+from micronorm.cli.progress import TrainingProgress
 from micronorm.engine.parallel import own_device
 from micronorm.recipes import figures
 from micronorm.recipes.figures.data import read
@@ -35,7 +32,7 @@ def reproduce_figure(name: str, request: figures.Request, *, as_json: bool) -> N
     measure_again = figure.from_records and not as_json and has_runs
     found, path = (None, None) if measure_again else _find(figure.settings(request), stem, request.runs)
     if as_json:
-        typer.echo(json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False))
+        print_json(found)
         return
     console = Console(highlight=False)
     say(console, f"{figure.name}: {figure.title}.")
@@ -55,19 +52,6 @@ def reproduce_figure(name: str, request: figures.Request, *, as_json: bool) -> N
         say(console, f"Drawn: {picture}")
 
 
-def list_figures(*, as_json: bool) -> list[dict[str, Any]]:
-    """Return every figure as a row for --json; without it, print them."""
-    rows = [{"figure": f.name, "title": f.title, "datasets": list(f.datasets)} for f in figures.FIGURES.values()]
-    if not as_json:
-        table = Table(box=box.SIMPLE_HEAD)
-        for column in ("figure", "data sets", "title"):
-            table.add_column(column, overflow="fold")
-        for row in rows:
-            table.add_row(row["figure"], ", ".join(row["datasets"]), row["title"])
-        Console(highlight=False).print(table)
-    return rows
-
-
 def _find(wanted: dict[str, Any], stem: str, runs: Path) -> tuple[dict[str, Any] | None, Path | None]:
     """Return the data file with these settings and its path: from the folder of runs, or from the checkout."""
     for folder in (runs / FOLDER, figures.RECORDED):
@@ -80,6 +64,5 @@ def _find(wanted: dict[str, Any], stem: str, runs: Path) -> tuple[dict[str, Any]
 
 def _command(name: str, request: figures.Request) -> str:
     """Return the command that repeats the measurement, without folders."""
-    given = {"dataset": request.dataset, "epochs": request.epochs}
-    words = [word for option, value in given.items() if value is not None for word in (f"--{option}", str(value))]
-    return shlex.join(["micronorm", "reproduce", name, *words])
+    options = as_options({"dataset": request.dataset, "epochs": request.epochs})
+    return shlex.join(["micronorm", "reproduce", name, *options])

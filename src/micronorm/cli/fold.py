@@ -7,9 +7,9 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from micronorm.cli.faults import FAILED, one_line
+from micronorm.cli.faults import CommandFailed, TargetError, one_line
 from micronorm.cli.specs import Groups, Statistics, norm_spec, weight_spec
-from micronorm.cli.targets import TargetError, input_channels, resolve_model
+from micronorm.cli.targets import input_channels, resolve
 from micronorm.convert import convert
 from micronorm.convert.checkpoint import load_state, pack_state, read_header, read_state
 from micronorm.engine.journal import WEIGHTS
@@ -71,8 +71,7 @@ def fold(
             write_atomically(out, pack_state(folded))
             typer.echo(f"{out}: {len(folded.state_dict())} tensors")
     except (OSError, RuntimeError, TypeError, ValueError) as fault:  # the options are right, the checkpoint is not
-        typer.echo(f"micronorm fold: {one_line(fault)}", err=True)
-        raise typer.Exit(FAILED) from None
+        raise CommandFailed(one_line(fault)) from None
 
 
 def _read(checkpoint: Path, model: str | None, options: dict[str, Any]) -> nn.Module:
@@ -99,7 +98,7 @@ def _rebuild(model: str | None, options: dict[str, Any], header: dict[str, str])
     target = model or header.get("model")
     if target is None:
         raise TargetError("give the model: --model recipe:NAME, timm:NAME, torchvision:NAME or package.module:factory")
-    network, recipe = resolve_model(target, from_file=model is None)
+    network, _, recipe = resolve(target, from_file=model is None)
     if recipe is not None or any(map(is_ours, network.modules())):
         if options:
             unused = " and ".join(f"--{name}" for name in options)

@@ -1,14 +1,13 @@
 """Read the images that a command runs a model on: digits, a folder of pictures, or random ones."""
 
-import math
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from micronorm.cli.targets import TargetError
-from micronorm.data.files import SUFFIXES, decode
+from micronorm.cli.faults import TargetError
+from micronorm.data.files import SUFFIXES, decode, require_torchvision, to_pixels
 from micronorm.data.pixels import IMAGENET, Standardization
 
 
@@ -42,7 +41,7 @@ def read_images(
     elif source == "random":
         return random_images(count, channels=channels, size=size or 224)
     elif Path(source).is_dir():
-        images = _standardize(_read_folder(Path(source), count, size or 224), standardization)
+        images = _read_folder(Path(source), count, size or 224, standardization or IMAGENET)
     else:
         raise TargetError(f"no data {source!r}: give digits, random or a folder of pictures")
     images = _with_channels(images.to(torch.float32), channels)
@@ -70,30 +69,17 @@ def random_images(count: int, *, channels: int, size: int, seed: int = 0) -> Ten
     return (images - images.mean()) / images.std()
 
 
-def _read_folder(folder: Path, count: int, size: int) -> Tensor:
-    from PIL import Image
+def _read_folder(folder: Path, count: int, size: int, standardization: Standardization) -> Tensor:
+    from micronorm.data.folders import crop_centre
 
     files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
     if not files:
         raise TargetError(f"no pictures ({', '.join(SUFFIXES)}) in {folder} or below")
     chosen = [files[i * len(files) // count] for i in range(count)] if len(files) > count else files
-    images = torch.empty(len(chosen), 3, size, size, dtype=torch.uint8)
-    for n, file in enumerate(chosen):
-        image = decode(file)
-        # The usual evaluation crop: the shorter side to 256/224 of the size, then the middle.
-        scale = size * 256 / 224 / min(image.size)
-        wide, high = (max(size, math.ceil(side * scale)) for side in image.size)
-        left, top = (wide - size) // 2, (high - size) // 2
-        image = image.resize((wide, high), Image.Resampling.BILINEAR).crop((left, top, left + size, top + size))
-        images[n] = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(size, size, 3).permute(2, 0, 1)
-    return images
-
-
-def _standardize(images: Tensor, standardization: Standardization | None) -> Tensor:
-    mean, std = (torch.tensor(part) for part in standardization or IMAGENET)
-    if len(mean) != images.shape[1]:  # a model of grey images
-        mean, std = mean.mean(0, keepdim=True), std.mean(0, keepdim=True)
-    return (images.to(torch.float32) - mean[:, None, None]) / std[:, None, None]
+    require_torchvision()
+    images = torch.stack([to_pixels(crop_centre(decode(file), size)) for file in chosen])
+    mean, std = (torch.tensor(part).view(-1, 1, 1) for part in standardization)
+    return (images - mean) / std
 
 
 def _with_channels(images: Tensor, channels: int) -> Tensor:

@@ -1,22 +1,18 @@
 """`micronorm plan`: show what a conversion would do to each layer of a model."""
 
-import json
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from torch import nn
 
-from micronorm.cli.faults import one_line
+from micronorm.cli.faults import CommandFailed, TargetError
+from micronorm.cli.printing import print_json, print_table
 from micronorm.cli.specs import Groups, Statistics, norm_spec, weight_spec
-from micronorm.cli.targets import TargetError, resolve_model
-from micronorm.convert import Plan
+from micronorm.cli.targets import resolve
 from micronorm.convert import plan as make_plan
 from micronorm.nn.spec import NormSpec, WeightSpec
 from micronorm.recipes.networks import build_network
-
-NOTHING = 1
 
 
 def plan(
@@ -63,13 +59,14 @@ def plan(
     except ValueError as fault:
         if not str(fault).startswith("nothing to convert"):
             raise
-        typer.echo(f"micronorm plan: {one_line(fault)}", err=True)
-        raise typer.Exit(NOTHING) from None
+        raise CommandFailed(str(fault)) from None
     console = Console(highlight=False)
     if as_json:
-        typer.echo(json.dumps({"target": target, **made.to_dict()}, indent=1, ensure_ascii=False))
+        print_json({"target": target, **made.to_dict()})
     elif console.is_terminal:
-        console.print(_table(target, made))
+        rows = [(one.name, one.type, one.becomes or "stays", one.reason) for one in made.decisions]
+        styles = ["dim" if one.becomes is None else None for one in made.decisions]
+        print_table(console, ("name", "type", "becomes", "reason"), rows, styles=styles, title=target)
         console.print(made.summary(), markup=False)
     else:
         typer.echo(str(made))
@@ -80,20 +77,10 @@ def _subject(
 ) -> tuple[nn.Module, NormSpec | None, WeightSpec | None]:
     """Return the model and the specs to plan with. A recipe gives its plain network, and its specs by default."""
     specs = norm_spec(norm or "bcn", **options), weight_spec(weight or "ws")
-    model, recipe = resolve_model(target)
+    model, _, recipe = resolve(target)
     if recipe is None:
         return model, *specs
     if norm is None and any(value is not None for value in options.values()):
         raise TargetError("--groups and --statistics change the recipe's norm: name one with --norm too")
     network = build_network(recipe.network, classes=recipe.classes)
     return network, recipe.norm if norm is None else specs[0], recipe.weight if weight is None else specs[1]
-
-
-def _table(target: str, plan: Plan) -> Table:
-    table = Table(title=target)
-    for column in ("name", "type", "becomes", "reason"):
-        table.add_column(column, overflow="fold")
-    for decision in plan.decisions:
-        style = None if decision.becomes is not None else "dim"
-        table.add_row(decision.name, decision.type, decision.becomes or "stays", decision.reason, style=style)
-    return table

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from micronorm import records
 from micronorm.cli.faults import FAILED, one_line
+from micronorm.cli.printing import print_table
 from micronorm.cli.targets import find_recipe
 from micronorm.cli.train import find_device
 from micronorm.data.files import SUFFIXES
@@ -51,7 +50,7 @@ def predict(
     trained = find_recipe(recipe) if recipe is not None else find_trained(run, facts)
     predictor = _open_predictor(trained, facts)
     own = None if recipe is None else trained.build(seed=0, classes=len(_names(facts)) or None)
-    model = load(run, model=own).to(own_device(None if device is None else find_device(device)))
+    model = load(run, model=own).to(own_device(find_device(device)))
     out.mkdir(parents=True, exist_ok=True)
     found: dict[Path, Prediction] = {}
     console = Console(highlight=False)
@@ -118,12 +117,8 @@ def _names(facts: dict[str, Any]) -> list[str]:
 
 
 def _show(console: Console, found: dict[Path, Prediction], out: Path) -> None:
-    grid = Table(box=box.SIMPLE_HEAD)
-    grid.add_column("image", overflow="fold")
-    grid.add_column("prediction", overflow="fold")
-    for path, prediction in list(found.items())[:_MOST_SHOWN]:
-        grid.add_row(path.name, prediction.words)
-    console.print(grid, markup=False)
+    rows = [(path.name, prediction.words) for path, prediction in found.items()]
+    print_table(console, ("image", "prediction"), rows[:_MOST_SHOWN])
     more = f"{len(found) - _MOST_SHOWN} more images, " if len(found) > _MOST_SHOWN else ""
     pictures = " and pictures" if any(prediction.pictures for prediction in found.values()) else ""
     typer.echo(f"{more}all answers: {out / ANSWERS}{pictures}")

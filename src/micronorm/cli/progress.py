@@ -2,14 +2,14 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
-from rich.text import Text
 
+from micronorm.cli.printing import say
 from micronorm.engine.listener import Listener
 from micronorm.report.runs import title_of
 
@@ -18,21 +18,6 @@ QUIET_SECONDS = 30.0
 
 _RECENT_STEPS = 50  # images per second are averaged over these
 _BAR_WIDTH, _WIDTH_FOR_BAR = 16, 110  # a narrower terminal has no room for the bar
-
-
-def say(console: Console, text: str) -> None:
-    """Print a text without markup. A terminal breaks lines between words; a file gets whole lines, easy to search."""
-    console.print(text, markup=False, highlight=False, soft_wrap=not console.is_terminal)
-
-
-def show_report(console: Console, text: str, *, bold: Sequence[str], red: str, green: str) -> None:
-    """Print a report as `say` does. A terminal shows some words in bold, and what matches a pattern in its colour."""
-    report = Text(text)
-    if console.is_terminal:
-        report.highlight_words(bold, "bold")
-        report.highlight_regex(red, "bold red")
-        report.highlight_regex(green, "green")
-    console.print(report, soft_wrap=not console.is_terminal)
 
 
 class TrainingProgress(Listener):

@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from micronorm import records
-from micronorm.cli.faults import one_line
-from micronorm.cli.targets import MISUSE
+from micronorm.cli.faults import MISUSE, one_line
 from micronorm.report import write_page, write_plots
 
 

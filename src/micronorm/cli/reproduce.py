@@ -1,6 +1,5 @@
 """`micronorm reproduce`: a table of the paper, its numbers beside ours, and the runs that are missing; or a figure."""
 
-import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,17 +8,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table as Grid
 
-from micronorm.cli.figures import list_figures, reproduce_figure
-from micronorm.cli.progress import say
-from micronorm.cli.row_queue import INCOMPLETE, RowQueue
-from micronorm.cli.targets import TargetError, unknown
-from micronorm.engine.settings import DTYPES, Execution
+from micronorm.cli.faults import FAILED, CommandFailed, TargetError, one_line
+from micronorm.cli.figures import reproduce_figure
+from micronorm.cli.printing import print_json, print_table, say
+from micronorm.cli.row_queue import RowQueue
+from micronorm.cli.targets import unknown
+from micronorm.cli.train import Dtype
+from micronorm.engine.settings import Execution
 from micronorm.recipes import Recipe, Table, find_table, tables
-from micronorm.recipes.figures import Request
+from micronorm.recipes.figures import FIGURES, Request
 from micronorm.recipes.results import Findings, RunResult, gather, packaged, read_runs
 from micronorm.recipes.run import Variation
 
@@ -79,7 +78,7 @@ def reproduce(
         float | None,
         typer.Option(min=0.1, help="Stop after this many minutes and save; the same command resumes the queue."),
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}. Default: the recipe's.")] = None,
+    dtype: Dtype = None,
     channels_last: Annotated[bool, typer.Option("--channels-last", help="Store images in NHWC.")] = False,
     cuda_graph: Annotated[bool, typer.Option("--cuda-graph", help="Capture the whole step as a CUDA graph.")] = False,
     evaluate_every: Annotated[int, typer.Option(min=1, help="Epochs between evaluations; always after the last.")] = 1,
@@ -106,8 +105,8 @@ def reproduce(
     """
     meant = {"--rows": rows, "--epochs": epochs, "--seed": seed, "--data": data, "--minutes": minutes, "--dtype": dtype}
     meant |= {"--channels-last": channels_last or None, "--cuda-graph": cuda_graph or None}
-    meant |= {"--workers": workers or None}
-    given = [name for name, value in {**meant, "--dataset": dataset}.items() if value is not None]
+    meant |= {"--workers": workers or None, "--dataset": dataset}
+    given = [name for name, value in meant.items() if value is not None]
     _check_options(table, given, as_json=as_json)
     if table is None:
         _list_tables(as_json=as_json)
@@ -116,42 +115,29 @@ def reproduce(
         _reproduce_figure(table, Request(dataset=dataset, epochs=epochs, data=data, runs=runs), as_json=as_json)
         return
     chosen, required = _choose(table, rows)
-    if dtype is not None and dtype not in DTYPES:
-        raise TargetError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     found = _find_rows(chosen, runs)
     if as_json:
-        typer.echo(json.dumps([row.to_dict() for row in found], indent=1, ensure_ascii=False, allow_nan=False))
+        print_json([row.to_dict() for row in found])
         return
-    options = {"channels_last": channels_last, "cuda_graph": cuda_graph, "evaluate_epochs": evaluate_every}
+    console = Console(highlight=False)
     queue = RowQueue(
-        Console(highlight=False),
+        console=console,
         runs=runs,
         data=data,
         variation=Variation(epochs=epochs, seed=seed or 0, dtype=dtype),
-        execution=Execution(minutes=minutes, **options),
+        execution=Execution(
+            minutes=minutes, channels_last=channels_last, cuda_graph=cuda_graph, evaluate_epochs=evaluate_every
+        ),
         workers=workers,
     )
+    _print_rows(console, find_table(table), found)
+    _print_remarks(console, found)
     missing = [row.recipe for row in found if _is_missing(row, epochs=epochs, seed=seed)]
-    _show_and_run(find_table(table), found, missing, required, queue, confirm=not given and sys.stdin.isatty())
-
-
-def _show_and_run(
-    table: Table,
-    found: Sequence[TableRow],
-    missing: Sequence[Recipe],
-    required: set[str],
-    queue: RowQueue,
-    *,
-    confirm: bool,
-) -> None:
-    """Print the table, train what is missing, and print the table again if a row was trained."""
-    _print_rows(queue.console, table, found)
-    _print_remarks(queue.console, found)
-    failed = queue.run(missing, required, confirm=confirm)
-    if len(failed) < len(missing):
-        _print_rows(queue.console, table, _find_rows([row.recipe for row in found], queue.runs, tell=False))
+    failed = queue.run(missing, required, confirm=not given and sys.stdin.isatty())
+    if len(failed) < len(missing):  # something was trained
+        _print_rows(console, find_table(table), _find_rows(chosen, runs, tell=False))
     if failed & required:
-        raise typer.Exit(INCOMPLETE)
+        raise typer.Exit(FAILED)
 
 
 _FOR_FIGURES = ("--epochs", "--data", "--dataset")
@@ -178,8 +164,7 @@ def _reproduce_figure(name: str, request: Request, *, as_json: bool) -> None:
     try:
         reproduce_figure(name, request, as_json=as_json)
     except (OSError, ImportError) as fault:  # no data, no matplotlib
-        typer.echo(f"micronorm reproduce: {name} could not be made: {' '.join(str(fault).split())}", err=True)
-        raise typer.Exit(INCOMPLETE) from None
+        raise CommandFailed(f"{name} could not be made: {one_line(fault)}") from None
     except KeyboardInterrupt:
         typer.echo(f"{name} was stopped; run the same command to continue.")
         raise typer.Exit(130) from None
@@ -188,16 +173,14 @@ def _reproduce_figure(name: str, request: Request, *, as_json: bool) -> None:
 def _list_tables(*, as_json: bool) -> None:
     if as_json:
         listed = [{"table": t.name, "title": t.title, "rows": [r.row for r in t.rows]} for t in tables().values()]
-        typer.echo(json.dumps([*listed, *list_figures(as_json=True)], indent=1, ensure_ascii=False))
+        figures = [{"figure": f.name, "title": f.title, "datasets": list(f.datasets)} for f in FIGURES.values()]
+        print_json([*listed, *figures])
         return
-    grid = Grid(box=box.SIMPLE_HEAD)
-    for column in ("table", "rows", "what"):
-        grid.add_column(column, justify="right" if column == "rows" else "left", overflow="fold")
-    for table in tables().values():
-        grid.add_row(table.name, str(len(table.rows)), table.title)
     console = Console(highlight=False)
-    console.print(grid)
-    list_figures(as_json=False)
+    rows = [(table.name, str(len(table.rows)), table.title) for table in tables().values()]
+    print_table(console, ("table", "rows", "what"), rows, right=["rows"])
+    rows = [(figure.name, ", ".join(figure.datasets), figure.title) for figure in FIGURES.values()]
+    print_table(console, ("figure", "data sets", "title"), rows)
     say(console, "micronorm reproduce TABLE shows the paper's figures beside ours and runs what is missing.")
     say(console, "micronorm reproduce FIGURE measures what is missing and draws it.")
 
@@ -243,24 +226,23 @@ def _print_rows(console: Console, table: Table, rows: Sequence[TableRow]) -> Non
     in_paper = {name for row in rows for name in row.recipe.paper or ()}
     in_ours = {name for row in rows for name in row.found.mean() or ()}
     shown = [name for name in _SHOWN if name in in_paper] or [name for name in _SHOWN if name in in_ours][:1]
-    grid = Grid(box=box.SIMPLE_HEAD)
     say(console, f"{table.name}: {table.title}.")
     if shown:
         figures = " / ".join(_SHOWN[name] for name in shown)
         say(console, f"Figures: {figures} in %; of several seeds mean ± standard deviation.")
-    for column in ("row", "paper", "ours", "seeds", "provenance"):
-        grid.add_column(column, justify="right" if column in ("paper", "ours") else "left", overflow="fold")
-    for row in rows:
-        found = row.found
-        grid.add_row(
+    cells = [
+        (
             row.recipe.row,
             _figures(row.recipe.paper, None, shown),
-            _figures(found.mean(), found.deviation(), shown),
-            ", ".join(map(str, found.seeds)),
-            row.reason or "\n".join(map(_provenance, found.counted)),
-            style=None if row.recipe.unavailable is None else "dim",
+            _figures(row.found.mean(), row.found.deviation(), shown),
+            ", ".join(map(str, row.found.seeds)),
+            row.reason or "\n".join(map(_provenance, row.found.counted)),
         )
-    console.print(grid)
+        for row in rows
+    ]
+    styles = [None if row.recipe.unavailable is None else "dim" for row in rows]
+    columns = ("row", "paper", "ours", "seeds", "provenance")
+    print_table(console, columns, cells, right=("paper", "ours"), styles=styles)
 
 
 def _figures(figures: Mapping[str, float] | None, spread: Mapping[str, float] | None, shown: Sequence[str]) -> str:

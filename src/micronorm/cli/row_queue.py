@@ -4,14 +4,16 @@ import math
 import shlex
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import typer
 from rich.console import Console
 
 from micronorm import records
-from micronorm.cli.progress import TrainingProgress, say
+from micronorm.cli.faults import FAILED, one_line
+from micronorm.cli.printing import as_options, say
+from micronorm.cli.progress import TrainingProgress
 from micronorm.cli.train import execution_options
 from micronorm.engine.loop import Diverged
 from micronorm.engine.settings import Execution
@@ -19,10 +21,8 @@ from micronorm.recipes import Recipe
 from micronorm.recipes.recipe import DATA
 from micronorm.recipes.run import Variation, run_recipe
 
-INCOMPLETE = 1
-"""The exit code if a row could not be run or the minutes are over."""
 
-
+@dataclass(frozen=True, kw_only=True)
 class RowQueue:
     """Rows that are trained one after the other.
 
@@ -35,18 +35,12 @@ class RowQueue:
         workers: processes that decode files.
     """
 
-    def __init__(
-        self,
-        console: Console,
-        *,
-        runs: Path,
-        data: Path | None,
-        variation: Variation,
-        execution: Execution,
-        workers: int = 0,
-    ) -> None:
-        self.console, self.runs, self.data, self.workers = console, runs, data, workers
-        self.variation, self.execution = variation, execution
+    console: Console
+    runs: Path
+    data: Path | None
+    variation: Variation
+    execution: Execution
+    workers: int
 
     def run(self, missing: Sequence[Recipe], required: set[str], *, confirm: bool) -> set[str]:
         """Announce the rows, ask if `confirm`, and train until the minutes are over.
@@ -64,7 +58,7 @@ class RowQueue:
                 say(self.console, f"{recipe.name} cannot be run: {recipe.unavailable}.")
         failed = {recipe.name for recipe in missing} - set(places)
         if places and confirm and not typer.confirm(f"Train {'these rows' if len(places) > 1 else 'this row'} now?"):
-            raise typer.Exit(INCOMPLETE)
+            raise typer.Exit(FAILED)
         for recipe in missing:
             if recipe.name not in places:
                 continue
@@ -73,7 +67,7 @@ class RowQueue:
                 left = (deadline - time.monotonic()) / 60
                 if left <= 0:
                     say(self.console, f"The minutes are over before {recipe.name}; the same command continues with it.")
-                    raise typer.Exit(INCOMPLETE)
+                    raise typer.Exit(FAILED)
                 execution = replace(execution, minutes=left)
             why = self._train(recipe, places[recipe.name], execution)
             if why is not None:
@@ -110,10 +104,8 @@ class RowQueue:
             Why the row could not be run, or None.
         """
         variation = self.variation
-        command = ["micronorm", "train", recipe.name, "--seed", str(variation.seed), "--out", str(out)]
-        command += [] if variation.dtype is None else ["--dtype", variation.dtype]
-        command += [] if variation.epochs is None else ["--epochs", str(variation.epochs)]
-        command += execution_options(execution, self.workers)
+        given = {"seed": variation.seed, "out": out, "dtype": variation.dtype, "epochs": variation.epochs}
+        options = [*as_options(given), *execution_options(execution, self.workers)]
         try:
             outcome = run_recipe(
                 recipe,
@@ -124,13 +116,13 @@ class RowQueue:
                 workers=self.workers,
                 resume=(out / records.FACTS).exists(),
                 listener=TrainingProgress(self.console),
-                command=shlex.join(command),
+                command=shlex.join(["micronorm", "train", recipe.name, *options]),
             )
         except (OSError, ImportError, MemoryError, ValueError, Diverged) as fault:  # missing data, a loss of NaN, …
-            return " ".join(str(fault).split())
+            return one_line(fault)
         if not outcome.finished:
             typer.echo(f"{recipe.name} was stopped after step {outcome.steps}; run the same command to continue.")
-            raise typer.Exit(INCOMPLETE if outcome.signal is None else 128 + outcome.signal)
+            raise typer.Exit(FAILED if outcome.signal is None else 128 + outcome.signal)
         return None
 
 

@@ -6,7 +6,8 @@ from typing import Annotated, Any
 import typer
 from torch import nn
 
-from micronorm.cli.targets import TargetError, import_object, unknown
+from micronorm.cli.faults import TargetError
+from micronorm.cli.targets import attempt, import_object, unknown
 from micronorm.convert import convert
 from micronorm.nn import SPECS
 from micronorm.nn.spec import NormSpec, WeightSpec
@@ -70,11 +71,9 @@ def _spec(name: str, kind: type, options: dict[str, Any]) -> Any:
 
 def _build_own(name: str, spec: Any, given: dict[str, Any]) -> Any:
     """Return a spec of the user's code, which may raise anything; build one layer to see it here and not later."""
-    try:
-        made = spec(**given) if isinstance(spec, type) else replace(spec, **given)
-        layer = made(_CHANNELS) if isinstance(made, NormSpec) else made(nn.Conv2d(_CHANNELS, _CHANNELS, 3))
-    except Exception as error:
-        raise TargetError(f"{name} fails ({type(error).__name__}: {error})") from error
+    made = attempt(lambda: spec(**given) if isinstance(spec, type) else replace(spec, **given), f"{name} fails")
+    sample: Any = _CHANNELS if isinstance(made, NormSpec) else nn.Conv2d(_CHANNELS, _CHANNELS, 3)
+    layer = attempt(lambda: made(sample), f"{name} fails")
     if not isinstance(layer, nn.Module):
         raise TargetError(f"{name} must build an nn.Module, got {type(layer).__name__}")
     return made

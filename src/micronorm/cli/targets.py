@@ -7,50 +7,44 @@ import inspect
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
+from micronorm.cli.faults import TargetError
 from micronorm.recipes import Recipe, find
 
-MISUSE = 2
-"""The exit code for a wrong target or option."""
+
+class Target(NamedTuple):
+    """What a target names: a model, what the user's factory returned after it, and the recipe that built it."""
+
+    model: nn.Module
+    rest: tuple = ()
+    recipe: Recipe | None = None
 
 
-class TargetError(Exception):
-    """A target or an option that cannot be used; the message is one line for the user."""
-
-
-def resolve(target: str, *, from_file: bool = False) -> nn.Module | tuple:
-    """Build the model that a target names, without pretrained weights.
+def resolve(target: str, *, from_file: bool = False) -> Target:
+    """Build the model that a target names, without pretrained weights. The network of a recipe is converted.
 
     Args:
-        target: `torchvision:NAME`, `timm:NAME`, `recipe:NAME`, `package.module:factory` or `file.py:factory`.
+        target: `torchvision:NAME`, `timm:NAME`, `recipe:NAME`, `package.module:factory` or `file.py:factory`. A
+            factory returns a model, or a tuple that begins with one.
         from_file: The target was read from a data file. Such a target must not run code of the file's choice, so
             factories are refused.
-
-    Returns:
-        The model; or the model or tuple that the user's factory returns. The network of a recipe is converted.
 
     Raises:
         TargetError: The name is unknown (the message lists similar names), or the factory fails or returns something
             else.
     """
-    return _call(target, _look_up(target, from_file=from_file))
-
-
-def resolve_model(target: str, *, from_file: bool = False) -> tuple[nn.Module, Recipe | None]:
-    """Build the model that a target names, as `resolve` does; take the first item if a factory returns a tuple.
-
-    Returns:
-        The model, and the recipe that built it, or None. The network of a recipe is converted already.
-    """
     found = _look_up(target, from_file=from_file)
-    made = _call(target, found)
-    model = made if isinstance(made, nn.Module) else next(iter(made), None)
+    if isinstance(found, Recipe):
+        return Target(attempt(lambda: found.build(seed=0), f"{target} fails"), recipe=found)
+    callable_ = callable(found) and not isinstance(found, nn.Module)
+    made = attempt(found, f"{target} fails") if callable_ else found
+    model, *rest = made if isinstance(made, tuple) and made else (made,)
     if not isinstance(model, nn.Module):
         raise TargetError(f"{target} must give a model or a tuple that begins with one, got {type(model).__name__}")
-    return model, found if isinstance(found, Recipe) else None
+    return Target(model, tuple(rest))
 
 
 def _look_up(target: str, *, from_file: bool) -> Any:
@@ -95,11 +89,22 @@ def find_recipe(name: str) -> Recipe:
 
 def import_object(source: str, name: str) -> Any:
     """Return an attribute of the user's module, by the module's name or by the path of its `.py` file."""
-    module = _import_file(Path(source)) if source.endswith(".py") else _import_module(source)
+    load = _import_file if source.endswith(".py") else _import_module
+    module = attempt(lambda: load(source), f"{source} cannot be imported")
     if not hasattr(module, name):
         public = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         raise TargetError(unknown(f"{source} has no {name!r}", name, public))
     return getattr(module, name)
+
+
+def attempt(call: Any, fault: str, hint: str = "") -> Any:
+    """Return what code of the user returns, which may raise anything: turn that into a TargetError of one sentence."""
+    try:
+        return call()
+    except TargetError:
+        raise
+    except Exception as error:
+        raise TargetError(f"{fault} ({type(error).__name__}: {error}){hint}") from error
 
 
 def _torchvision(name: str) -> nn.Module:
@@ -145,35 +150,18 @@ def _import_module(source: str) -> Any:
         if source == missing or source.startswith(missing + "."):
             raise TargetError(f"no module {source!r} on the path or in {here}") from error
         raise TargetError(f"{source} imports {missing!r}, which is not installed") from error
-    except Exception as error:  # a user's module may raise anything, a SyntaxError for example
-        raise TargetError(f"{source} cannot be imported ({type(error).__name__}: {error})") from error
 
 
-def _import_file(path: Path) -> Any:
+def _import_file(source: str) -> Any:
+    path = Path(source)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None or not path.is_file():
         raise TargetError(f"no file {path}")
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)  # dataclasses and pickle look a class's module up there
     sys.path.insert(0, str(path.parent.absolute()))  # the file may import its neighbours
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # a user's file may raise anything
-        raise TargetError(f"{path} cannot be imported ({type(error).__name__}: {error})") from error
+    spec.loader.exec_module(module)
     return module
-
-
-def _call(target: str, factory: Any) -> nn.Module | tuple:
-    """Return what a factory makes. A recipe gives its network; a model or a tuple stands for itself."""
-    try:
-        if isinstance(factory, Recipe):
-            return factory.build(seed=0)
-        made = factory() if callable(factory) and not isinstance(factory, nn.Module) else factory
-    except Exception as error:  # a user's factory may raise anything
-        raise TargetError(f"{target} fails ({type(error).__name__}: {error})") from error
-    if not isinstance(made, nn.Module | tuple):
-        raise TargetError(f"{target} must give a model or (model, batch, loss), got {type(made).__name__}")
-    return made
 
 
 def unknown(message: str, name: str, known: Sequence[str]) -> str:

@@ -3,20 +3,24 @@
 import os
 import shlex
 import sys
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import typer
 from rich.console import Console
 
+from micronorm.cli.printing import as_options
 from micronorm.cli.progress import TrainingProgress
 from micronorm.cli.targets import find_recipe
-from micronorm.engine.settings import DTYPES, Execution, Outcome
+from micronorm.engine.settings import Execution, Outcome
 from micronorm.recipes.run import Variation, run_recipe
 
+Dtype = Annotated[
+    Literal["float32", "float64", "bfloat16", "float16"] | None,
+    typer.Option(help="Default: the recipe's. Half types use autocast."),
+]
 _run = partial(typer.Option, rich_help_panel="The run")
 _data = partial(typer.Option, rich_help_panel="Data")
 _speed = partial(typer.Option, rich_help_panel="Speed and memory: the result changes by rounding only")
@@ -33,7 +37,7 @@ def train(
     step_batch: Annotated[int | None, typer.Option(min=1, help="Samples per optimizer step, over all ranks.")] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the training samples.")] = None,
     lr: Annotated[float | None, typer.Option(min=0.0, help="Learning rate, which the schedule scales.")] = None,
-    dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}; half types use autocast.")] = None,
+    dtype: Dtype = None,
     seed: Annotated[int | None, typer.Option(min=0, max=2**31, help="Seed of weights, order and augmentation.")] = None,
     size: Annotated[int | None, typer.Option(min=1, help="Height and width of the training crops.")] = None,
     weights: Annotated[
@@ -68,7 +72,9 @@ def train(
     recompute: Annotated[
         bool, _speed("--recompute", help="Recompute activations in the backward: less memory, the same bits.")
     ] = False,
-    parallel: Annotated[str, _speed(help="How ranks share the model: ddp (replicas) or fsdp (shards).")] = "ddp",
+    parallel: Annotated[
+        Literal["ddp", "fsdp"], _speed(help="How ranks share the model: ddp (replicas) or fsdp (shards).")
+    ] = "ddp",
 ) -> None:
     """Train a recipe into a run directory, which `micronorm report` turns into a page.
 
@@ -85,7 +91,7 @@ def train(
         step_batch=step_batch,
         epochs=epochs,
         lr=lr,
-        dtype=_dtype(dtype),
+        dtype=dtype,
         seed=seed,
         size=size,
         unverified=unverified or None,
@@ -93,12 +99,12 @@ def train(
     )
     execution = Execution(
         micro_batch=_micro_batch(micro_batch),
-        device=None if device is None else find_device(device),
+        device=find_device(device),
         channels_last=channels_last,
         compile=compiled,
         cuda_graph=cuda_graph,
         recompute=recompute,
-        parallel=parallel,  # type: ignore[arg-type]
+        parallel=parallel,
         steps=steps,
         minutes=minutes,
         save_steps=save_every,
@@ -106,8 +112,6 @@ def train(
         observe=observe,
     )
     folder = out or Path("runs") / f"{found.name.replace('/', '-')}-{seed or 0}"
-    again = [*_launcher(), "train", recipe if ":" in recipe else found.name, "--out", str(folder), "--resume"]
-    again += [] if data is None else ["--data", str(data)]  # the record does not contain the data folder
     outcome = run_recipe(
         found,
         out=folder,
@@ -121,15 +125,12 @@ def train(
         command=shlex.join(["micronorm", *sys.argv[1:]]),
     )
     if outcome.first:
-        _print_outcome(console, outcome, folder, [*again, *execution_options(execution, workers)])
+        name = recipe if ":" in recipe else found.name
+        # The record does not contain the data folder.
+        options = as_options({"out": folder, "resume": True, "data": data}) + execution_options(execution, workers)
+        _print_outcome(console, outcome, folder, [*_launcher(), "train", name, *options])
     if outcome.signal is not None:
         raise typer.Exit(128 + outcome.signal)
-
-
-def _dtype(text: str | None) -> str | None:
-    if text is not None and text not in DTYPES:
-        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {text!r}")
-    return text
 
 
 def _micro_batch(text: str) -> int | None:
@@ -140,8 +141,10 @@ def _micro_batch(text: str) -> int | None:
     return int(text)
 
 
-def find_device(text: str) -> torch.device:
-    """Return the device of that name. Raise ValueError if this machine cannot use it."""
+def find_device(text: str | None) -> torch.device | None:
+    """Return the device of that name, or None for None. Raise ValueError if this machine cannot use it."""
+    if text is None:
+        return None
     try:
         device = torch.device(text)
     except RuntimeError:
@@ -163,13 +166,13 @@ def _launcher() -> list[str]:
 
 def execution_options(execution: Execution, workers: int = 0) -> list[str]:
     """Return the options that a resumed run does not take from its record: those of speed and memory."""
-    usual, options = Execution(), [] if not workers else ["--workers", str(workers)]
-    names = {"save_steps": "--save-every", "evaluate_epochs": "--evaluate-every"}
-    for field in fields(execution):
-        value, option = getattr(execution, field.name), names.get(field.name, f"--{field.name.replace('_', '-')}")
-        if value != getattr(usual, field.name) and field.name not in ("steps", "minutes"):
-            options += [option] if value is True else [option, str(value)]
-    return options
+    names = {"save_steps": "save_every", "evaluate_epochs": "evaluate_every"}
+    given = {"workers": workers or None}
+    for name, usual in vars(Execution()).items():
+        value = getattr(execution, name)
+        if value != usual and name not in ("steps", "minutes"):
+            given[names.get(name, name)] = value
+    return as_options(given)
 
 
 _FIGURES = {"top1": "top-1 error {:.4g} %", "top5": "top-5 error {:.4g} %"}

@@ -1,4 +1,4 @@
-"""The curvature of the loss: its Hessians by a weight and by the centred weight.
+"""The curvature of the loss: its Hessians by a weight and by the centred weight, and smoothness along a step.
 
 For one output channel with fan-in I, Ẇ = P·W with P = 1 − (1/I)·11ᵀ (label `eq:9`). The loss is a function of Ẇ by
 Ŵ = Ẇ/sqrt(mean Ẇ² + ε) (label `eq:10`), for any Ẇ, centred or not. P is linear, so the Hessians H by W and Ḣ by Ẇ
@@ -11,7 +11,8 @@ in squared Frobenius norms. The inequality (label `eq:27`, where the squares are
 ‖Ḣ·1‖² ≥ (1/I)(1ᵀḢ1)². See Sec. `sec:eowotl`.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -148,6 +149,90 @@ def _hessian(value: Tensor, start: Tensor, channel: int) -> Tensor:
     return torch.stack([row[channel].flatten() for row in rows])
 
 
+# --- smoothness along a step -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Smoothness:
+    """The loss and its gradient along a step against the gradient g.
+
+    Args:
+        steps: the step sizes η.
+        loss: L(θ).
+        gradient: ‖g‖.
+        losses: L(θ − ηg) for each η.
+        distances: ‖∇L(θ − ηg) − g‖ for each η (gradient predictiveness).
+    """
+
+    steps: tuple[float, ...]
+    loss: float
+    gradient: float
+    losses: tuple[float, ...]
+    distances: tuple[float, ...]
+
+    @property
+    def loss_range(self) -> tuple[float, float]:
+        """Return the smallest and the largest loss along the step, without the start; NaN if any loss is NaN."""
+        return _range(self.losses)
+
+    @property
+    def distance_range(self) -> tuple[float, float]:
+        """Return the smallest and the largest distance of the gradient from g."""
+        return _range(self.distances)
+
+    @property
+    def beta(self) -> float:
+        """Return the largest distance per length moved, a lower bound of the gradient's Lipschitz constant."""
+        moved = [step * self.gradient for step in self.steps]
+        return _range([d / m if m else math.nan for d, m in zip(self.distances, moved, strict=True)])[1]
+
+
+def smoothness(model: nn.Module, loss: Callable[[], Tensor], steps: Sequence[float]) -> Smoothness:
+    """Return losses and gradients along a step, as in the literature on why BatchNorm works (ref. `whybnworks`).
+
+    Each evaluation starts from the same buffers, windows and random states, and the model is not changed. `.grad` and
+    the optimizer are not used: a step is η times the plain gradient. The cost is one forward and backward for each step
+    size, and one more. Pass the `module` of a DDP model. `loss` must not keep its graph.
+
+    Args:
+        model: in the mode that the loss needs.
+        loss: runs the model and returns the loss.
+        steps: the step sizes η, above 0. Multiples of the learning rate are usual.
+
+    Example:
+        >>> model = nn.Linear(4, 1, bias=False)
+        >>> x = torch.eye(4)
+        >>> found = smoothness(model, lambda: model(x).square().sum() / 2, [0.5, 1.0])
+        >>> round(found.beta, 4), found.losses[1] < 1e-10  # the Hessian is the identity
+        (1.0, True)
+    """
+    sizes = tuple(float(step) for step in steps)
+    if not sizes or not all(0 < size < math.inf for size in sizes):
+        raise ValueError(f"steps must be one or more finite numbers above 0, got {list(steps)}")
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise ValueError("no parameter of the model requires a gradient")
+    with preserved(model) as snapshot, torch.enable_grad():
+        start, direction = _evaluate(loss, parameters)
+        losses, distances = [], []
+        for size in sizes:
+            snapshot.restore()
+            with torch.no_grad():
+                for p, g in zip(parameters, direction, strict=True):
+                    p.sub_(g, alpha=size)
+            value, there = _evaluate(loss, parameters)
+            losses.append(value)
+            distances.append(_norm([a - b for a, b in zip(there, direction, strict=True)]))
+    return Smoothness(sizes, start, _norm(direction), tuple(losses), tuple(distances))
+
+
+def _evaluate(loss: Callable[[], Tensor], parameters: list[nn.Parameter]) -> tuple[float, list[Tensor]]:
+    value = _check_loss(loss())
+    grads = torch.autograd.grad(value, parameters, allow_unused=True)
+    found = [torch.zeros_like(p) if g is None else g.detach() for g, p in zip(grads, parameters, strict=True)]
+    return float(value.detach()), found
+
+
 def _check_loss(value: Any) -> Tensor:
     """Return the loss as a scalar. Raise unless it is one number that depends on a parameter."""
     if not isinstance(value, Tensor):
@@ -157,3 +242,12 @@ def _check_loss(value: Any) -> Tensor:
     if not value.requires_grad:
         raise ValueError("the loss does not depend on any parameter: was it detached, or computed under no_grad?")
     return value.reshape(())
+
+
+def _norm(tensors: list[Tensor]) -> float:
+    return math.sqrt(math.fsum(float(t.to(torch.float64).square().sum()) for t in tensors))
+
+
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    low, high = torch.tensor(values, dtype=torch.float64).aminmax()
+    return float(low), float(high)
