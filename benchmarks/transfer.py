@@ -1,6 +1,6 @@
 """Fine-tune a converted BatchNorm network on another task: warm or abrupt conversion, at equal budgets.
 
-    python benchmarks/transfer.py DATA OUT.csv    # DATA has CIFAR-10 and CIFAR-100; about 10 minutes on one CPU core
+    python benchmarks/transfer.py DATA OUT.csv    # DATA has CIFAR-10 and CIFAR-100
 
 timm's resnet10t learns 20,000 images of CIFAR-100, gets a new classifier, is converted, and learns 2,000 images of
 CIFAR-10 in 150 steps of 32. OUT.csv has the error in per cent on 2,000 test images.
