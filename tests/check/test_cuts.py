@@ -91,6 +91,13 @@ def test_the_twins_of_this_file_can_fail():
 # --- places ---------------------------------------------------------------------------------------------------------
 
 
+def test_a_check_that_will_take_long_says_so_after_the_first_forward_and_how_to_shorten_it(monkeypatch):
+    monkeypatch.setattr("micronorm.check.runs._LONG", 0.0)
+    with pytest.warns(UserWarning, match="about 0 minutes.*two or three samples, or smaller images") as caught:
+        assert mn.check_cuts(SmallResNet(mn.BCN()), images(2), summed).ok
+    assert len(caught) == 1
+
+
 def test_two_faults_are_found_in_execution_order():
     layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Dropout(0.5), nn.Flatten(), nn.Linear(288, 5)]
     report = mn.check_cuts(nn.Sequential(*layers), images(), summed)

@@ -18,9 +18,8 @@ from micronorm.cli.predict import _output_names, find_images
 from micronorm.data.digits import open_digits
 from micronorm.data.pixels import IMAGENET, Standardizer
 from micronorm.engine.settings import Execution
-from micronorm.recipes.run import run_recipe
+from micronorm.recipes.run import Variation, run_recipe
 from micronorm.tasks import open_predictor
-from micronorm.tasks.classification import open_classification
 from tests.data.miniature import write_folders, write_label_maps
 from tests.tasks.detectors import small_detector
 
@@ -114,15 +113,16 @@ def test_label_maps_are_written_with_the_labels_as_values_and_beside_an_overlay(
     assert shares == {name: (labels == k).mean() for k, name in enumerate(("earth", "water", "air")) if k in labels}
 
 
-def test_a_run_on_folders_of_classes_answers_with_their_names(tmp_path):
-    write_folders(tmp_path / "imagenet")
-    names = open_classification("imagenet", tmp_path).names
-    assert names == ("ant", "bee", "cat")
+def test_a_run_on_image_folders_of_ones_own_answers_with_their_names(tmp_path, monkeypatch):
+    write_folders(tmp_path / "mine")
+    small = replace(recipes.find("image_folders"), network="cifar-resnet20")
+    monkeypatch.setattr("micronorm.recipes.load.find", lambda name: small)
+    run_recipe(small, variation=Variation(size=32), out=tmp_path / "run", data=tmp_path / "mine", execution=HERE)
     write_image(tmp_path / "a.png")
-    predictor = open_predictor("classification", "imagenet", names=names, size=32)
-    model = torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(3, 3)).eval()
-    answer = predictor.predict(model, tmp_path / "a.png").answer
-    assert set(answer["probability"]) == set(names)
+    found = predict(tmp_path / "run", tmp_path / "a.png", "--out", tmp_path / "out", *CPU)
+    assert found.exit_code == 0, found.output
+    (answer,) = answers(tmp_path / "out")
+    assert set(answer["probability"]) == {"ant", "bee", "cat"}
     assert sum(answer["probability"].values()) == pytest.approx(1)
 
 

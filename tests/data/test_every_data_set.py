@@ -18,15 +18,18 @@ DATA_SETS = {
     "classification/cifar100": {"verify": False},
     "classification/imagenet": {"size": 32},
     "classification/tiny_imagenet20": {"size": 32},
+    "classification/image_folders": {"size": 32},
     "segmentation/shapes": {},
     "segmentation/voc": {"size": 24},
     "segmentation/camvid": {"size": 24},
     "segmentation/label_maps": {"size": 24},
     "detection/coco": {},
     "detection/coco128": {},
+    "detection/objects": {},
     "detection/nuclei": {},
     "instances/coco": {},
     "instances/coco128": {},
+    "instances/objects": {},
     "instances/nuclei": {},
     "video/motion": {},
     "video/something": {"size": 16},
@@ -41,12 +44,12 @@ def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("data")
     miniature.write_binary(root, 10)
     miniature.write_binary(root, 100, 15)
-    for name in ("imagenet", "tiny_imagenet20"):
+    for name in ("imagenet", "tiny_imagenet20", "image_folders"):
         miniature.write_folders(root / name)
     miniature.write_voc(root / "VOCdevkit" / "VOC2012", augmented=4)
     miniature.write_camvid(root / "camvid")
     miniature.write_label_maps(root)
-    for name in ("coco", "coco128"):
+    for name in ("coco", "coco128", "objects"):
         miniature.write_coco(root / name)
     miniature.write_nuclei(root / "dsb2018")
     for prefix in ("something-something-v1", "jester-v1"):

@@ -20,7 +20,7 @@ from micronorm.recipes.rcnn import build_rcnn
 from micronorm.recipes.results import RunResult, fault
 from micronorm.recipes.run import Variation, run_recipe
 from micronorm.tasks.detection import detect
-from tests.data.miniature import write_nuclei
+from tests.data.miniature import COCO_CATEGORIES, write_coco, write_nuclei
 from tests.tasks.detectors import OPTIONS
 from tests.tolerances import assert_close_to_max, tolerance
 
@@ -169,6 +169,17 @@ def test_a_detector_takes_a_step_and_is_evaluated(miniature):
 
 
 @pytest.mark.slow
+def test_objects_of_ones_own_give_the_detector_as_many_outputs_as_there_are_categories(miniature, tmp_path):
+    write_coco(tmp_path / "mine", official=False)
+    recipe = replace(recipes.find("objects"), network=miniature[0].network)
+    out = tmp_path / "run"
+    train(recipe, tmp_path / "mine", out, steps=1)
+    names = records.read(out).facts["data"]["names"]
+    assert names == ["background", *(c["name"] for c in sorted(COCO_CATEGORIES, key=lambda c: c["id"]))]
+    loaded: Any = mn.load(out, model=recipe.build(seed=0, classes=len(names)))
+    assert loaded.roi_heads.box_predictor.cls_score.out_features == len(names)
+
+
 def test_a_detector_trains_is_interrupted_and_resumes_to_the_same_bytes(miniature, tmp_path):
     recipe, data = miniature
     whole = train(recipe, data, tmp_path / "whole")

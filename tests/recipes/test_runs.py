@@ -24,8 +24,8 @@ STEP_BATCH, SIZE = 4, 32
 GENERATED = ("digits", "shapes")  # data without files
 SIZED = ("imagenet", "voc", "camvid", "tiny_imagenet20")  # data whose crops have a size
 # Tables of which other tests run a miniature: detection (test_rcnn.py), video (tests/tasks/test_video.py),
-# own label maps (tests/tasks/test_segmentation.py).
-ELSEWHERE = ("mask", "fast", "nuclei", "coco128", "tsm", "motion", "clips", "label_maps")
+# own label maps (tests/tasks/test_segmentation.py), own image folders (tests/cli/test_predict.py).
+ELSEWHERE = ("mask", "fast", "nuclei", "coco128", "tsm", "motion", "clips", "label_maps", "objects", "image_folders")
 
 # One row of each table, and with them each data set. test_tables.py builds every row; tests/contract trains every norm.
 QUICK = [

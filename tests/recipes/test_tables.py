@@ -104,6 +104,8 @@ PAPER: dict[str, dict[str, tuple[float, ...]]] = {
     "nuclei": {},
     "coco128": {},
     "tiny_imagenet": {},
+    "objects": {},
+    "image_folders": {},
     "shapes": {},
     "camvid": {},
     "label_maps": {},
@@ -137,13 +139,15 @@ OURS = {
     "nuclei": {"bn", "gn", "gn-ws", "bcn-ws", "pretrained-frozen-bn", "pretrained-bcn-ws"},
     "coco128": {"bcn-ws"},
     "tiny_imagenet": {"bn", "bcn-ws"},
+    "objects": {"bcn-ws", "boxes-bcn-ws"},
+    "image_folders": {"bn", "bcn-ws"},
     "tsm": {"micro-bcn-ws-step"},
     "motion": {"bn", "gn", "gn-ws", "bn-ws", "bcn-ws", "no-shift-gn-ws", "no-shift-bcn-ws"},
     "clips": {f"{row}-fold{fold}" for row in ("shift", "no-shift") for fold in range(5)},
     "hippocampus": {f"{row}-fold{k}" for row in ("in", "bn", "gn", "gn-ws", "bcn-ws") for k in range(3)},
 }
 # Tables whose networks are tested in test_rcnn.py and test_hippocampus.py.
-ELSEWHERE = ("mask", "fast", "nuclei", "coco128", "hippocampus")
+ELSEWHERE = ("mask", "fast", "nuclei", "coco128", "objects", "hippocampus")
 OWN_SETTINGS = (
     "digits",
     "shapes",
@@ -151,6 +155,7 @@ OWN_SETTINGS = (
     "camvid",
     "label_maps",
     "tiny_imagenet",
+    "image_folders",
     "tsm",
     "motion",
     "clips",

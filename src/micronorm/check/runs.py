@@ -1,6 +1,7 @@
 """Run one optimizer step on a private copy of the model, in any cut, and keep its gradients, buffers and calls."""
 
 import contextlib
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ Cut = Sequence[Sequence[int]]
 """The sample indices of each part."""
 
 _RATE = 0.1  # replaces rate="lr", because no optimizer runs here; any rate shows whether two windows differ
+_FORWARDS = 10  # the work of a check in forward passes: three steps, and a repetition with another seed
+_LONG = 120.0  # seconds
 
 
 @dataclass(eq=False)
@@ -100,8 +103,11 @@ class Experiment:
         tracer = Tracer(model, loss, self.devices)
         try:
             for indices in parts:
+                started = time.perf_counter()
                 with tracer.part(len(indices)):
                     total, count = read_loss(loss(model, select(self.batch, indices)))
+                if self.runs == 1:
+                    _warn_if_long(_FORWARDS * (time.perf_counter() - started))
                 tracer.note_dtype(total)
                 run.sums.append(total.item())
                 run.counts.append(count)
@@ -118,6 +124,15 @@ class Experiment:
         if run.count == 0:
             raise ValueError("the counts of a step must not add up to 0, the loss returned 0 for every part")
         _collect(run, model, loss)
+
+
+def _warn_if_long(seconds: float) -> None:
+    if seconds > _LONG:
+        warnings.warn(
+            f"check_cuts will take about {seconds / 60:.0f} minutes: it runs several steps in float64. A batch of two "
+            "or three samples, or smaller images, gives the same answer sooner",
+            stacklevel=2,
+        )
 
 
 @contextlib.contextmanager

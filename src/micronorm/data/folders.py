@@ -23,11 +23,11 @@ TINY = "tiny_imagenet20"
 """Twenty classes of Tiny ImageNet, in ImageNet's layout."""
 
 _TRIES = 10
-_NAMES = {"imagenet": ("imagenet", "ImageNet", "ilsvrc2012", "ILSVRC2012"), TINY: (TINY,)}
-_LAYOUT = (
-    "a folder with train/CLASS/*.JPEG and val/CLASS/*.JPEG, the layout of torchvision's ImageFolder. Download "
-    "ILSVRC2012 from https://image-net.org/download after registration; torchvision.datasets.ImageNet unpacks the "
-    "archives into this layout."
+_IMAGENET_NAMES = ("imagenet", "ImageNet", "ilsvrc2012", "ILSVRC2012")
+_LAYOUT = "a folder with train/CLASS/*.JPEG and val/CLASS/*.JPEG, the layout of torchvision's ImageFolder."
+_DOWNLOAD = (
+    " Download ILSVRC2012 from https://image-net.org/download after registration; torchvision.datasets.ImageNet "
+    "unpacks the archives into this layout."
 )
 
 
@@ -43,18 +43,20 @@ class Box(NamedTuple):
 def find_folders(folder: Path | str | None, *, name: str = "imagenet") -> Path:
     """Return the first folder with class folders in train and in val.
 
-    Searches `folder` and its children imagenet, ImageNet, ilsvrc2012 and ILSVRC2012. If `folder` is None, searches such
-    children of ./data and ~/data alone, because ./data/train and ./data/val may be any data set.
+    Searches `folder` and its child `name`; for "imagenet" also ImageNet, ilsvrc2012 and ILSVRC2012. If `folder` is
+    None, searches such children of ./data and ~/data alone, because ./data/train and ./data/val may be any data set.
 
     Raises:
-        FileNotFoundError: no folder contains ImageNet; lists the searched ones.
+        FileNotFoundError: no folder contains class folders; lists the searched ones.
     """
 
     def holds(place: Path) -> bool:
         return all(_subfolders(place / part) for part in ("train", "val"))
 
-    title = "ImageNet" if name == "imagenet" else name
-    return find_root(folder, _NAMES[name], holds, title=title, layout=_LAYOUT, itself=folder is not None)
+    title, names, layout = name, (name,), _LAYOUT
+    if name == "imagenet":
+        title, names, layout = "ImageNet", _IMAGENET_NAMES, _LAYOUT + _DOWNLOAD
+    return find_root(folder, names, holds, title=title, layout=layout, itself=folder is not None)
 
 
 def open_folders(
@@ -70,7 +72,7 @@ def open_folders(
 
     Args:
         folder: the root, or a folder that contains it; see `find_folders`.
-        name: "imagenet" or "tiny_imagenet20", the usual name of the root.
+        name: the usual name of the root, such as "imagenet" or "tiny_imagenet20".
         size: height and width of the inputs.
         augment: train on random resized crops, mirrored half the time, instead of central crops.
         workers: processes that decode; 0 decodes in this one.

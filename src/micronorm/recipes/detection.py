@@ -1,7 +1,8 @@
 """Tables of detectors on torchvision's R-CNN.
 
 The paper's tables on COCO are `mask`, Mask R-CNN for the 2× schedule, and `fast`, Faster R-CNN for the 1× schedule.
-Ours are `nuclei` and `coco128`, Mask R-CNN on small sets, and `tiny_imagenet`, classifiers to start from.
+Ours are `nuclei` and `coco128`, Mask R-CNN on small sets, and `tiny_imagenet`, classifiers to start from. `objects` and
+`image_folders` are detectors and classifiers for data of your own.
 """
 
 from functools import partial
@@ -12,7 +13,7 @@ from micronorm.engine.schedules import Cosine, StepMilestones, Warmup
 from micronorm.engine.settings import Settings
 from micronorm.nn import BCN, BN, GN, WS
 from micronorm.nn.spec import NormSpec, WeightSpec
-from micronorm.recipes.protocols import MICRO, OURS, STEP, frozen_bn, make
+from micronorm.recipes.protocols import MICRO, OURS, STEP, frozen_bn, make, make_rows
 from micronorm.recipes.recipe import Recipe, Table
 
 BOXES = ("AP", "AP50", "AP75", "APl", "APm", "APs")
@@ -144,6 +145,7 @@ _NUCLEI_NOTES = (
 )
 _CHECK = "a check of the whole pipeline, not a benchmark: the detector must be able to memorize its images"
 _START = "short: its weights are a start for the detectors of table nuclei"
+_OWN = 'our own table: give the folder with --data, and the length of the run with --epochs. BCN is statistics="step"'
 
 
 def _detector(steps: int) -> Settings:
@@ -158,11 +160,17 @@ def _nuclei(row: str, norm: NormSpec | None, weight: WeightSpec | None, start: s
     return make(f"nuclei/{row}", network, "nuclei", norm, weight, settings=_detector(1_000), batch=1, **fields)
 
 
-def _classifier(row: str, norm: NormSpec, weight: WeightSpec | None) -> Recipe:
+def _classifiers(table: str, data: str, *notes: str, epochs: int) -> tuple[Recipe, ...]:
     optimizer = SGD(lr=0.05, momentum=0.9, weight_decay=1e-4)
-    settings = Settings(epochs=30, step_batch=64, optimizer=optimizer, schedule=Cosine(warmup_epochs=2))
-    name, options = f"tiny_imagenet/{row}", {"settings": settings, "notes": (OURS, _START)}
-    return make(name, "resnet50", "tiny_imagenet20", norm, weight, **options)
+    settings = Settings(epochs=epochs, step_batch=64, optimizer=optimizer, schedule=Cosine(warmup_epochs=2))
+    methods = {"bn": (BN(), None), "bcn-ws": (BCN(), WS())}
+    return make_rows(table, "resnet50", data, methods, settings=settings, notes=notes)
+
+
+def _objects(row: str, network: str, task: str) -> Recipe:
+    optimizer, schedule = SGD(lr=0.02, momentum=0.9, weight_decay=1e-4), Warmup(Cosine(), steps=100, start=0.1)
+    settings = Settings(epochs=50, step_batch=8, optimizer=optimizer, schedule=schedule)
+    return make(f"objects/{row}", network, "objects", BCN(), WS(), settings=settings, task=task, notes=(_OWN,))
 
 
 _COCO128_ROW = make(
@@ -198,8 +206,25 @@ _COCO128 = Table(
 _TINY_IMAGENET = Table(
     name="tiny_imagenet",
     title="Ours: ResNet-50 on 20 classes of Tiny ImageNet: BN of 64 images, BCN+WS of one",
-    rows=(_classifier("bn", BN(), None), _classifier("bcn-ws", BCN(), WS())),
+    rows=_classifiers("tiny_imagenet", "tiny_imagenet20", OURS, _START, epochs=30),
     default="bcn-ws",
 )
 
-TABLES = (_MASK, _FAST, _NUCLEI, _COCO128, _TINY_IMAGENET)
+_OBJECTS = Table(
+    name="objects",
+    title="Ours: Mask and Faster R-CNN with FPN, ResNet-50, on images of your own in COCO's format: BCN+WS of one",
+    rows=(
+        _objects("bcn-ws", "maskrcnn-resnet50", "instances"),
+        _objects("boxes-bcn-ws", "fasterrcnn-resnet50", "detection"),
+    ),
+    default="bcn-ws",
+)
+
+_IMAGE_FOLDERS = Table(
+    name="image_folders",
+    title="Ours: ResNet-50 on images of your own, a folder per class: BN of 64 images, BCN+WS of one",
+    rows=_classifiers("image_folders", "image_folders", _OWN, epochs=50),
+    default="bcn-ws",
+)
+
+TABLES = (_MASK, _FAST, _NUCLEI, _COCO128, _TINY_IMAGENET, _OBJECTS, _IMAGE_FOLDERS)

@@ -38,8 +38,10 @@ DATA: Mapping[str, DataFacts] = {
     "camvid": DataFacts("CamVid", train=367, test=233, classes=11, shape=(3, 180, 180)),
     "coco": DataFacts("COCO", train=117_266, test=5_000, classes=81, shape=(3, 800, 1333)),
     "coco128": DataFacts("128 images of COCO", train=126, test=128, classes=81, shape=(3, 320, 512)),
+    "objects": DataFacts("objects in images of your own", train=0, test=0, classes=0, shape=(3, 800, 1333)),
     "nuclei": DataFacts("nuclei of the 2018 Data Science Bowl", train=519, test=145, classes=2, shape=(3, 256, 256)),
     "tiny_imagenet20": DataFacts("20 classes of Tiny ImageNet", train=2_000, test=1_000, classes=20, shape=(3, 64, 64)),
+    "image_folders": DataFacts("image folders of your own", train=0, test=0, classes=0, shape=(3, 224, 224)),
     "something": DataFacts("Something-Something V1", train=86_017, test=11_522, classes=174, shape=(3, 224, 224)),
     "jester": DataFacts("Jester", train=118_562, test=14_787, classes=27, shape=(3, 224, 224)),
     **{
@@ -55,8 +57,8 @@ DATA: Mapping[str, DataFacts] = {
 }
 """By the name that a recipe uses, with the counts of the official releases. The test sets of ImageNet, VOC, COCO,
 Something-Something and Jester are their validation sets. Images of COCO without an object are not trained on. coco128
-is tested on its own training images: it shows that a detector can learn them. The counts of "label_maps" depend on the
-folder."""
+is tested on its own training images: it shows that a detector can learn them. The counts of "label_maps", "objects" and
+"image_folders" depend on the folder."""
 
 
 @dataclass(frozen=True, kw_only=True)

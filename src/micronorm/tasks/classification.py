@@ -199,5 +199,6 @@ DATA_SETS = {
     "cifar100": partial(_open_cifar, 100),
     "imagenet": partial(_open_folders, "imagenet", size=224),
     TINY: partial(_open_folders, TINY, size=64),
+    "image_folders": partial(_open_folders, "image_folders", size=224),
 }
 open_classification = partial(open_task, "classification")

@@ -155,6 +155,7 @@ _READERS: Mapping[str, Callable[..., DataSet]] = {
     "coco": open_coco,
     # any small set in COCO's format, tested on its own training images: a detector must be able to learn them
     "coco128": partial(open_coco, child="coco128", test="train"),
+    "objects": partial(open_coco, child="objects"),
     "nuclei": open_nuclei,
 }
 DATA_SETS = {name: partial(_open_files, read, False) for name, read in _READERS.items()}
