@@ -105,10 +105,10 @@ class BatchChannelNormState(Fingerprinted, WideBuffers):
                 blend = None if self.warm_steps == 0 else torch.zeros(())
             else:
                 self.warm_steps = 0 if steps is None else int(steps)
-            # A new tensor: the old one may be on the meta device or uninitialized.
-            device = state_dict[prefix + "running_mean"].device if self.blend.is_meta else self.blend.device
-            value = torch.ones(()) if blend is None else blend
-            self.blend = value.detach().to(device=device, dtype=self.blend.dtype, copy=True)
+            if self.blend.is_meta:  # nothing can be written to it
+                self.blend = torch.empty_like(self.blend, device=state_dict[prefix + "running_mean"].device)
+            with torch.no_grad():  # in place, as parameters are loaded: averages and graphs hold this tensor
+                self.blend.copy_(torch.ones(()) if blend is None else blend)
         weightless = self.bias_correction and prefix + "estimates_weight" not in state_dict
         if weightless:  # the state of a BatchNorm, or of a layer without the correction
             state_dict[prefix + "estimates_weight"] = torch.ones((), device=self.estimates_weight.device)
