@@ -82,6 +82,8 @@ class BatchChannelNormState(Fingerprinted, WideBuffers):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._window = self._new_window()
+        if type(self.running_mean) is Tensor:  # a fake tensor of a tracer does not mix with the window's
+            self._window.follow_estimates()  # measured from zero, data far from zero would lose their variance
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         self._window.warn_of_losses(prefix.removesuffix("."))
