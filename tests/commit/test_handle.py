@@ -37,6 +37,19 @@ def test_a_commit_after_the_optimizers_own_changes_nothing():
     assert_estimates(norm, [x], 0.5)
 
 
+def test_a_manual_commit_keeps_the_window_of_a_layer_frozen_in_mid_window():
+    norm = layer(rate=0.25)
+    handle = mn.attach(norm)
+    handle.commit()  # the rate is on the device now
+    norm(data())
+    norm.weight.requires_grad_(False)
+    handle.commit()
+    assert torch.equal(norm.running_mean, torch.zeros(4, dtype=torch.float64))
+    norm.weight.requires_grad_(True)
+    handle.commit()
+    assert_estimates(norm, [data()], 0.25)
+
+
 def test_a_manual_commit_without_any_rate_names_the_ways_out():
     handle = mn.attach(layer())
     with pytest.raises(RuntimeError, match=r"attach\(model, optimizer\).*rate="):

@@ -350,6 +350,18 @@ def test_a_window_whose_estimates_would_overflow_is_dropped_whole_and_counted():
     assert torch.equal(norm.running_mean, torch.ones(4))
 
 
+def test_a_window_whose_sums_overflowed_does_not_spoil_the_next():
+    norm = layer(rate=0.5)
+    optimizer = torch.optim.SGD(norm.parameters(), lr=0.1)
+    norm(torch.full((6, 4, 5, 5), 2.2e153, dtype=torch.float64))  # the squares of one sample are finite, of six not
+    optimizer.step()
+    with pytest.warns(RuntimeWarning, match="0 samples and 1 windows"):
+        norm.state_dict()
+    norm(data())
+    optimizer.step()
+    assert_estimates(norm, [data()], 0.5)
+
+
 # --- the guard -------------------------------------------------------------------------------------------------------
 
 

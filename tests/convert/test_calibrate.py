@@ -60,6 +60,19 @@ def test_a_norm_that_a_forward_calls_for_several_maps_gets_the_moments_of_all_of
         assert_calibrated(model, x)
 
 
+def test_a_norm_behind_itself_gets_the_same_moments_whatever_the_cut():
+    torch.manual_seed(0)
+    norm, x = mn.nn.BatchChannelNorm(4, 2).double(), torch.randn(6, 4, 5, 5, dtype=torch.float64) + 2
+    model = nn.Sequential(norm, nn.Conv2d(4, 4, 1).double(), norm)
+    found = []
+    for size in (6, 2):
+        model.load_state_dict({**model.state_dict(), "0.running_mean": torch.zeros(4), "0.running_var": torch.ones(4)})
+        mn.calibrate(model, list(x.split(size)))
+        found.append((norm.running_mean.clone(), norm.running_var.clone()))
+    for whole, cut in zip(*found, strict=True):
+        torch.testing.assert_close(cut, whole, rtol=1e-12, atol=1e-12)
+
+
 def test_the_batches_of_an_iterator_are_read_once_and_those_of_a_loader_once_per_norm():
     model = SmallResNet()
     x, _ = samples(torch.float32)

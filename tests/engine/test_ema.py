@@ -12,7 +12,7 @@ from micronorm.engine.loop import train
 from micronorm.engine.settings import Execution
 from tests.engine.tasks import CPU, Toy, make_step, settings, state_digest, step_inputs
 from tests.engine.test_resume import kill_at
-from tests.engine.tiny import run
+from tests.engine.tiny import run, tiny_model
 from tests.networks import SmallResNet
 
 DECAY = 0.5
@@ -72,3 +72,14 @@ def test_a_killed_run_is_resumed_to_the_same_average(tmp_path):
     )
     assert average.keys() == model.keys()
     assert run(None).digest != expected.digest
+
+
+def test_the_average_of_a_blend_goes_on_after_a_resume(tmp_path):
+    def warmed():
+        model = tiny_model()
+        model[1].warm(4)
+        return model
+
+    expected = run(None, model=warmed(), ema=DECAY)
+    kill_at(5, tmp_path, model=warmed(), ema=DECAY)
+    assert run(tmp_path, model=warmed(), ema=DECAY, resume=True).digest == expected.digest

@@ -94,6 +94,19 @@ def test_batch_mode_takes_a_float_rate_as_its_momentum():
     assert_close_to_max(layer.running_var, bn.running_var, tol=tolerance("output", torch.float32))
 
 
+def test_a_copy_measures_from_its_estimates_so_that_data_far_from_zero_keep_their_variance():
+    torch.manual_seed(0)
+    norm = BatchChannelNorm(4, 2, rate=0.5).double()
+    norm.running_mean.fill_(1e6)
+    norm._window.clear()
+    x = 1e6 + 0.1 * torch.randn(6, 4, 5, 5, dtype=torch.float64)
+    twin = copy.deepcopy(norm)
+    for layer in (norm, twin):
+        layer(x)
+        torch.optim.SGD(layer.parameters(), lr=0.1).step()
+    torch.testing.assert_close(twin.running_var, norm.running_var, rtol=1e-12, atol=0)
+
+
 # --- blend -----------------------------------------------------------------------------------------------------------
 
 

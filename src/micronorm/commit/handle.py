@@ -105,10 +105,11 @@ class Handle:
     def commit(self) -> None:
         """Move the estimates by the windows, for loops that update parameters without a torch.optim optimizer.
 
-        It does nothing after an optimizer has committed, because the windows are then empty.
+        It does nothing after an optimizer has committed, because the windows are then empty. As with an optimizer, a
+        layer that was frozen in mid-window keeps its estimates and its window.
         """
         self.refresh()
-        commit(self.windows)
+        commit([window for window in self.windows if window.layer.is_trainable()])
 
     def refresh(self) -> None:
         """Write the current rates to the device. Call it before replaying a CUDA graph that contains a commit."""

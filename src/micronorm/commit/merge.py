@@ -17,7 +17,7 @@ from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.nn.window import Window
 from micronorm.ops.bcn import Sums, move_by_window, shift_sums
 from micronorm.ops.moments import Moments, wide_dtype
-from micronorm.ops.private_api import foreach_add_, foreach_copy_, foreach_mul_
+from micronorm.ops.private_api import foreach_add_, foreach_copy_
 
 
 @lru_cache(maxsize=64)
@@ -100,7 +100,10 @@ def _commit_step(windows: Sequence[Window], group: Any, skip: Tensor | None) -> 
     foreach_copy_(references, list(reference.split(channels)))
     lost = (broken_l & (skip == 0)).to(torch.int64).split(1)
     foreach_add_([window.lost[1:] for window in windows], list(lost))
-    foreach_mul_([window.sums for window in windows], (skip != 0).to(count_l.dtype).squeeze())
+    # Chosen, not multiplied by zero: sums that overflowed would become NaN and drop every later window.
+    kept = torch.cat([window.sums for window in windows])
+    kept = torch.where(skip == 0, 0.0, kept).split([len(window.sums) for window in windows])
+    foreach_copy_([window.sums for window in windows], list(kept))
     if seen_l is not None:
         weights = [layer.estimates_weight for layer in layers]
         before = torch.stack(weights)

@@ -68,12 +68,16 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, forward: Forward | No
         raise ValueError("no layer with running statistics in the model; there is nothing to calibrate")
     batches = list(batches) if isinstance(batches, Iterator) else batches
     before = [(buffer, buffer.clone()) for norm in norms for buffer in (norm.running_mean, norm.running_var)]
+
+    def put_back() -> None:
+        for buffer, old in before:
+            buffer.copy_(old)
+
     with torch.no_grad(), eval_mode(model):
         try:
-            return _set_in_order(norms, partial(_run, model, batches, forward or call_model), batches)
+            return _set_in_order(norms, partial(_run, model, batches, forward or call_model), batches, put_back)
         except BaseException:
-            for buffer, old in before:
-                buffer.copy_(old)
+            put_back()
             raise
 
 
@@ -147,8 +151,13 @@ def _run(
     return number + 1
 
 
-def _set_in_order(norms: Mapping[Any, str], run: Callable[..., int], batches: Iterable[Any]) -> int:
-    """Find the order in which the norms run, then set one after the other. Return the number of batches."""
+def _set_in_order(
+    norms: Mapping[Any, str], run: Callable[..., int], batches: Iterable[Any], put_back: Callable[[], None]
+) -> int:
+    """Find the order in which the norms run, then set one after the other. Return the number of batches.
+
+    `put_back` restores the old statistics: what a norm that runs twice sees depends on those it starts from.
+    """
     calls: Counter[tuple[int, Any]] = Counter()
     # With a single batch, each norm can be set on its way.
     single = _world_size() == 1 and isinstance(batches, Sequence) and len(batches) == 1
@@ -171,6 +180,8 @@ def _set_in_order(norms: Mapping[Any, str], run: Callable[..., int], batches: It
             f"{len(unused)} norms had no input in eval mode and keep their statistics: {', '.join(unused[:4])}",
             stacklevel=3,
         )
+    if repeated:
+        put_back()  # a single batch has set norms on its way; several batches start from the old statistics
     for norm in found if repeated or not single else ():
         parts: list[Counted] = []
 

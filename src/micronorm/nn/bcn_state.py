@@ -82,6 +82,8 @@ class BatchChannelNormState(Fingerprinted, WideBuffers):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._window = self._new_window()
+        if type(self.running_mean) is Tensor:  # a fake tensor of a tracer does not mix with the window's
+            self._window.follow_estimates()  # measured from zero, data far from zero would lose their variance
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         self._window.warn_of_losses(prefix.removesuffix("."))
@@ -105,10 +107,10 @@ class BatchChannelNormState(Fingerprinted, WideBuffers):
                 blend = None if self.warm_steps == 0 else torch.zeros(())
             else:
                 self.warm_steps = 0 if steps is None else int(steps)
-            # A new tensor: the old one may be on the meta device or uninitialized.
-            device = state_dict[prefix + "running_mean"].device if self.blend.is_meta else self.blend.device
-            value = torch.ones(()) if blend is None else blend
-            self.blend = value.detach().to(device=device, dtype=self.blend.dtype, copy=True)
+            if self.blend.is_meta:  # nothing can be written to it
+                self.blend = torch.empty_like(self.blend, device=state_dict[prefix + "running_mean"].device)
+            with torch.no_grad():  # in place, as parameters are loaded: averages and graphs hold this tensor
+                self.blend.copy_(torch.ones(()) if blend is None else blend)
         weightless = self.bias_correction and prefix + "estimates_weight" not in state_dict
         if weightless:  # the state of a BatchNorm, or of a layer without the correction
             state_dict[prefix + "estimates_weight"] = torch.ones((), device=self.estimates_weight.device)
