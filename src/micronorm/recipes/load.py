@@ -19,7 +19,7 @@ def load(run: str | os.PathLike[str], *, model: nn.Module | None = None) -> nn.M
     """Return the trained network of a run directory, in eval mode on the CPU.
 
     Args:
-        run: the folder that `micronorm train` or `mn.recipes.run_recipe` wrote.
+        run: the folder that `micronorm train` or `micronorm.recipes.run.run_recipe` wrote.
         model: the untrained network, for a recipe of your own: `my_recipe.build(seed=0)`. It is changed in place. Run
             directories name recipes of micronorm only: loading a run never imports your code.
 
