@@ -81,15 +81,15 @@ def input_channels(model: nn.Module) -> int:
 
 
 def find_recipe(name: str) -> Recipe:
-    """Return the recipe of that name, or the one that the user's own code defines: `file.py:name`, `module:name`.
+    """Return the recipe of that name, also as `recipe:NAME`, or one of the user's code: `file.py:name`, `module:name`.
 
     Raises:
         TargetError: the user's code has no such recipe.
         ValueError: we have no such recipe.
     """
     source, colon, attribute = name.rpartition(":")
-    if not colon:
-        return find(name)
+    if not colon or source == "recipe":  # other commands write recipe:NAME
+        return find(attribute)
     found = import_object(source, attribute)
     if not isinstance(found, Recipe):
         raise TargetError(f"{name} must be a recipes.Recipe, got {type(found).__name__}")
