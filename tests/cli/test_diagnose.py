@@ -179,7 +179,8 @@ def test_a_recipe_is_a_target_with_its_own_data():
         (["groups", "--data", "."], "no pictures (.jpg, .jpeg, .png) in ."),
         (["groups", "--data", "factories_of_diagnose.py"], "no data 'factories_of_diagnose.py'"),
         (["groups", "--checkpoint", "nowhere.pt"], "nowhere.pt does not exist"),
-        (["groups", "--checkpoint", "factories_of_diagnose.py"], "cannot be read as tensors alone"),
+        (["groups", "--checkpoint", "factories_of_diagnose.py"], "is not a state dict of torch.save, or contains code"),
+        (["groups", "--checkpoint", "text.pt"], "or contains code, which is not run: KeyError"),
         (["groups", "--size", "2"], "the model fails on images of 128×1×2×2"),
         (["groups", "--norm", "bcm"], "no spec 'bcm'; near it: bcn"),
         (["groups", "--groups", "4"], "--groups needs another norm than none"),
@@ -188,6 +189,7 @@ def test_a_recipe_is_a_target_with_its_own_data():
     ],
 )
 def test_misuse_ends_with_2_and_one_line(arguments, message):
+    Path("text.pt").write_text("hello")
     result = invoke(*arguments)
     assert result.exit_code == 2, result.output
     assert message in result.stderr

@@ -119,3 +119,10 @@ def test_a_norm_of_ones_own_is_named_by_its_module_or_file(tmp_path, monkeypatch
         norm_spec(f"{source}:number")
     result = run("recipe:digits", "--norm", f"{source}:small", "--weight", "none")
     assert result.exit_code == 0, result.stderr
+
+
+@pytest.mark.parametrize("name", ["label_maps", "image_folders", "objects"])
+def test_a_recipe_for_data_of_ones_own_is_planned_without_a_number_of_classes(name):
+    result = run(f"recipe:{name}")
+    assert result.exit_code == 0
+    assert " 0 norms left" in result.output

@@ -126,6 +126,22 @@ def test_a_run_on_image_folders_of_ones_own_answers_with_their_names(tmp_path, m
     assert sum(answer["probability"].values()) == pytest.approx(1)
 
 
+def test_the_number_of_classes_of_data_of_ones_own_is_read_from_the_run(tmp_path, monkeypatch):
+    write_folders(tmp_path / "mine")
+    small = replace(recipes.find("image_folders"), network="cifar-resnet20")
+    monkeypatch.setattr("micronorm.cli.targets.find", lambda name: small)
+    run, alone, out = tmp_path / "run", tmp_path / "alone.safetensors", tmp_path / "out.safetensors"
+    run_recipe(small, variation=Variation(size=32), out=run, data=tmp_path / "mine", execution=HERE)
+    shutil.copy(run / "model.safetensors", alone)
+    diagnose = ["diagnose", "recipe:image_folders", "--images", "2", "--size", "32", "--checkpoint"]
+    fold = ["fold", "--model", "recipe:image_folders", "--out", str(out)]
+    for command in (diagnose, fold):
+        assert CliRunner().invoke(app, [*command, str(run)]).exit_code == 0
+        result = CliRunner().invoke(app, [*command, str(alone)])
+        assert result.exit_code == 2
+        assert "the file does not say how many: give the run directory" in result.stderr
+
+
 def test_objects_are_written_in_the_format_of_coco(tmp_path):
     write_image(tmp_path / "a.png", size=(48, 64))
     model = small_detector().eval()

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from micronorm import records
 from micronorm.cli import app
+from micronorm.cli.targets import find_recipe
 from micronorm.cli.train import _launcher
 from micronorm.engine.checkpoint import checkpoints
 from micronorm.engine.settings import Execution
@@ -348,6 +349,10 @@ def small(*, classes):
 NETWORKS["small"] = small
 first = replace(recipes.find("digits"), table="mine", row="first", network="small")
 """
+
+
+def test_a_recipe_is_named_as_in_other_commands_too():
+    assert find_recipe("recipe:digits/gn") is find_recipe("digits/gn")
 
 
 def test_a_recipe_of_ones_own_is_trained_from_its_file(tmp_path, monkeypatch):

@@ -70,7 +70,7 @@ def test_what_holds_no_weights_is_refused_and_not_executed(tmp_path):
     with pytest.raises(ValueError, match="no state dict found in"):
         read_weights(tmp_path / "empty.pt")
     (tmp_path / "code.pt").write_bytes(pickle.dumps(print))
-    with pytest.raises(ValueError, match="cannot be read as tensors alone"):
+    with pytest.raises(ValueError, match=r"is not a state dict of torch\.save, or contains code"):
         read_weights(tmp_path / "code.pt")
     with pytest.raises(ValueError, match=r"none of the 1 tensors fits the model: the file has 'a'"):
         load_weights(network(), {"a": torch.ones(1)})

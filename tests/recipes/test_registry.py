@@ -25,12 +25,13 @@ def test_every_recipe_is_found_by_its_name():
         ("cifar1/c10-bcn-wss", "near it: cifar1/c10-bcn-ws"),
         ("cifar1", "'cifar1' is a table, not a recipe; its recipes are cifar1/c10-bn, "),
         ("cifra1/c10-bn", "no table 'cifra1'; near it: cifar1, cifar2"),
+        ("/runs/digits", "'/runs/digits' is a path, not a recipe; write TABLE/ROW, or file.py:NAME"),
         ("zzz", "nor one like it; there are abl/…, "),
         ("cwn/zzzzzzzzzzzz", "nor one like it; there are cwn/gn, "),
     ],
 )
 def test_a_wrong_name_is_told_the_names_near_it(name, message):
-    with pytest.raises(ValueError, match=r"no recipe|is a table|no table") as fault:
+    with pytest.raises(ValueError, match=r"no recipe|is a table|is a path|no table") as fault:
         recipes.find(name)
     assert message in str(fault.value)
 

@@ -13,7 +13,7 @@ from micronorm.check import check_cuts, check_start
 from micronorm.cli.faults import FAILED, TargetError
 from micronorm.cli.printing import print_json, show_report
 from micronorm.cli.specs import Groups, Norm, Weight, converted
-from micronorm.cli.targets import Target, attempt, input_channels, resolve
+from micronorm.cli.targets import ANY_CLASSES, Target, attempt, input_channels, resolve
 from micronorm.ops.private_api import DropoutNd
 
 _DROPPING = ("StochasticDepth", "DropPath")
@@ -53,7 +53,8 @@ def check(
 
     Exit code 0: the step does not depend on the split. 1: it does. 2: the model or an option is wrong.
     """
-    model, data, loss = _subject(resolve(target), batch=batch, size=size, classes=classes)
+    subject = resolve(target, classes=classes or ANY_CLASSES)
+    model, data, loss = _subject(subject, batch=batch, size=size, classes=classes)
     model = converted(model, norm, groups, weight)
     if no_dropout:
         _switch_dropout_off(model)

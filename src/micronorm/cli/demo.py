@@ -59,7 +59,7 @@ def demo(
     BatchNorm computes its statistics over that image alone. To save time, the 64 micro-batches of a step are computed
     together, with the same result. Nothing is downloaded. The demo takes about two minutes on one CPU core.
 
-    Exit code 0: done. 2: an option is wrong, or --out contains other files. 130, 143: interrupted.
+    Exit code 0: done. 2: an option is wrong, or a file in --out would be lost. 130, 143: interrupted.
     """
     console = Console(highlight=False)
     # One thread: tensors this small gain nothing from a second thread (on two busy cores a step took ten times as

@@ -9,18 +9,18 @@ import typer
 from rich.console import Console
 from torch import Tensor, nn
 
-from micronorm import records
 from micronorm.cli.faults import FAILED, TargetError
 from micronorm.cli.pictures import read_images
 from micronorm.cli.printing import print_json, show_report
 from micronorm.cli.specs import Groups, Norm, Weight, converted
-from micronorm.cli.targets import Target, attempt, input_channels, resolve
+from micronorm.cli.targets import ANY_CLASSES, Target, attempt, input_channels, resolve
 from micronorm.cli.train import find_device
 from micronorm.convert.checkpoint import load_state, read_state
 from micronorm.data.pixels import Standardization
 from micronorm.diagnostics.diagnosis import Diagnosis
 from micronorm.diagnostics.diagnosis import diagnose as examine
 from micronorm.engine.journal import WEIGHTS
+from micronorm.recipes.load import facts_beside, recorded_classes
 
 _BATCH = 32
 
@@ -66,13 +66,17 @@ def diagnose(
     Exit code 0: no problem. 1: a layer has one, or training collapsed. 2: the model, the checkpoint, the data or an
     option is wrong.
     """
-    subject, place = resolve(target), find_device(device)
+    file = None if checkpoint is None else _weights_of(checkpoint)
+    facts = {} if file is None else facts_beside(file)
+    subject = resolve(target, classes=ANY_CLASSES if file is None else recorded_classes(facts))
+    place = find_device(device)
     model = converted(subject.model, norm, groups, weight)
-    fresh = _is_fresh(model) and checkpoint is None
-    if checkpoint is not None:
-        _load(model, checkpoint)
+    fresh = _is_fresh(model) and file is None
+    if file is not None:
+        _load(model, file)
     source, batch = _images(subject, target, data, images, size)
-    collapse = None if checkpoint is None else _collapse(checkpoint)
+    collapse = facts.get("collapse")
+    collapse = collapse if isinstance(collapse, str) else None
     diagnosis = replace(_examine(model.to(place), batch.to(place), by=by, fresh=fresh), collapse=collapse)
     if checkpoint is None and (fresh or target.split(":")[0] in ("torchvision", "timm", "recipe")):
         by_batches = ", and batch normalization used its batches" if fresh else ""
@@ -82,28 +86,23 @@ def diagnose(
     if source == "random":
         diagnosis.notes.append("random images tell little about the channels that real images use: use --data")
     if as_json:
-        facts = {"target": target, "checkpoint": str(checkpoint) if checkpoint else None, "data": source}
-        print_json({**facts, "images": len(batch), **diagnosis.to_dict()})
+        about = {"target": target, "checkpoint": str(checkpoint) if checkpoint else None, "data": source}
+        print_json({**about, "images": len(batch), **diagnosis.to_dict()})
     else:
         shape = "×".join(map(str, batch.shape))
         _print(Console(highlight=False), f"{target} on {source}, {shape}", diagnosis, target, rows=layers)
     raise typer.Exit(0 if diagnosis.ok else FAILED)
 
 
-def _collapse(checkpoint: Path) -> str | None:
-    """Return how the run that wrote the checkpoint collapsed at its start; None if it did not or there is no record."""
-    folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
-    if not (folder / records.FACTS).is_file():
-        return None
-    found = records.read(folder, rows=False).facts.get("collapse")
-    return found if isinstance(found, str) else None
-
-
-def _load(model: nn.Module, checkpoint: Path) -> None:
-    """Load the state dict of a file, or of a run directory."""
+def _weights_of(checkpoint: Path) -> Path:
+    """Return the file of weights: the checkpoint itself, or the one in a run directory."""
     file = checkpoint / WEIGHTS if checkpoint.is_dir() else checkpoint
     if not file.is_file():
         raise TargetError(f"{file} does not exist")
+    return file
+
+
+def _load(model: nn.Module, file: Path) -> None:
     state = read_state(file)
     try:
         load_state(model, state)

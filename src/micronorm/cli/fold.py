@@ -16,6 +16,7 @@ from micronorm.engine.journal import WEIGHTS
 from micronorm.export import fold as fold_model
 from micronorm.export import onnx as export_onnx
 from micronorm.export.fold import is_ours
+from micronorm.recipes.load import facts_beside, recorded_classes
 from micronorm.recipes.load import load as load_run
 from micronorm.records import write_atomically
 
@@ -82,7 +83,8 @@ def _read(checkpoint: Path, model: str | None, options: dict[str, Any]) -> nn.Mo
         checkpoint = checkpoint / WEIGHTS
     if not checkpoint.is_file():
         raise TargetError(f"no file {checkpoint}")
-    network, state = _rebuild(model, options, read_header(checkpoint)), read_state(checkpoint)
+    network = _rebuild(model, options, read_header(checkpoint), recorded_classes(facts_beside(checkpoint)))
+    state = read_state(checkpoint)
     has_bcn, saved_bcn = (any("group_weight" in key for key in keys) for keys in (network.state_dict(), state))
     if has_bcn and not saved_bcn:
         raise ValueError(f"{checkpoint} contains no group_weight: it was saved from the model before its conversion")
@@ -93,12 +95,12 @@ def _read(checkpoint: Path, model: str | None, options: dict[str, Any]) -> nn.Mo
     return network.eval()
 
 
-def _rebuild(model: str | None, options: dict[str, Any], header: dict[str, str]) -> nn.Module:
+def _rebuild(model: str | None, options: dict[str, Any], header: dict[str, str], classes: int | None) -> nn.Module:
     """Build the converted network with fresh weights, from the options or, without a model, the file's metadata."""
     target = model or header.get("model")
     if target is None:
         raise TargetError("give the model: --model recipe:NAME, timm:NAME, torchvision:NAME or package.module:factory")
-    network, _, recipe = resolve(target, from_file=model is None)
+    network, _, recipe = resolve(target, classes=classes, from_file=model is None)
     if recipe is not None or any(map(is_ours, network.modules())):
         if options:
             unused = " and ".join(f"--{name}" for name in options)

@@ -9,7 +9,7 @@ from torch import nn
 from micronorm.cli.faults import CommandFailed, TargetError
 from micronorm.cli.printing import print_json, print_table
 from micronorm.cli.specs import Groups, Statistics, norm_spec, weight_spec
-from micronorm.cli.targets import resolve
+from micronorm.cli.targets import ANY_CLASSES, resolve
 from micronorm.convert import plan as make_plan
 from micronorm.nn.spec import NormSpec, WeightSpec
 from micronorm.recipes.networks import build_network
@@ -77,10 +77,10 @@ def _subject(
 ) -> tuple[nn.Module, NormSpec | None, WeightSpec | None]:
     """Return the model and the specs to plan with. A recipe gives its plain network, and its specs by default."""
     specs = norm_spec(norm or "bcn", **options), weight_spec(weight or "ws")
-    model, _, recipe = resolve(target)
+    model, _, recipe = resolve(target, classes=ANY_CLASSES)
     if recipe is None:
         return model, *specs
     if norm is None and any(value is not None for value in options.values()):
         raise TargetError("--groups and --statistics change the recipe's norm: name one with --norm too")
-    network = build_network(recipe.network, classes=recipe.classes)
+    network = build_network(recipe.network, classes=recipe.classes or ANY_CLASSES)
     return network, recipe.norm if norm is None else specs[0], recipe.weight if weight is None else specs[1]

@@ -14,6 +14,9 @@ from torch import nn
 from micronorm.cli.faults import TargetError
 from micronorm.recipes import Recipe, find
 
+ANY_CLASSES = 2
+"""Outputs of a recipe that takes their number from its data set, for commands whose result does not depend on it."""
+
 
 class Target(NamedTuple):
     """What a target names: a model, what the user's factory returned after it, and the recipe that built it."""
@@ -23,22 +26,28 @@ class Target(NamedTuple):
     recipe: Recipe | None = None
 
 
-def resolve(target: str, *, from_file: bool = False) -> Target:
+def resolve(target: str, *, classes: int | None = None, from_file: bool = False) -> Target:
     """Build the model that a target names, without pretrained weights. The network of a recipe is converted.
 
     Args:
         target: `torchvision:NAME`, `timm:NAME`, `recipe:NAME`, `package.module:factory` or `file.py:factory`. A
             factory returns a model, or a tuple that begins with one.
+        classes: The number of outputs of a recipe that takes it from its data set.
         from_file: The target was read from a data file. Such a target must not run code of the file's choice, so
             factories are refused.
 
     Raises:
-        TargetError: The name is unknown (the message lists similar names), or the factory fails or returns something
-            else.
+        TargetError: The name is unknown (the message lists similar names), the factory fails or returns something
+            else, or the recipe needs `classes`.
     """
     found = _look_up(target, from_file=from_file)
     if isinstance(found, Recipe):
-        return Target(attempt(lambda: found.build(seed=0), f"{target} fails"), recipe=found)
+        if not (found.classes or classes):
+            raise TargetError(
+                f"{target} has as many outputs as its data set has classes, and the file does not say how many: give "
+                "the run directory of `micronorm train`"
+            )
+        return Target(attempt(lambda: found.build(seed=0, classes=classes), f"{target} fails"), recipe=found)
     callable_ = callable(found) and not isinstance(found, nn.Module)
     made = attempt(found, f"{target} fails") if callable_ else found
     model, *rest = made if isinstance(made, tuple) and made else (made,)
@@ -72,15 +81,15 @@ def input_channels(model: nn.Module) -> int:
 
 
 def find_recipe(name: str) -> Recipe:
-    """Return the recipe of that name, or the one that the user's own code defines: `file.py:name`, `module:name`.
+    """Return the recipe of that name, also as `recipe:NAME`, or one of the user's code: `file.py:name`, `module:name`.
 
     Raises:
         TargetError: the user's code has no such recipe.
         ValueError: we have no such recipe.
     """
     source, colon, attribute = name.rpartition(":")
-    if not colon:
-        return find(name)
+    if not colon or source == "recipe":  # other commands write recipe:NAME
+        return find(attribute)
     found = import_object(source, attribute)
     if not isinstance(found, Recipe):
         raise TargetError(f"{name} must be a recipes.Recipe, got {type(found).__name__}")

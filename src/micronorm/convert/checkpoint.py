@@ -60,7 +60,9 @@ def _read(path: str) -> Mapping[str, Any]:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # files that are not checkpoints fail in many ways
         why = loading_fault(error)
-        raise ValueError(f"{path} cannot be read as tensors alone, and nothing else in it is run: {why}") from error
+        raise ValueError(
+            f"{path} is not a state dict of torch.save, or contains code, which is not run: {why}"
+        ) from error
     if not isinstance(found, Mapping):
         raise ValueError(f"{path} holds a {type(found).__name__}, not a state dict")
     return found
@@ -71,7 +73,8 @@ def loading_fault(error: Exception) -> str:
     text = " ".join(str(error).split())
     text = text.rpartition("WeightsUnpickler error:")[2].partition("Check the documentation of torch.load")[0]
     text = text.partition("Please use `torch.serialization")[0].strip()
-    return type(error).__name__ if not text or "weights_only" in text else text
+    # Text files fail with a KeyError whose message is a byte.
+    return type(error).__name__ if not text or text.isdecimal() or "weights_only" in text else text
 
 
 def strip_prefixes(state: dict[str, Tensor], expected: Iterable[str]) -> tuple[dict[str, Tensor], str]:

@@ -82,7 +82,7 @@ def load(path: Path, *, map_location: torch.device | str = "cpu") -> dict[str, A
     if state.get("version") != VERSION:
         raise refusal(path, f"has another format than {VERSION}, which this version of micronorm reads")
     if not isinstance(state.get("step"), int) or state["step"] != int(name[1]):
-        raise refusal(path, "is not a valid checkpoint: it does not hold the step in its name")
+        raise refusal(path, "is damaged or from another version of micronorm: it does not hold the step in its name")
     return state
 
 

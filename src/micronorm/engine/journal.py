@@ -234,7 +234,7 @@ class Journal:
             before.restore()
             why = " ".join(str(error).split())[:300]
             why = why if isinstance(error, ValueError) else f"{type(error).__name__}: {why}"
-            raise checkpoint.refusal(path, f"is not a valid checkpoint: {why}") from error
+            raise checkpoint.refusal(path, f"is damaged or from another version of micronorm: {why}") from error
         self.saved = path
         return state
 

@@ -95,9 +95,9 @@ _FIELDS: Mapping[str, Any] = {
     "scaler": {str: _NUMBER},
     "model": {str: object},
     "optimizer": {str: {str: (Tensor, *_NUMBER, type(None))}},
-    "windows": [dict],
+    "windows": [{"sums": [Tensor], "lost": [Tensor], "forwards": [int]}],
     "buffers": [{str: Tensor}],
-    "random": [dict],
+    "random": [{"torch": Tensor, "cuda": (Tensor, type(None)), "numpy": list, "python": list}],
 }
 """The types of a checkpoint's fields. {str: T} is a dictionary with any keys, [T] a list with any length."""
 
@@ -115,9 +115,14 @@ def check_state(step: Step, state: Mapping[str, Any], *, ema: bool) -> None:
     for name in ("model", "ema") if ema else ("model",):
         _check_model(step, state[name])
     parameters = dict(step.model.named_parameters())
+    buffers = dict(step.model.named_buffers())
+    for name in (name for own in state["buffers"] for name in own if name not in buffers):
+        raise ValueError(f"buffers has {name!r}, which is not a buffer of the model")
     for name, values in state["optimizer"].items():
+        if name not in parameters:
+            raise ValueError(f"optimizer has {name!r}, which is not a parameter of the model")
         for key in _LIKE_PARAMETERS & values.keys():  # torch does not compare the shapes
-            if name not in parameters or getattr(values[key], "shape", None) != parameters[name].shape:
+            if getattr(values[key], "shape", None) != parameters[name].shape:
                 raise ValueError(f"optimizer.{name}.{key} does not have the shape of a parameter of the model")
 
 

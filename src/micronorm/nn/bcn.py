@@ -327,7 +327,8 @@ def _repeat(activation: Activation, sources: int, x: Tensor, *rest: Tensor) -> T
 class BCN(GroupedSpec):
     """Batch-Channel Normalization, with the arguments of `mn.nn.BatchChannelNorm`.
 
-    The arguments `backend`, `activation`, `device` and `dtype` exist in the layer only.
+    Instead of `num_groups` it has `groups` and `min_channels_per_group`, from which `mn.functional.choose_groups`
+    chooses a number for each layer. It has no `backend`, `activation`, `device` and `dtype`.
 
     Example:
         >>> BCN(groups=32)(48).num_groups

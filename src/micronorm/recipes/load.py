@@ -19,7 +19,7 @@ def load(run: str | os.PathLike[str], *, model: nn.Module | None = None) -> nn.M
     """Return the trained network of a run directory, in eval mode on the CPU.
 
     Args:
-        run: the folder that `micronorm train` or `mn.recipes.run_recipe` wrote.
+        run: the folder that `micronorm train` or `micronorm.recipes.run.run_recipe` wrote.
         model: the untrained network, for a recipe of your own: `my_recipe.build(seed=0)`. It is changed in place. Run
             directories name recipes of micronorm only: loading a run never imports your code.
 
@@ -75,5 +75,16 @@ def _build(folder: Path, facts: dict[str, Any]) -> nn.Module:
         raise ValueError(
             f"{folder}: the recipe {recipe.name} has changed since the run: {', '.join(changes)}; give model="
         )
-    names = facts["data"].get("names")
-    return recipe.build(seed=0, classes=len(names) if isinstance(names, list) else None)
+    return recipe.build(seed=0, classes=recorded_classes(facts))
+
+
+def facts_beside(weights: Path) -> dict[str, Any]:
+    """Return the record of the run that wrote this file; an empty one if the file is in no run directory."""
+    folder = weights.parent
+    return records.read(folder, rows=False).facts if (folder / records.FACTS).is_file() else {}
+
+
+def recorded_classes(facts: dict[str, Any]) -> int | None:
+    """Return the number of classes of a run's data set, or None if its record does not name them."""
+    names = facts.get("data", {}).get("names")
+    return len(names) if isinstance(names, list) else None

@@ -68,6 +68,8 @@ def find(name: str) -> Recipe:
         rows = ", ".join(recipe.name for recipe in table.rows)
         raise ValueError(f"{name!r} is a table, not a recipe; its recipes are {rows}")
     table_name, slash, _ = name.partition("/")
+    if name.startswith((".", "/", "~")):
+        raise ValueError(f"{name!r} is a path, not a recipe; write TABLE/ROW, or file.py:NAME for a recipe of your own")
     if slash and table_name not in _TABLES:
         find_table(table_name)  # raises an error that says what is wrong
     near = difflib.get_close_matches(name, recipes, n=5, cutoff=0.5)
