@@ -8,6 +8,7 @@ import time
 import torch
 
 import micronorm as mn
+from micronorm.commit.idle import find_objects
 from micronorm.nn.window import live_windows
 
 
@@ -53,4 +54,27 @@ def test_steps_of_one_model_do_not_mind_layers_made_and_deleted_in_other_threads
         for thread in threads:
             thread.join()
         sys.setswitchinterval(interval)
+    assert not errors, errors[0]
+
+
+def test_the_search_for_optimizers_does_not_disturb_what_other_threads_build():
+    optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1) for _ in range(3)]
+    stop = threading.Event()
+    errors: list[BaseException] = []
+
+    def build_tuples():
+        try:
+            while not stop.is_set():
+                tuple(str(i) for i in range(2000))  # fails if anyone else refers to the unfinished tuple
+        except SystemError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=build_tuples)
+    thread.start()
+    try:
+        for _ in range(5):
+            assert {id(optimizer) for optimizer in optimizers} <= {id(o) for o in find_objects(torch.optim.Optimizer)}
+    finally:
+        stop.set()
+        thread.join()
     assert not errors, errors[0]

@@ -5,6 +5,7 @@ such step, search this process for an optimizer that could commit the layer. Wit
 """
 
 import gc
+import threading
 import warnings
 from collections.abc import Iterable
 from typing import TypeVar
@@ -52,8 +53,11 @@ def count_idle_steps(alive: Iterable[tuple[Window, BatchChannelNorm]], committed
 
 def _warn(late: list[tuple[Window, BatchChannelNorm]]) -> None:
     held = {id(p) for o in find_objects(Optimizer) for group in o.param_groups for p in group["params"]}
-    # Layers have no references to the networks they are part of.
-    parents = {id(child): (name, m) for m in find_objects(nn.Module) for name, child in list(m._modules.items())}
+    # Layers have no references to the networks they are part of. Objects of other threads are left alone: while this
+    # list holds a tuple that a thread is building, that thread fails.
+    everything = gc.get_objects() if threading.active_count() == 1 else []
+    modules = [found for found in everything if issubclass(type(found), nn.Module)]  # isinstance runs code of proxies
+    parents = {id(child): (name, m) for m in modules for name, child in list(m._modules.items())}
     names: dict[str, list[str]] = {}
     for window, layer in late:
         reason = _reason(layer, held)
@@ -80,8 +84,12 @@ def _reason(layer: BatchChannelNorm, held: set[int]) -> str | None:
 
 
 def find_objects(kind: type[Kind]) -> list[Kind]:
-    """Return the objects of a class that Python's garbage collector tracks. Takes about 0.1 s, so call it rarely."""
-    return [found for found in gc.get_objects() if issubclass(type(found), kind)]  # isinstance runs code of proxies
+    """Return the instances of a class with few subclasses. Takes about 0.1 s, so call it rarely."""
+    classes: list[type] = [kind]
+    for found in classes:  # grows meanwhile
+        classes.extend(found.__subclasses__())
+    # Instances refer to their class. Not gc.get_objects, which would refer to what other threads are building.
+    return [found for found in gc.get_referrers(*classes) if issubclass(type(found), kind)]
 
 
 def _name_in(parents: dict[int, tuple[str, nn.Module]], layer: nn.Module) -> str:
