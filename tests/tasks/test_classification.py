@@ -153,7 +153,7 @@ def test_a_task_of_one_class_is_refused():
 def opened(name, folder, **options) -> Task:  # the annotation is the test: pyright holds the task to the protocol
     if name == "digits":
         return open_classification(name, **options)
-    if name in ("imagenet", "tiny_imagenet20"):
+    if name in ("imagenet", "tiny_imagenet20", "image_folders"):
         return open_classification(name, write_folders(folder), size=32, **options)
     write_binary(folder, int(name.removeprefix("cifar")))
     return open_classification(name, folder, verify=False, **options)
@@ -161,7 +161,7 @@ def opened(name, folder, **options) -> Task:  # the annotation is the test: pyri
 
 @pytest.mark.parametrize("name", DATA_SETS)
 def test_every_set_known_by_name_opens_and_scores(tmp_path, name):
-    classes = {"cifar100": 100, "imagenet": 3, "tiny_imagenet20": 3}.get(name, 10)
+    classes = {"cifar100": 100, "imagenet": 3, "tiny_imagenet20": 3, "image_folders": 3}.get(name, 10)
     problem = opened(name, tmp_path)
     samples: Samples = problem.train
     images, labels = next(iter(samples.load([(0, torch.tensor([2, 0]))], seed=0)))

@@ -5,10 +5,9 @@ such step, search this process for an optimizer that could commit the layer. Wit
 """
 
 import gc
-import threading
 import warnings
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -53,17 +52,14 @@ def count_idle_steps(alive: Iterable[tuple[Window, BatchChannelNorm]], committed
 
 def _warn(late: list[tuple[Window, BatchChannelNorm]]) -> None:
     held = {id(p) for o in find_objects(Optimizer) for group in o.param_groups for p in group["params"]}
-    # Layers have no references to the networks they are part of. Objects of other threads are left alone: while this
-    # list holds a tuple that a thread is building, that thread fails.
-    everything = gc.get_objects() if threading.active_count() == 1 else []
-    modules = [found for found in everything if issubclass(type(found), nn.Module)]  # isinstance runs code of proxies
-    parents = {id(child): (name, m) for m in modules for name, child in list(m._modules.items())}
     names: dict[str, list[str]] = {}
     for window, layer in late:
         reason = _reason(layer, held)
         if reason is not None:
-            name = window.control.name or _name_in(parents, layer) or window.describe()
-            names.setdefault(reason, []).append(name)
+            affected = names.setdefault(reason, [])
+            # The message has four names, and finding one takes a while.
+            found = _find_name(layer) if len(affected) < 4 and not window.control.name else ""
+            affected.append(found or window.describe())
     for reason, affected in names.items():
         warnings.warn(
             f"{list_names(affected)}: the running estimates do not move, although {_PATIENCE} optimizer steps followed "
@@ -83,19 +79,38 @@ def _reason(layer: BatchChannelNorm, held: set[int]) -> str | None:
     return _PARTLY_HELD if any(id(p) in held for p in layer.parameters()) else _NOT_HELD
 
 
+# Objects are found from what refers to them. gc.get_objects would do, too, but a list of everything also refers to the
+# tuples that other threads are building, and building a tuple fails if anything else refers to it.
+
+
 def find_objects(kind: type[Kind]) -> list[Kind]:
     """Return the instances of a class with few subclasses. Takes about 0.1 s, so call it rarely."""
     classes: list[type] = [kind]
     for found in classes:  # grows meanwhile
         classes.extend(found.__subclasses__())
-    # Instances refer to their class. Not gc.get_objects, which would refer to what other threads are building.
+    # isinstance would run the code of proxies
     return [found for found in gc.get_referrers(*classes) if issubclass(type(found), kind)]
 
 
-def _name_in(parents: dict[int, tuple[str, nn.Module]], layer: nn.Module) -> str:
+def _find_name(layer: nn.Module) -> str:
     """Return the layer's name in the largest module that contains it, or "" if it stands alone."""
     names: list[str] = []
-    while id(layer) in parents and len(names) < 100:  # the limit is for modules that contain themselves
-        name, layer = parents[id(layer)]
-        names.insert(0, name)
+    parent = _find_parent(layer)
+    while parent is not None and len(names) < 100:  # the limit is for modules that contain themselves
+        names.insert(0, parent[0])
+        parent = _find_parent(parent[1])
     return ".".join(names)
+
+
+def _find_parent(child: nn.Module) -> tuple[str, nn.Module] | None:
+    """Return a module that contains another one, after the name of the child in it."""
+    for children in gc.get_referrers(child):
+        if type(children) is not dict:
+            continue
+        for attributes in gc.get_referrers(children):
+            is_table = type(attributes) is dict and attributes.get("_modules") is children
+            owners: list[Any] = gc.get_referrers(attributes) if is_table else [attributes]
+            for owner in owners:
+                if issubclass(type(owner), nn.Module) and owner._modules is children:
+                    return next(name for name, module in children.items() if module is child), owner
+    return None

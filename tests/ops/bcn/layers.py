@@ -113,6 +113,7 @@ def layer_of(case: Case, device: str, dtype: torch.dtype = torch.float64, **opti
             p.add_(torch.randn_like(p) * 0.5)
         norm.running_mean.normal_()
         norm.running_var.uniform_(0.5, 2)
+    norm._window.follow_estimates()  # as that of a copy does, with which it is compared
     if case.blend != 1:
         norm.warm(10)
         norm.blend.fill_(case.blend)
