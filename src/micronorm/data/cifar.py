@@ -96,7 +96,7 @@ def find_cifar(folder: Path | str | None, *, classes: Literal[10, 100]) -> Path:
     binary release is preferred to the Python one.
 
     Raises:
-        FileNotFoundError: there is none; lists the searched places and how to get one.
+        FileNotFoundError: no place has a complete release. The message lists the places and how to get one.
     """
     return _find(folder, classes)[0]
 
