@@ -30,8 +30,7 @@ _PROTOCOL = (
     "from the framework that the paper names (maskrcnn-benchmark): drops at 2/3 and 8/9 of the schedule, 500 steps of "
     "linear warm-up from 1/3, biases at twice the rate and without decay, stem and first stage frozen, norms in the "
     "pyramid (the caption leaves them out)",
-    "ours: torchvision's losses, of each image alone; its ResNet has the stride in the 3×3 convolutions; the last "
-    "convolution of the mask predictor starts near zero",
+    "ours: torchvision's losses, of each image alone; its ResNet has the stride in the 3×3 convolutions",
 )
 _FORM = (
     'the paper does not say which form of BCN, so we chose Algorithm 1 (statistics="sequential"), image by image in '
@@ -142,6 +141,7 @@ _FAST = Table(
 _NUCLEI_NOTES = (
     "one image at a time: BN has the statistics of one image, in the heads those of its regions",
     "crops of 256×256 for training, whole images for testing, none of them resized; split by a hash of the image's ID",
+    "the last convolution of the mask predictor starts near zero",
 )
 _CHECK = "a check of the whole pipeline, not a benchmark: the detector must be able to memorize its images"
 _START = "short: its weights are a start for the detectors of table nuclei"

@@ -31,7 +31,7 @@ def build_rcnn(
 
     The box head has four convolutions and one fully connected layer (4conv1fc). BatchNorm follows every convolution of
     backbone, pyramid, box head and mask head. The one convolution of the RPN head and the predictors have none. The
-    last norm of each residual block starts at zero.
+    last norm of each residual block starts at zero. So does the mask predictor of a single class, nearly.
 
     Args:
         blocks: bottleneck blocks of each stage.
@@ -71,8 +71,10 @@ def build_rcnn(
     if masks:
         parts["mask_head"] = models.mask_rcnn.MaskRCNNHeads(channels, [channels] * 4, 1, norm_layer=norm)
         parts["mask_predictor"] = models.mask_rcnn.MaskRCNNPredictor(channels, channels, classes)
-        # As in Detectron2. The fewer classes, the larger are the weights of torchvision: with two the loss begins at 5.
-        nn.init.normal_(parts["mask_predictor"].mask_fcn_logits.weight, std=0.001)
+        if classes <= 2:
+            # The fewer classes, the larger are the first weights of torchvision: with two the loss begins at 5. With
+            # many classes, small weights would slow the training of each.
+            nn.init.normal_(parts["mask_predictor"].mask_fcn_logits.weight, std=0.001)
     network = (models.MaskRCNN if masks else models.FasterRCNN)(backbone, **parts, **options)
     if keep_size:
         network.transform.resize = _keep_size
