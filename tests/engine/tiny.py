@@ -12,11 +12,10 @@ from torch import nn
 import micronorm as mn
 from micronorm.data.memory import MemorySamples, PadCropFlip
 from micronorm.data.pixels import Standardization
-from micronorm.engine.listener import Listener
 from micronorm.engine.loop import train
-from micronorm.engine.optimization import SGD
-from micronorm.engine.schedules import Cosine
+from micronorm.engine.optimization import SGD, Cosine
 from micronorm.engine.settings import Execution, Outcome, Settings
+from micronorm.engine.task import Listener
 from micronorm.tasks.classification import Classification
 
 STEPS = 6

@@ -9,8 +9,7 @@ from torch import nn
 
 import micronorm as mn
 from micronorm import recipes
-from micronorm.engine.optimization import SGD
-from micronorm.engine.schedules import Cosine, Milestones
+from micronorm.engine.optimization import SGD, Cosine, Milestones
 from micronorm.recipes.networks import build_network
 
 # Copied from the paper's tables, not from the recipes: error in %, top-1 and where there is one top-5.

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from typer.core import TyperGroup
 
 from micronorm.engine.loop import Diverged
-from micronorm.engine.microbatch import is_out_of_memory
+from micronorm.engine.sampling import is_out_of_memory
 
 FAILED = 1
 """The exit code if the answer is no, or something failed: a file cannot be written, memory runs out."""

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
 from micronorm.cli.printing import say
-from micronorm.engine.listener import Listener
+from micronorm.engine.task import Listener
 from micronorm.report.runs import title_of
 
 QUIET_SECONDS = 30.0
