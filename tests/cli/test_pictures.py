@@ -6,7 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
-from micronorm.cli.pictures import random_images, read_images
+from micronorm.cli.diagnose import random_images, read_images
 from micronorm.data.digits import read_digits
 from micronorm.data.pixels import Standardization
 

@@ -5,7 +5,7 @@ import re
 import pytest
 from rich.console import Console
 
-from micronorm.cli.progress import TrainingProgress
+from micronorm.cli.printing import TrainingProgress
 
 
 class Clock:

@@ -13,8 +13,7 @@ from torch import nn
 from micronorm.bench.accuracy import deviations, randomize_state
 from micronorm.check import check_cuts
 from micronorm.cli.check import summed_cross_entropy
-from micronorm.cli.faults import CommandFailed, TargetError, one_line
-from micronorm.cli.printing import print_json
+from micronorm.cli.printing import CommandFailed, TargetError, one_line, print_json
 from micronorm.data.files import search_folders
 from micronorm.data.search import find_data
 from micronorm.engine.environment import environment, package_version

@@ -7,9 +7,8 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from micronorm.cli.faults import CommandFailed, TargetError, one_line
-from micronorm.cli.specs import Groups, Statistics, norm_spec, weight_spec
-from micronorm.cli.targets import input_channels, resolve
+from micronorm.cli.printing import CommandFailed, TargetError, one_line
+from micronorm.cli.targets import Groups, Statistics, input_channels, norm_spec, resolve, weight_spec
 from micronorm.convert import convert
 from micronorm.convert.checkpoint import load_state, pack_state, read_header, read_state
 from micronorm.engine.journal import WEIGHTS

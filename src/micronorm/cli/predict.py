@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.progress import track
 
 from micronorm import records
-from micronorm.cli.faults import FAILED, one_line
-from micronorm.cli.printing import print_table
+from micronorm.cli.printing import FAILED, one_line, print_table
 from micronorm.cli.targets import find_recipe
 from micronorm.cli.train import find_device
 from micronorm.data.files import SUFFIXES
@@ -20,7 +19,7 @@ from micronorm.engine.parallel import own_device
 from micronorm.recipes.load import find_trained, load
 from micronorm.recipes.recipe import DATA, Recipe
 from micronorm.records import write_atomically
-from micronorm.records.encoding import is_count
+from micronorm.records.files import is_count
 from micronorm.tasks import open_predictor
 from micronorm.tasks.prediction import Prediction, Predictor
 

@@ -1,24 +1,37 @@
 """`micronorm reproduce`: a table of the paper, its numbers beside ours, and the runs that are missing; or a figure."""
 
 import math
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from micronorm.cli.faults import FAILED, CommandFailed, TargetError, one_line
-from micronorm.cli.figures import reproduce_figure
-from micronorm.cli.printing import print_json, print_table, say
+from micronorm import records
+from micronorm.cli.printing import (
+    FAILED,
+    CommandFailed,
+    TargetError,
+    TrainingProgress,
+    as_options,
+    one_line,
+    print_json,
+    print_table,
+    say,
+)
 from micronorm.cli.row_queue import RowQueue
 from micronorm.cli.targets import unknown
 from micronorm.cli.train import Dtype
+from micronorm.engine.parallel import own_device
 from micronorm.engine.settings import Execution
 from micronorm.recipes import Recipe, Table, find_table, tables
-from micronorm.recipes.figures import FIGURES, Request
+from micronorm.recipes.figures import FIGURES, RECORDED, Request
+from micronorm.recipes.figures import find as find_figure
+from micronorm.recipes.figures.data import read
 from micronorm.recipes.results import Findings, RunResult, gather, packaged, read_runs
 from micronorm.recipes.run import Variation
 
@@ -112,7 +125,14 @@ def reproduce(
         _list_tables(as_json=as_json)
         return
     if table.startswith("fig:"):
-        _reproduce_figure(table, Request(dataset=dataset, epochs=epochs, data=data, runs=runs), as_json=as_json)
+        request = Request(dataset=dataset, epochs=epochs, data=data, runs=runs)
+        try:
+            _reproduce_figure(table, request, as_json=as_json)
+        except (OSError, ImportError) as fault:  # no data, no matplotlib
+            raise CommandFailed(f"{table} could not be made: {one_line(fault)}") from None
+        except KeyboardInterrupt:
+            typer.echo(f"{table} was stopped; run the same command to continue.")
+            raise typer.Exit(130) from None
         return
     chosen, required = _choose(table, rows)
     found = _find_rows(chosen, runs)
@@ -157,17 +177,6 @@ def _check_options(table: str | None, given: Sequence[str], *, as_json: bool) ->
     training = [name for name in given if name != "--rows"]
     if as_json and training:
         raise TargetError(f"--json runs nothing; remove {', '.join(training)}")
-
-
-def _reproduce_figure(name: str, request: Request, *, as_json: bool) -> None:
-    """Reproduce a figure. An interrupted measurement ends the command, and the same command continues it."""
-    try:
-        reproduce_figure(name, request, as_json=as_json)
-    except (OSError, ImportError) as fault:  # no data, no matplotlib
-        raise CommandFailed(f"{name} could not be made: {one_line(fault)}") from None
-    except KeyboardInterrupt:
-        typer.echo(f"{name} was stopped; run the same command to continue.")
-        raise typer.Exit(130) from None
 
 
 def _list_tables(*, as_json: bool) -> None:
@@ -217,6 +226,57 @@ def _is_missing(row: TableRow, *, epochs: int | None, seed: int | None) -> bool:
     if epochs is not None and epochs != row.recipe.settings.epochs:
         return True  # the user requested another length, so no recorded run matches
     return not row.found.counted if seed is None else seed not in row.found.seeds
+
+
+# --- a figure -------------------------------------------------------------------------------------------------------
+
+FOLDER = "figures"
+"""The folder of data files and pictures, inside the folder of runs."""
+
+
+def _reproduce_figure(name: str, request: Request, *, as_json: bool) -> None:
+    """Print the numbers of a figure as JSON, or measure them if they are missing and draw the figure."""
+    figure = find_figure(name)
+    figure.check(request)
+    stem = figure.stem(request)
+    has_runs = request.runs.is_dir() and bool(records.find_runs(request.runs))
+    measure_again = figure.from_records and not as_json and has_runs
+    found, path = (None, None) if measure_again else _find_numbers(figure.settings(request), stem, request.runs)
+    if as_json:
+        print_json(found)
+        return
+    console = Console(highlight=False)
+    say(console, f"{figure.name}: {figure.title}.")
+    say(console, f"The paper: {figure.paper}")
+    for note in figure.ours:
+        say(console, f"Ours: {note}.")
+    if figure.measure is not None and found is None:
+        path = request.runs / FOLDER / f"{stem}.json"
+        say(console, f"Measuring into {path}. If it is interrupted, the same command continues.")
+        request = replace(request, device=own_device(None))
+        found = figure.run(request, path, command=_command(name, request), listener=TrainingProgress(console))
+    if found is not None:
+        say(console, f"Numbers: {path} ({found['date'][:10]}, {found['seconds']:g} s).")
+    for row, why in ((found or {}).get("numbers") or {}).get("missing", {}).items():
+        say(console, f"Missing: {row} ({why}); drawn without it.")
+    for picture in figure.save(found or {}, request.runs / FOLDER, stem):
+        say(console, f"Drawn: {picture}")
+
+
+def _find_numbers(wanted: dict[str, Any], stem: str, runs: Path) -> tuple[dict[str, Any] | None, Path | None]:
+    """Return the data file with these settings and its path: from the folder of runs, or from the checkout."""
+    for folder in (runs / FOLDER, RECORDED):
+        path = folder / f"{stem}.json"
+        found = read(path, wanted)
+        if found is not None:
+            return found, path
+    return None, None
+
+
+def _command(name: str, request: Request) -> str:
+    """Return the command that repeats the measurement, without folders."""
+    options = as_options({"dataset": request.dataset, "epochs": request.epochs})
+    return shlex.join(["micronorm", "reproduce", name, *options])
 
 
 # --- what is printed --------------------------------------------------------------------------------------------------

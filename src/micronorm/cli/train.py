@@ -11,8 +11,7 @@ import torch
 import typer
 from rich.console import Console
 
-from micronorm.cli.printing import as_options
-from micronorm.cli.progress import TrainingProgress
+from micronorm.cli.printing import TrainingProgress, as_options
 from micronorm.cli.targets import find_recipe
 from micronorm.engine.settings import Execution, Outcome
 from micronorm.recipes.run import Variation, run_recipe
