@@ -8,7 +8,7 @@ from PIL import Image
 
 from micronorm.cli.diagnose import random_images, read_images
 from micronorm.data.digits import read_digits
-from micronorm.data.pixels import Standardization
+from micronorm.data.samples import Standardization
 
 
 def write_pictures(folder: Path, count: int, *, size: tuple[int, int] = (20, 16)) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from micronorm import records
 from micronorm.commit.snapshot import RandomState
-from micronorm.data.memory import MemorySamples
+from micronorm.data.samples import MemorySamples
 from micronorm.engine import journal, loop
 from micronorm.engine.checkpoint import CheckpointError, checkpoints, load_run_state, newest, run_state
 from micronorm.engine.optimization import SGD, AdamW

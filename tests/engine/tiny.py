@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 import micronorm as mn
-from micronorm.data.memory import MemorySamples, PadCropFlip
-from micronorm.data.pixels import Standardization
+from micronorm.data.samples import MemorySamples, PadCropFlip, Standardization
 from micronorm.engine.loop import train
 from micronorm.engine.optimization import SGD, Cosine
 from micronorm.engine.settings import Execution, Outcome, Settings

@@ -10,7 +10,7 @@ from torchvision.models.resnet import Bottleneck, ResNet
 import micronorm as mn
 from micronorm import recipes
 from micronorm.engine.checkpoint import load_weights
-from micronorm.recipes.deeplab import DeepLabV3
+from micronorm.recipes.resnet import DeepLabV3
 
 
 def test_the_backbone_has_output_stride_16_and_dilation_2_in_all_blocks_of_its_last_stage():

@@ -16,7 +16,7 @@ from micronorm.cli.targets import ANY_CLASSES, Groups, Norm, Target, Weight, att
 from micronorm.cli.train import find_device
 from micronorm.convert.checkpoint import load_state, read_state
 from micronorm.data.files import SUFFIXES, decode, require_torchvision, to_pixels
-from micronorm.data.pixels import IMAGENET, Standardization
+from micronorm.data.samples import IMAGENET, Standardization
 from micronorm.diagnostics.diagnosis import Diagnosis
 from micronorm.diagnostics.diagnosis import diagnose as examine
 from micronorm.engine.journal import WEIGHTS

@@ -21,7 +21,7 @@ from micronorm.recipes.recipe import DATA, Recipe
 from micronorm.records import write_atomically
 from micronorm.records.files import is_count
 from micronorm.tasks import open_predictor
-from micronorm.tasks.prediction import Prediction, Predictor
+from micronorm.tasks.scores import Prediction, Predictor
 
 ANSWERS = "predictions.json"
 _MOST_SHOWN = 20

@@ -24,14 +24,13 @@ from micronorm.cli.printing import (
     say,
 )
 from micronorm.cli.row_queue import RowQueue
-from micronorm.cli.targets import unknown
 from micronorm.cli.train import Dtype
 from micronorm.engine.parallel import own_device
 from micronorm.engine.settings import Execution
-from micronorm.recipes import Recipe, Table, find_table, tables
+from micronorm.recipes import Recipe, Table, find_table, tables, unknown
 from micronorm.recipes.figures import FIGURES, RECORDED, Request
 from micronorm.recipes.figures import find as find_figure
-from micronorm.recipes.figures.data import read
+from micronorm.recipes.figures.figure import read
 from micronorm.recipes.results import Findings, RunResult, gather, packaged, read_runs
 from micronorm.recipes.run import Variation
 

@@ -4,12 +4,10 @@ A model is `timm:NAME`, `torchvision:NAME`, `recipe:NAME` or `package.module:fac
 --weight ws` or `--norm my_norms:DyT`.
 """
 
-import difflib
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -21,7 +19,7 @@ from micronorm.cli.printing import TargetError
 from micronorm.convert import convert
 from micronorm.nn import SPECS
 from micronorm.nn.spec import NormSpec, WeightSpec
-from micronorm.recipes import Recipe, find
+from micronorm.recipes import Recipe, find, unknown
 
 ANY_CLASSES = 2
 """Outputs of a recipe that takes their number from its data set, for commands whose result does not depend on it."""
@@ -180,15 +178,6 @@ def _import_file(source: str) -> Any:
     sys.path.insert(0, str(path.parent.absolute()))  # the file may import its neighbours
     spec.loader.exec_module(module)
     return module
-
-
-def unknown(message: str, name: str, known: Sequence[str]) -> str:
-    """Extend a message about an unknown name by the most similar known names."""
-    near = difflib.get_close_matches(name, known, n=5, cutoff=0.5)
-    if near:
-        return f"{message}; near it: {', '.join(near)}"
-    some = f" ({', '.join(known)})" if len(known) <= 20 else ""
-    return f"{message}, and none of {len(known)} names is similar{some}"
 
 
 _CHANNELS = 64  # of the layer that a spec of the user's code is tried on

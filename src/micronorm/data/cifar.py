@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 
 from micronorm.data.files import find_root, search_folders
-from micronorm.data.memory import Labelled, MemorySamples, PadCropFlip, keep_in_memory
-from micronorm.data.pixels import Standardization
-from micronorm.data.samples import Split
+from micronorm.data.samples import Labelled, MemorySamples, PadCropFlip, Split, Standardization, keep_in_memory
 
 PAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"
 USUAL = PadCropFlip(pad=4, flip=True)

@@ -9,8 +9,8 @@ from torch import nn
 from micronorm import records
 from micronorm.convert.checkpoint import load_state, read_state
 from micronorm.engine.journal import WEIGHTS
+from micronorm.recipes import find
 from micronorm.recipes.recipe import Recipe
-from micronorm.recipes.registry import find
 
 _NETWORK = ("network", "classes", "norm", "weight")  # the part of a recipe's definition that determines the network
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from micronorm import records
 from micronorm.engine.settings import describe
+from micronorm.recipes import tables
 from micronorm.recipes.recipe import DATA, Recipe
-from micronorm.recipes.registry import tables
 
 RECORDED = "recorded.json"
 _SETTINGS = ("seed", "epochs", "step_batch", "dtype")
