@@ -1,10 +1,9 @@
 """`micronorm reproduce`: a table of the paper, its numbers beside ours, and the runs that are missing; or a figure."""
 
-import math
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,37 +36,6 @@ from micronorm.recipes.run import Variation
 _AP = {"AP": "AP", "AP50": "AP.5", "AP75": "AP.75", "APl": "APl", "APm": "APm", "APs": "APs"}
 _SHOWN = {"top1": "top-1 error", "top5": "top-5 error", "miou": "mIoU", "dice": "Dice", **_AP}
 _SHOWN |= {f"mask_{name}": f"mask {title}" for name, title in _AP.items()}
-
-
-@dataclass(frozen=True)
-class TableRow:
-    """A recipe and what was found for it."""
-
-    recipe: Recipe
-    found: Findings
-
-    @property
-    def reason(self) -> str | None:
-        """Return why we have no result for this row, or None if we have one."""
-        if self.found.counted:
-            return None
-        if self.recipe.unavailable is not None:
-            return self.recipe.unavailable
-        if self.found.rejected:
-            return "; ".join(f"{result.where} does not count: {why}" for result, why in self.found.rejected)
-        return "not run"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the row as `--json` prints it. Values that are not finite become null."""
-        mean = self.found.mean()
-        record = {
-            "row": self.recipe.row,
-            "paper": None if self.recipe.paper is None else dict(self.recipe.paper),
-            "ours": mean and {name: value if math.isfinite(value) else None for name, value in mean.items()},
-            "seeds": self.found.seeds,
-            "run": [result.where for result in self.found.counted] or None,
-        }
-        return record if self.reason is None else {**record, "reason": self.reason}
 
 
 def reproduce(
@@ -212,19 +180,19 @@ def _choose(name: str, rows: str | None) -> tuple[tuple[Recipe, ...], set[str]]:
     return chosen, {recipe.name for recipe in chosen}
 
 
-def _find_rows(recipes: Sequence[Recipe], runs: Path, *, tell: bool = True) -> list[TableRow]:
+def _find_rows(recipes: Sequence[Recipe], runs: Path, *, tell: bool = True) -> list[Findings]:
     local, damaged = read_runs(runs)
     if tell:
         for path, why in damaged:
             typer.echo(f"micronorm reproduce: {path} cannot be read and is left out: {why}", err=True)
     results = [*packaged(), *local]
-    return [TableRow(recipe, gather(recipe, results)) for recipe in recipes]
+    return [gather(recipe, results) for recipe in recipes]
 
 
-def _is_missing(row: TableRow, *, epochs: int | None, seed: int | None) -> bool:
+def _is_missing(row: Findings, *, epochs: int | None, seed: int | None) -> bool:
     if epochs is not None and epochs != row.recipe.settings.epochs:
         return True  # the user requested another length, so no recorded run matches
-    return not row.found.counted if seed is None else seed not in row.found.seeds
+    return not row.counted if seed is None else seed not in row.seeds
 
 
 # --- a figure -------------------------------------------------------------------------------------------------------
@@ -281,9 +249,9 @@ def _command(name: str, request: Request) -> str:
 # --- what is printed --------------------------------------------------------------------------------------------------
 
 
-def _print_rows(console: Console, table: Table, rows: Sequence[TableRow]) -> None:
+def _print_rows(console: Console, table: Table, rows: Sequence[Findings]) -> None:
     in_paper = {name for row in rows for name in row.recipe.paper or ()}
-    in_ours = {name for row in rows for name in row.found.mean() or ()}
+    in_ours = {name for row in rows for name in row.mean() or ()}
     shown = [name for name in _SHOWN if name in in_paper] or [name for name in _SHOWN if name in in_ours][:1]
     say(console, f"{table.name}: {table.title}.")
     if shown:
@@ -293,9 +261,9 @@ def _print_rows(console: Console, table: Table, rows: Sequence[TableRow]) -> Non
         (
             row.recipe.row,
             _figures(row.recipe.paper, None, shown),
-            _figures(row.found.mean(), row.found.deviation(), shown),
-            ", ".join(map(str, row.found.seeds)),
-            row.reason or "\n".join(map(_provenance, row.found.counted)),
+            _figures(row.mean(), row.deviation(), shown),
+            ", ".join(map(str, row.seeds)),
+            row.reason or "\n".join(map(_provenance, row.counted)),
         )
         for row in rows
     ]
@@ -316,7 +284,7 @@ def _provenance(result: RunResult) -> str:
     return f"{result.where} ({facts})" if facts else result.where
 
 
-def _print_remarks(console: Console, rows: Sequence[TableRow]) -> None:
+def _print_remarks(console: Console, rows: Sequence[Findings]) -> None:
     """Print each recipe note once with its rows, then the runs that were not counted and why."""
     about: dict[str, list[str]] = {}
     for row in rows:
@@ -325,6 +293,6 @@ def _print_remarks(console: Console, rows: Sequence[TableRow]) -> None:
     for note, names in about.items():
         say(console, f"{'All rows' if len(names) == len(rows) else ', '.join(names)}: {note}.")
     for row in rows:
-        if row.found.counted:  # else the table says so
-            for result, why in row.found.rejected:
+        if row.counted:  # else the table says so
+            for result, why in row.rejected:
                 say(console, f"{row.recipe.row}: {result.where} does not count: {why}.")

@@ -35,8 +35,6 @@ from micronorm.records import write_atomically
 FORMAT = "micronorm checkpoint"
 VERSION = 1
 KEPT = 2
-SHARDED = ".sharded"
-"""The ending of folders in which earlier revisions saved sharded runs. They are refused, and never read."""
 _NAME = re.compile(r"step-(\d+)\.([0-9a-f]{16})\.pt")
 
 
@@ -64,9 +62,8 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def newest(folder: Path) -> Path | None:
-    """Return the newest checkpoint of a folder, or None. It may be one that `load` refuses."""
-    found = [*checkpoints(folder), *folder.glob(f"step-*{SHARDED}")]
-    return max(found, key=lambda path: path.name.split(".")[0], default=None)
+    """Return the newest checkpoint of a folder, or None."""
+    return next(iter(checkpoints(folder)), None)
 
 
 def load(path: Path, *, map_location: torch.device | str = "cpu") -> dict[str, Any]:
@@ -75,12 +72,6 @@ def load(path: Path, *, map_location: torch.device | str = "cpu") -> dict[str, A
     Raises:
         CheckpointError: the file is truncated, damaged or not a checkpoint; names the checkpoint before it.
     """
-    if path.name.endswith(SHARDED):
-        raise refusal(
-            path,
-            "is a sharded checkpoint of an earlier revision, which this one does not read; finish the run with the "
-            "revision in its run.json, or start a new run",
-        )
     name = _NAME.fullmatch(path.name)
     if name is None:
         raise CheckpointError(f"{path} is not a checkpoint of micronorm: their names are step-NUMBER.DIGEST.pt")

@@ -127,9 +127,9 @@ def choose_micro_batch(step: Step, inputs: StepInputs) -> None:
     """Set the micro-batch to the largest that memory seems to hold, on a GPU. A wrong guess costs one repeated step."""
     cut, parallel = step.micro_batch, step.parallel
     # Shares may differ by a unit, but all ranks must take the same branch.
-    if step.device.type != "cuda" or min(cut.size, parallel.smallest(inputs.own_samples)) <= 4 * cut.unit:
+    if step.device.type != "cuda" or min(cut.size, *parallel.gather(inputs.own_samples)) <= 4 * cut.unit:
         return
-    fits = parallel.smallest(largest_fitting(step, inputs, cut.unit, 4 * cut.unit))
+    fits = min(parallel.gather(largest_fitting(step, inputs, cut.unit, 4 * cut.unit)))
     cut.size = max(cut.unit, min(cut.size, fits) // cut.unit * cut.unit)
 
 

@@ -301,7 +301,7 @@ class _TrainingRun:
         """Write a checkpoint, unless a weight is not finite. Collective."""
         self._log(self.meter.flush())
         weights = self.parallel.local([parameter.detach() for parameter in self.step.parameters])
-        if not self.parallel.smallest(int(torch.stack([weight.isfinite().all() for weight in weights]).all())):
+        if not all(self.parallel.gather(bool(torch.stack([weight.isfinite().all() for weight in weights]).all()))):
             raise Diverged(f"a weight is not finite after step {self.done}{self._last_checkpoint()}")
         rest: dict[str, Any] = {"epoch_sums": self.meter.epoch_sums, "figures": self.figures}
         rest["evaluation_due"] = self.evaluation_due
