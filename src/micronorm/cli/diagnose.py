@@ -20,7 +20,7 @@ from micronorm.data.samples import IMAGENET, Standardization
 from micronorm.diagnostics.diagnosis import Diagnosis
 from micronorm.diagnostics.diagnosis import diagnose as examine
 from micronorm.engine.journal import WEIGHTS
-from micronorm.recipes.load import facts_beside, recorded_classes
+from micronorm.recipes.load import facts_beside, recorded_names
 
 _BATCH = 32
 
@@ -68,7 +68,7 @@ def diagnose(
     """
     file = None if checkpoint is None else _weights_of(checkpoint)
     facts = {} if file is None else facts_beside(file)
-    subject = resolve(target, classes=ANY_CLASSES if file is None else recorded_classes(facts))
+    subject = resolve(target, classes=ANY_CLASSES if file is None else len(recorded_names(facts)) or None)
     place = find_device(device)
     model = converted(subject.model, norm, groups, weight)
     fresh = _is_fresh(model) and file is None

@@ -24,7 +24,6 @@ from typer.core import TyperGroup
 from micronorm.engine.loop import Diverged
 from micronorm.engine.sampling import is_out_of_memory
 from micronorm.engine.task import Listener
-from micronorm.report.runs import title_of
 
 
 def say(console: Console, text: str) -> None:
@@ -75,6 +74,20 @@ def as_options(given: Mapping[str, Any]) -> list[str]:
         elif value is not None and value is not False:
             words += [word for one in (value if isinstance(value, list) else [value]) for word in (option, str(one))]
     return words
+
+
+_FIGURES = {"top1": "top-1 error {:.4g} %", "top5": "top-5 error {:.4g} %"}
+_FIGURES |= {"miou": "mIoU {:.4g} %", "accuracy": "accuracy {:.4g} %"}
+
+
+def figure_text(name: str, value: float) -> str:
+    """Return a recorded figure in words.
+
+    Example:
+        >>> figure_text("top1", 2.4), figure_text("soft_dice", 81.25)
+        ('top-1 error 2.4 %', 'soft dice 81.25')
+    """
+    return _FIGURES.get(name, name.replace("_", " ") + " {:.4g}").format(value)
 
 
 def print_json(value: Any) -> None:
@@ -236,7 +249,7 @@ class TrainingProgress(Listener):
         self._row = {**self._row, **{key: row[key] for key in ("epoch", "step") if key in row}}
         test = row.get("test") or {}
         name = next((key for key in test if key != "loss"), "loss" if test else None)
-        self._test = f"test {title_of(name)} {test[name]:.4g}" if name is not None else ""
+        self._test = f"test {figure_text(name, test[name])}" if name is not None else ""
         self._show()
 
     def on_message(self, text: str) -> None:
