@@ -26,9 +26,7 @@ from micronorm.cli.row_queue import RowQueue
 from micronorm.cli.train import Dtype
 from micronorm.engine.parallel import own_device
 from micronorm.engine.settings import Execution
-from micronorm.recipes import Recipe, Table, find_table, tables, unknown
-from micronorm.recipes.figures import FIGURES, RECORDED, Request
-from micronorm.recipes.figures import find as find_figure
+from micronorm.recipes import Recipe, Table, figures, find_table, tables, unknown
 from micronorm.recipes.figures.figure import read
 from micronorm.recipes.results import Findings, RunResult, gather, packaged, read_runs
 from micronorm.recipes.run import Variation
@@ -92,7 +90,7 @@ def reproduce(
         _list_tables(as_json=as_json)
         return
     if table.startswith("fig:"):
-        request = Request(dataset=dataset, epochs=epochs, data=data, runs=runs)
+        request = figures.Request(dataset=dataset, epochs=epochs, data=data, runs=runs)
         try:
             _reproduce_figure(table, request, as_json=as_json)
         except (OSError, ImportError) as fault:  # no data, no matplotlib
@@ -149,13 +147,13 @@ def _check_options(table: str | None, given: Sequence[str], *, as_json: bool) ->
 def _list_tables(*, as_json: bool) -> None:
     if as_json:
         listed = [{"table": t.name, "title": t.title, "rows": [r.row for r in t.rows]} for t in tables().values()]
-        figures = [{"figure": f.name, "title": f.title, "datasets": list(f.datasets)} for f in FIGURES.values()]
-        print_json([*listed, *figures])
+        drawn = [{"figure": f.name, "title": f.title, "datasets": list(f.datasets)} for f in figures.FIGURES.values()]
+        print_json([*listed, *drawn])
         return
     console = Console(highlight=False)
     rows = [(table.name, str(len(table.rows)), table.title) for table in tables().values()]
     print_table(console, ("table", "rows", "what"), rows, right=["rows"])
-    rows = [(figure.name, ", ".join(figure.datasets), figure.title) for figure in FIGURES.values()]
+    rows = [(figure.name, ", ".join(figure.datasets), figure.title) for figure in figures.FIGURES.values()]
     print_table(console, ("figure", "data sets", "title"), rows)
     say(console, "micronorm reproduce TABLE shows the paper's figures beside ours and runs what is missing.")
     say(console, "micronorm reproduce FIGURE measures what is missing and draws it.")
@@ -201,9 +199,9 @@ FOLDER = "figures"
 """The folder of data files and pictures, inside the folder of runs."""
 
 
-def _reproduce_figure(name: str, request: Request, *, as_json: bool) -> None:
+def _reproduce_figure(name: str, request: figures.Request, *, as_json: bool) -> None:
     """Print the numbers of a figure as JSON, or measure them if they are missing and draw the figure."""
-    figure = find_figure(name)
+    figure = figures.find(name)
     figure.check(request)
     stem = figure.stem(request)
     has_runs = request.runs.is_dir() and bool(records.find_runs(request.runs))
@@ -232,7 +230,7 @@ def _reproduce_figure(name: str, request: Request, *, as_json: bool) -> None:
 
 def _find_numbers(wanted: dict[str, Any], stem: str, runs: Path) -> tuple[dict[str, Any] | None, Path | None]:
     """Return the data file with these settings and its path: from the folder of runs, or from the checkout."""
-    for folder in (runs / FOLDER, RECORDED):
+    for folder in (runs / FOLDER, figures.RECORDED):
         path = folder / f"{stem}.json"
         found = read(path, wanted)
         if found is not None:
@@ -240,7 +238,7 @@ def _find_numbers(wanted: dict[str, Any], stem: str, runs: Path) -> tuple[dict[s
     return None, None
 
 
-def _command(name: str, request: Request) -> str:
+def _command(name: str, request: figures.Request) -> str:
     """Return the command that repeats the measurement, without folders."""
     options = as_options({"dataset": request.dataset, "epochs": request.epochs})
     return shlex.join(["micronorm", "reproduce", name, *options])
@@ -255,8 +253,8 @@ def _print_rows(console: Console, table: Table, rows: Sequence[Findings]) -> Non
     shown = [name for name in _SHOWN if name in in_paper] or [name for name in _SHOWN if name in in_ours][:1]
     say(console, f"{table.name}: {table.title}.")
     if shown:
-        figures = " / ".join(_SHOWN[name] for name in shown)
-        say(console, f"Figures: {figures} in %; of several seeds mean ± standard deviation.")
+        titles = " / ".join(_SHOWN[name] for name in shown)
+        say(console, f"Figures: {titles} in %; of several seeds mean ± standard deviation.")
     cells = [
         (
             row.recipe.row,
@@ -272,11 +270,11 @@ def _print_rows(console: Console, table: Table, rows: Sequence[Findings]) -> Non
     print_table(console, columns, cells, right=("paper", "ours"), styles=styles)
 
 
-def _figures(figures: Mapping[str, float] | None, spread: Mapping[str, float] | None, shown: Sequence[str]) -> str:
-    if figures is None:
+def _figures(values: Mapping[str, float] | None, spread: Mapping[str, float] | None, shown: Sequence[str]) -> str:
+    if values is None:
         return "–"
     around = {name: f" ± {value:.2f}" for name, value in (spread or {}).items()}
-    return " / ".join(f"{figures[name]:.2f}{around.get(name, '')}" if name in figures else "–" for name in shown)
+    return " / ".join(f"{values[name]:.2f}{around.get(name, '')}" if name in values else "–" for name in shown)
 
 
 def _provenance(result: RunResult) -> str:
