@@ -17,6 +17,7 @@ from torch import nn
 
 from micronorm.cli.printing import TargetError
 from micronorm.convert import convert
+from micronorm.data.files import import_optional
 from micronorm.nn import SPECS
 from micronorm.nn.spec import NormSpec, WeightSpec
 from micronorm.recipes import Recipe, find, unknown
@@ -124,7 +125,7 @@ def attempt(call: Any, fault: str, hint: str = "") -> Any:
 
 
 def _torchvision(name: str) -> nn.Module:
-    models: Any = _library("torchvision.models", "torchvision")
+    models = import_optional("torchvision.models", "models of torchvision", "torchvision")
     known = models.list_models()
     if name not in known:
         raise TargetError(unknown(f"torchvision has no model {name!r}", name, known))
@@ -135,7 +136,7 @@ def _torchvision(name: str) -> nn.Module:
 
 
 def _timm(name: str) -> nn.Module:
-    timm: Any = _library("timm", "timm")
+    timm = import_optional("timm", "models of timm", "timm")
     if not timm.is_model(name):
         raise TargetError(unknown(f"timm has no model {name!r}", name, timm.list_models()))
     return timm.create_model(name, pretrained=False)
@@ -146,13 +147,6 @@ def _recipe(name: str) -> Recipe:
         return find(name)
     except ValueError as error:
         raise TargetError(str(error)) from error
-
-
-def _library(module: str, package: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise TargetError(f"{package} is not installed: pip install {package}") from error
 
 
 def _import_module(source: str) -> Any:

@@ -19,7 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from micronorm.data.files import check_picture, decode_pixels, find_listed, find_root, read_json, require_torchvision
+from micronorm.data.files import (
+    check_picture,
+    decode_pixels,
+    find_listed,
+    find_root,
+    import_optional,
+    read_json,
+    require_torchvision,
+)
 from micronorm.data.loading import FileSamples, Order
 from micronorm.data.samples import CROP, FLIP, DataSet
 from micronorm.ops.keyed import uniforms
@@ -123,11 +131,7 @@ def to_coco_boxes(boxes: Tensor) -> list[list[float]]:
 
 def load_mask_library() -> Any:
     """Return `faster_coco_eval.mask`. Raise ImportError with the fix if it is not installed."""
-    try:
-        from faster_coco_eval import mask
-    except ImportError as error:
-        raise ImportError("COCO's masks and scores need faster-coco-eval (pip install faster-coco-eval)") from error
-    return mask
+    return import_optional("faster_coco_eval", "COCO's masks and scores", "faster-coco-eval").mask
 
 
 # --- COCO's files -----------------------------------------------------------------------------------------------------

@@ -3,13 +3,14 @@
 torchvision is imported when a network is built.
 """
 
-import importlib
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from micronorm.data.files import import_optional
 
 RN50, RN101 = (3, 4, 6, 3), (3, 4, 23, 3)
 """Bottleneck blocks of each stage."""
@@ -17,12 +18,7 @@ RN50, RN101 = (3, 4, 6, 3), (3, 4, 23, 3)
 
 def import_torchvision(module: str) -> Any:
     """Return a module of torchvision. Raise ImportError with the command that installs it if it is missing."""
-    try:
-        return importlib.import_module(f"torchvision.{module}")
-    except ImportError as error:
-        raise ImportError(
-            "the network is made of torchvision's, which is not installed: pip install torchvision"
-        ) from error
+    return import_optional(f"torchvision.{module}", "networks made of torchvision's", "torchvision")
 
 
 def build_resnet(blocks: Sequence[int], *, classes: int = 1000, **options: Any) -> Any:
@@ -49,44 +45,19 @@ RATES = (6, 12, 18)
 """Dilations of the 3×3 branches, for output stride 16."""
 
 
-class AtrousPyramid(nn.Module):
-    """Atrous spatial pyramid pooling: a 1×1 branch, one 3×3 branch per rate, and the image's mean; then a 1×1.
-
-    Args:
-        inputs: channels of the features.
-        width: channels of each branch and of the output.
-        rates: dilations of the 3×3 branches.
-    """
-
-    def __init__(self, inputs: int, width: int = 256, *, rates: Sequence[int] = RATES) -> None:
-        super().__init__()
-        self.branches = nn.ModuleList([_branch(inputs, width, 1), *(_branch(inputs, width, 3, r) for r in rates)])
-        self.image = _branch(inputs, width, 1)
-        self.project = _branch((len(rates) + 2) * width, width, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """N×inputs×H×W to N×width×H×W."""
-        mean = self.image(x.mean((2, 3), keepdim=True)).expand(-1, -1, x.shape[2], x.shape[3])
-        return self.project(torch.cat([*(branch(x) for branch in self.branches), mean], 1))
-
-
-def _branch(inputs: int, outputs: int, kernel: int, rate: int = 1) -> nn.Sequential:
-    padding = rate * (kernel // 2)
-    conv = nn.Conv2d(inputs, outputs, kernel, padding=padding, dilation=rate, bias=False)
-    return nn.Sequential(conv, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
-
-
 class DeepLabV3(nn.Module):
-    """A ResNet of output stride 16, the pyramid, and a plain 1×1 convolution; logits are enlarged to the image.
+    """A ResNet of output stride 16, atrous spatial pyramid pooling, and a plain 1×1 convolution.
 
-    The backbone is torchvision's; in its last stage all three blocks have dilation 2 (multi-grid 1, 1, 1), where
-    torchvision leaves the first at 1. The last norm of each residual block starts at zero.
+    Logits are enlarged to the image. Backbone and pyramid are torchvision's. In the last stage of the backbone all
+    three blocks have dilation 2 (multi-grid 1, 1, 1), where torchvision leaves the first at 1. The last norm of each
+    residual block starts at zero.
 
     Args:
         blocks: bottleneck blocks of each stage.
         classes: outputs per pixel.
 
     Example:
+        >>> import torch
         >>> DeepLabV3((1, 1, 1, 1), classes=21).eval()(torch.randn(1, 3, 33, 49)).shape
         torch.Size([1, 21, 33, 49])
     """
@@ -94,7 +65,8 @@ class DeepLabV3(nn.Module):
     def __init__(self, blocks: Sequence[int], *, classes: int) -> None:
         super().__init__()
         self.backbone = _dilated_resnet(blocks)
-        self.pyramid = AtrousPyramid(2048)
+        self.pyramid = import_torchvision("models.segmentation.deeplabv3").ASPP(2048, RATES, 256)
+        self.pyramid.project[3].p = 0.0  # the paper names no dropout
         self.classifier = nn.Conv2d(256, classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -108,7 +80,5 @@ def _dilated_resnet(blocks: Sequence[int]) -> nn.Module:
     whole = build_resnet(blocks, replace_stride_with_dilation=[False, False, True])
     first = whole.layer4[0].conv2
     first.dilation = first.padding = (2, 2)
-    chain = nn.Sequential()
-    for name in ("conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3", "layer4"):
-        chain.add_module(name, getattr(whole, name))
-    return chain
+    names = ("conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3", "layer4")
+    return nn.Sequential(OrderedDict((name, getattr(whole, name)) for name in names))
