@@ -17,7 +17,7 @@ from typing import Any
 from micronorm import recipes, records
 from micronorm.bench.results import markdown_table
 from micronorm.nn import BCN
-from micronorm.recipes.recipe import DATA, Recipe
+from micronorm.recipes.recipe import DATA
 from micronorm.recipes.results import RECORDED, Findings, fault, gather, packaged, read_runs
 
 ROOT = Path(__file__).parents[1]
@@ -76,14 +76,14 @@ def table() -> str:
         counted = tuple(result for recipe in members for result in gather(recipe, results).counted)
         records_of_row = {result.where for result in counted}
         if records_of_row - shown:
-            line = _line(members[0], Findings(counted, ()), seconds.get(members[0].network))
+            line = _line(Findings(members[0], counted, ()), seconds.get(members[0].network))
             lines.append([f"`{name}`, {len(counted)} folds", *line[1:]] if len(members) > 1 else line)
             shown |= records_of_row
     return markdown_table(HEADER, lines)
 
 
-def _line(recipe: Recipe, found: Findings, seconds_per_image: float | None) -> list[str]:
-    mean, spread = found.mean() or {}, found.deviation() or {}
+def _line(found: Findings, seconds_per_image: float | None) -> list[str]:
+    recipe, mean, spread = found.recipe, found.mean() or {}, found.deviation() or {}
     figure, unit = next((name, unit) for name, unit in _UNITS.items() if name in mean)
     paper = None if recipe.paper is None else recipe.paper[figure]
     ours = f"{mean[figure]:.2f}" + (f" ± {spread[figure]:.2f}" if spread else "") + unit

@@ -3,7 +3,7 @@
 import pytest
 
 from micronorm.data import digits
-from micronorm.data.memory import MemorySamples
+from micronorm.data.samples import MemorySamples
 from micronorm.recipes import run
 from micronorm.tasks.classification import Classification
 

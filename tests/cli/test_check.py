@@ -11,7 +11,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from micronorm.cli import app, check
-from micronorm.cli.faults import TargetError
+from micronorm.cli.printing import TargetError
 from micronorm.cli.targets import resolve
 
 FACTORIES = """

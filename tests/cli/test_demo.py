@@ -217,7 +217,7 @@ def test_a_full_disk_ends_the_demo_with_the_file_and_the_space_it_needed(monkeyp
     def full(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("micronorm.records.atomic.os.fsync", full)
+    monkeypatch.setattr("micronorm.records.files.os.fsync", full)
     result = invoke("demo", "--epochs", "1", "--out", str(tmp_path))
     assert result.exit_code == 1
     file = re.escape(str(tmp_path / "bn-64" / "run.json"))

@@ -13,8 +13,8 @@ from micronorm.cli.demo import (
     run,
     split_difference,
 )
-from micronorm.engine.listener import Listener
 from micronorm.engine.settings import Execution
+from micronorm.engine.task import Listener
 from micronorm.recipes import find, find_table
 from micronorm.recipes.digits import STEP_BATCH
 from micronorm.recipes.run import Variation

@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from micronorm.cli import app, report
-from micronorm.cli.faults import LONGEST, TargetError, one_line
-from micronorm.records.encoding import parse
+from micronorm.cli.printing import LONGEST, TargetError, one_line
+from micronorm.records.files import parse
 
 
 def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> Result:

@@ -5,8 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from micronorm.cli import app
-from micronorm.cli import figures as cli_figures
+from micronorm.cli import app, reproduce
 from micronorm.recipes import figures
 from tests.recipes.runs import write_run
 
@@ -105,4 +104,4 @@ def test_a_row_that_is_not_finished_is_said_to_be_missing(tmp_path):
 
 def test_the_name_of_the_command_is_kept_without_the_folders_it_used(tmp_path):
     request = figures.Request(dataset="cifar10", epochs=3, data=tmp_path, runs=tmp_path)
-    assert cli_figures._command("fig:dist", request) == "micronorm reproduce fig:dist --dataset cifar10 --epochs 3"
+    assert reproduce._command("fig:dist", request) == "micronorm reproduce fig:dist --dataset cifar10 --epochs 3"

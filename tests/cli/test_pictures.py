@@ -6,9 +6,9 @@ import pytest
 import torch
 from PIL import Image
 
-from micronorm.cli.pictures import random_images, read_images
+from micronorm.cli.diagnose import random_images, read_images
 from micronorm.data.digits import read_digits
-from micronorm.data.pixels import Standardization
+from micronorm.data.samples import Standardization
 
 
 def write_pictures(folder: Path, count: int, *, size: tuple[int, int] = (20, 16)) -> None:

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 import micronorm as mn
 from micronorm.cli import app, plan
-from micronorm.cli.faults import TargetError
-from micronorm.cli.specs import norm_spec, weight_spec
+from micronorm.cli.printing import TargetError
+from micronorm.cli.targets import norm_spec, weight_spec
 
 
 def run(*arguments: str):

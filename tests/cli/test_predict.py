@@ -16,7 +16,7 @@ from micronorm import recipes
 from micronorm.cli import app
 from micronorm.cli.predict import _output_names, find_images
 from micronorm.data.digits import open_digits
-from micronorm.data.pixels import IMAGENET, Standardizer
+from micronorm.data.samples import IMAGENET, Standardizer
 from micronorm.engine.settings import Execution
 from micronorm.recipes.run import Variation, run_recipe
 from micronorm.tasks import open_predictor

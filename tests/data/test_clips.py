@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from micronorm.data.clips import MemoryClips, choose_frames
-from micronorm.data.pixels import Standardization
+from micronorm.data.samples import Standardization
+from micronorm.data.videos import MemoryClips, choose_frames
 from micronorm.ops.keyed import sample_keys
 
 BYTES = Standardization((0.0,), (1.0,))

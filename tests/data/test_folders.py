@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from micronorm.data.folders import Box, crop_box, find_folders, open_folders
-from micronorm.data.pixels import IMAGENET, Standardization
+from micronorm.data.samples import IMAGENET, Standardization
 from tests.data.miniature import write_folders
 
 SIZE = 32

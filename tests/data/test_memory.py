@@ -2,8 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from micronorm.data.memory import MemorySamples, PadCropFlip
-from micronorm.data.pixels import Standardization
+from micronorm.data.samples import MemorySamples, PadCropFlip, Standardization
 
 PLAIN = Standardization((0.0, 0.0), (1.0, 1.0))  # bytes as they are
 

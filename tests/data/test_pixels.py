@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from micronorm.data.pixels import IMAGENET, Standardization, Standardizer
+from micronorm.data.samples import IMAGENET, Standardization, Standardizer
 
 CPU = torch.device("cpu")
 

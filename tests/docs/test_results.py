@@ -59,7 +59,7 @@ def test_a_row_with_several_seeds_has_mean_spread_difference_and_the_cost_of_sin
         for seed, error in enumerate((6.0, 7.0))
     )
     recipe = recipes.find("cifar1/c10-micro-bcn-ws")  # 164 epochs of 50,000 images
-    line = record._line(recipe, Findings(counted, ()), 86_400 / 8.2e6)
+    line = record._line(Findings(recipe, counted, ()), 86_400 / 8.2e6)
     assert line[1:] == ["6.31", "6.50 ± 0.71", "0, 1", "+0.19", "11", "1 days"]
 
 

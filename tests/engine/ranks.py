@@ -16,15 +16,14 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import micronorm as mn
-from micronorm.engine import trial
-from micronorm.engine.checkpoint import digest
+from micronorm.engine import evaluate as evaluation
+from micronorm.engine.checkpoint import digest, load_run_state, run_state
 from micronorm.engine.evaluate import evaluate
-from micronorm.engine.listener import Listener
 from micronorm.engine.loop import _TrainingRun, train
 from micronorm.engine.parallel import Flags, OneRank, ReplicatedRanks, open_ranks
 from micronorm.engine.settings import Execution
-from micronorm.engine.state import load_run_state, run_state
 from micronorm.engine.step import Step
+from micronorm.engine.task import Listener
 from micronorm.nn.batch_renorm import RenormSchedule
 from tests.engine.tasks import (
     CPU,
@@ -305,6 +304,6 @@ def fitting() -> int:
     run = _TrainingRun(SmallResNet(), Toy(), settings(step_batch=9), Execution(device=CPU), None, Listener())
     run.step.device = torch.device("cuda")  # the only place where it is asked for
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trial, "largest_fitting", lambda *args: 1)
-        trial.choose_micro_batch(run.step, shared_out(run.step, samples=9))
+        patch.setattr(evaluation, "largest_fitting", lambda *args: 1)
+        evaluation.choose_micro_batch(run.step, shared_out(run.step, samples=9))
     return run.step.micro_batch.size

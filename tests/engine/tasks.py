@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import micronorm as mn
-from micronorm.engine.checkpoint import digest
+from micronorm.engine.checkpoint import digest, run_state
 from micronorm.engine.dropout import key_dropout
-from micronorm.engine.optimization import SGD
+from micronorm.engine.optimization import SGD, Constant
 from micronorm.engine.parallel import OneRank
-from micronorm.engine.schedules import Constant
+from micronorm.engine.sampling import StepInputs
 from micronorm.engine.settings import Execution, Settings
-from micronorm.engine.state import run_state
-from micronorm.engine.step import Step, StepInputs
+from micronorm.engine.step import Step
 from micronorm.ops.keyed import sample_keys, uniforms
 from micronorm.tasks.scores import SumScore
 from tests.networks import SmallResNet, samples

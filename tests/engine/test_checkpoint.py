@@ -12,7 +12,7 @@ import torch
 from micronorm import records
 from micronorm.engine import checkpoint
 from micronorm.engine.checkpoint import CheckpointError, checkpoints, digest, load, save
-from micronorm.records import atomic
+from micronorm.records import files
 
 STATE = {
     "model": {"weight": torch.arange(6.0), "count": torch.tensor(3)},
@@ -132,13 +132,13 @@ def test_a_kill_at_any_stage_of_writing_leaves_a_whole_newest_checkpoint(tmp_pat
 
     with monkeypatch.context() as patch:
         if stage == "open":
-            patch.setattr(atomic, "open", killed, raising=False)
+            patch.setattr(files, "open", killed, raising=False)
         elif stage == "write":
             patch.setattr(checkpoint, "write_atomically", torn)
         elif stage in ("fsync", "replace"):
             patch.setattr(os, stage, killed)
         else:
-            patch.setattr(*((atomic, stage) if stage == "sync_folder" else (Path, stage)), killed)
+            patch.setattr(*((files, stage) if stage == "sync_folder" else (Path, stage)), killed)
         if stage in ("fsync", "replace"):  # nobody cleans up after a kill
             patch.setattr(Path, "unlink", lambda *args, **kwargs: None)
         with pytest.raises(Killed):

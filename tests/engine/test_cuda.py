@@ -8,14 +8,14 @@ import pytest
 import torch
 
 import micronorm as mn
+from micronorm.engine.evaluate import largest_fitting
 from micronorm.engine.graph import GraphedStep
 from micronorm.engine.loop import train
-from micronorm.engine.optimization import SGD, AdamW
+from micronorm.engine.optimization import SGD, AdamW, Constant
 from micronorm.engine.parallel import OneRank
-from micronorm.engine.schedules import Constant
+from micronorm.engine.sampling import StepInputs
 from micronorm.engine.settings import Execution, Settings
-from micronorm.engine.step import Step, StepInputs
-from micronorm.engine.trial import largest_fitting
+from micronorm.engine.step import Step
 from micronorm.ops.keyed import sample_keys
 from micronorm.recipes.networks import build_network
 from micronorm.tasks.classification import open_classification

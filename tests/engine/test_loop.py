@@ -13,13 +13,12 @@ from torch import nn
 
 import micronorm as mn
 from micronorm import records
-from micronorm.engine.listener import Listener
 from micronorm.engine.loop import Diverged, _TrainingRun, train
-from micronorm.engine.optimization import SGD, ParameterGroup
+from micronorm.engine.optimization import SGD, Cosine, ParameterGroup, Poly
 from micronorm.engine.parallel import OneRank
 from micronorm.engine.sampling import Sampler
-from micronorm.engine.schedules import Cosine, Poly
 from micronorm.engine.settings import Execution
+from micronorm.engine.task import Listener
 from tests.engine.ranks import Rows
 from tests.engine.tasks import CPU, Dropping, Sum, Toy, Zoo, settings
 from tests.networks import SmallResNet, assert_same_state

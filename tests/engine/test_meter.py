@@ -2,8 +2,8 @@
 
 import torch
 
-from micronorm.engine import meter as module
-from micronorm.engine.meter import Meter
+from micronorm.engine import loop as module
+from micronorm.engine.loop import Meter
 from micronorm.engine.parallel import Flags
 from micronorm.engine.step import StepResult
 from tests.engine.tasks import CPU, Toy

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from micronorm.engine.dropout import describe_randomness
-from micronorm.engine.microbatch import MicroBatch, is_out_of_memory
+from micronorm.engine.sampling import MicroBatch, is_out_of_memory
 
 
 @given(st.integers(1, 300), st.integers(1, 20), st.integers(1, 40), st.none() | st.integers(1, 300))

@@ -9,8 +9,8 @@ import micronorm as mn
 from micronorm import records
 from micronorm.engine import journal
 from micronorm.engine.parallel import Flags
+from micronorm.engine.sampling import StepInputs
 from micronorm.engine.settings import Execution
-from micronorm.engine.step import StepInputs
 from tests.diagnostics.observed import assert_same_figures
 from tests.engine.tasks import Failures, Toy, make_step, step_inputs
 from tests.engine.test_resume import kill_at, without_times

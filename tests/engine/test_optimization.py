@@ -7,8 +7,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from micronorm.engine.optimization import SGD, AdamW, ParameterGroup, build_optimizer
-from micronorm.engine.schedules import Constant, Cosine, Milestones, Poly, StepMilestones, Warmup
+from micronorm.engine.optimization import (
+    SGD,
+    AdamW,
+    Constant,
+    Cosine,
+    Milestones,
+    ParameterGroup,
+    Poly,
+    StepMilestones,
+    Warmup,
+    build_optimizer,
+)
 
 
 def factors(schedule, *, steps_per_epoch=5, epochs=4):

@@ -13,12 +13,11 @@ import torch
 
 from micronorm import records
 from micronorm.commit.snapshot import RandomState
-from micronorm.data.memory import MemorySamples
+from micronorm.data.samples import MemorySamples
 from micronorm.engine import journal, loop
-from micronorm.engine.checkpoint import CheckpointError, checkpoints, newest
+from micronorm.engine.checkpoint import CheckpointError, checkpoints, load_run_state, newest, run_state
 from micronorm.engine.optimization import SGD, AdamW
 from micronorm.engine.parallel import OneRank
-from micronorm.engine.state import load_run_state, run_state
 from tests.engine.tasks import Toy, make_step
 from tests.engine.tiny import STEPS, Heard, Noise, contents, run, tiny_model
 from tests.networks import SmallResNet

@@ -5,8 +5,7 @@ import json
 import pytest
 import torch
 
-from micronorm.engine.optimization import SGD, ParameterGroup
-from micronorm.engine.schedules import Cosine, Warmup
+from micronorm.engine.optimization import SGD, Cosine, ParameterGroup, Warmup
 from micronorm.engine.settings import Execution, Settings, describe
 
 

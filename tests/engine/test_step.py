@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import micronorm as mn
-from micronorm.engine.microbatch import MicroBatch
-from micronorm.engine.step import StepInputs
+from micronorm.engine.sampling import MicroBatch, StepInputs
 from micronorm.nn.per_step.shared_weights import SharedWeights
 from tests.devices import require_kernels
 from tests.engine.tasks import Dropping, Sum, Toy, make_step, step_inputs

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import micronorm as mn
-from micronorm.engine.step import Step, StepInputs
-from micronorm.engine.trial import largest_fitting
+from micronorm.engine.evaluate import largest_fitting
+from micronorm.engine.sampling import StepInputs
+from micronorm.engine.step import Step
 from tests.engine.tasks import (
     Dropping,
     Failures,

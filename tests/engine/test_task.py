@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from micronorm.engine.loop import train
-from micronorm.engine.optimization import SGD
-from micronorm.engine.schedules import Constant
+from micronorm.engine.optimization import SGD, Constant
 from micronorm.engine.settings import Execution, Settings
 from tests.engine.tasks import CPU, Images, Toy, settings
 from tests.networks import SmallResNet

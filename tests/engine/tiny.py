@@ -10,13 +10,11 @@ import torch
 from torch import nn
 
 import micronorm as mn
-from micronorm.data.memory import MemorySamples, PadCropFlip
-from micronorm.data.pixels import Standardization
-from micronorm.engine.listener import Listener
+from micronorm.data.samples import MemorySamples, PadCropFlip, Standardization
 from micronorm.engine.loop import train
-from micronorm.engine.optimization import SGD
-from micronorm.engine.schedules import Cosine
+from micronorm.engine.optimization import SGD, Cosine
 from micronorm.engine.settings import Execution, Outcome, Settings
+from micronorm.engine.task import Listener
 from micronorm.tasks.classification import Classification
 
 STEPS = 6

@@ -40,9 +40,9 @@ def test_a_wrong_name_is_told_the_names_near_it(name, message):
     "name, message",
     [
         ("tab:cifar1", "names go without tab:, write 'cifar1'"),
-        ("fig:imagenet", "'fig:imagenet' is a figure, not a table: micronorm reproduce fig:imagenet; there are abl, "),
+        ("fig:imagenet", "'fig:imagenet' is a figure, not a table: micronorm reproduce fig:imagenet"),
         ("cifar3", "near it: cifar"),
-        ("qqq", "no table 'qqq'; there are abl, "),
+        ("qqq", "no table 'qqq', nor one like it; there are abl, "),
     ],
 )
 def test_a_wrong_table_is_told_those_that_there_are(name, message):

@@ -9,8 +9,7 @@ from torch import nn
 
 import micronorm as mn
 from micronorm import recipes
-from micronorm.engine.optimization import SGD
-from micronorm.engine.schedules import Cosine, Milestones
+from micronorm.engine.optimization import SGD, Cosine, Milestones
 from micronorm.recipes.networks import build_network
 
 # Copied from the paper's tables, not from the recipes: error in %, top-1 and where there is one top-5.
@@ -325,7 +324,7 @@ def test_groups_are_the_papers(recipe):
     narrow = recipe.network in ("cifar-resnet20", "cifar-resnet56", "cifar-resnet110")
     norms = {name: module for name, module in built(recipe.name).named_modules() if hasattr(module, "num_groups")}
     assert norms
-    pooled: Any = norms.pop("pyramid.image.1", None)  # DeepLabV3: one element per channel, so groups of 16 channels
+    pooled: Any = norms.pop("pyramid.convs.4.2", None)  # DeepLabV3: one element per channel, so groups of 16 channels
     assert pooled is None or pooled.num_groups == 16
     for norm in norms.values():
         channels = norm.num_channels

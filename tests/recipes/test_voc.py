@@ -9,8 +9,8 @@ from torchvision.models.resnet import Bottleneck, ResNet
 
 import micronorm as mn
 from micronorm import recipes
-from micronorm.engine.weights import load_weights
-from micronorm.recipes.deeplab import DeepLabV3
+from micronorm.engine.checkpoint import load_weights
+from micronorm.recipes.resnet import DeepLabV3
 
 
 def test_the_backbone_has_output_stride_16_and_dilation_2_in_all_blocks_of_its_last_stage():
@@ -18,7 +18,7 @@ def test_the_backbone_has_output_stride_16_and_dilation_2_in_all_blocks_of_its_l
     features = network.backbone.eval()(torch.zeros(1, 3, 64, 96))
     assert features.shape == (1, 2048, 4, 6)
     assert [block.conv2.dilation for block in network.backbone.layer4] == [(2, 2)] * 3
-    assert [branch[0].dilation for branch in network.pyramid.branches] == [(1, 1), (6, 6), (12, 12), (18, 18)]
+    assert [branch[0].dilation for branch in network.pyramid.convs[:4]] == [(1, 1), (6, 6), (12, 12), (18, 18)]
 
 
 def test_the_last_convolution_stays_plain_and_every_other_one_is_standardized():

@@ -7,9 +7,8 @@ import pytest
 from PIL import Image
 
 from micronorm.records import read, write_predictions
-from micronorm.report.charts import Chart, Line, line_chart, summarize
+from micronorm.report.charts import Chart, Grid, Line, heat_map, largest_shown, line_chart, summarize
 from micronorm.report.diagnostics import read_layer_history
-from micronorm.report.layer_charts import Grid, heat_map, largest_shown
 from micronorm.report.page import sections_of
 from micronorm.report.predictions import MOST_SCENES
 from tests.report.build import EVIL, begin, full_run, look_row, prediction, scene

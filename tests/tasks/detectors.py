@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 import micronorm as mn
 from micronorm.ops.keyed import sample_keys
-from micronorm.recipes.rcnn import build_rcnn, parts_to_convert
+from micronorm.recipes.rcnn import build_rcnn
+from micronorm.recipes.recipe import parts_to_convert
 
 CLASSES = 3
 OPTIONS: dict[str, Any] = {

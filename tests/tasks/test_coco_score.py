@@ -10,7 +10,7 @@ import torch
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from micronorm.data.detection import load_mask_library
+from micronorm.data.coco import load_mask_library
 from micronorm.tasks.coco_score import FIGURES, CocoScore
 from tests.tasks.exchange import sent
 

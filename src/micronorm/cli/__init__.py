@@ -10,7 +10,7 @@ import typer
 
 import micronorm
 from micronorm.cli import bench, check, demo, diagnose, doctor, fold, plan, predict, report, reproduce, train
-from micronorm.cli.faults import Commands
+from micronorm.cli.printing import Commands
 
 app = typer.Typer(
     name="micronorm",

@@ -13,9 +13,8 @@ from micronorm.bench.cases import CASES, GPU_GROUPS, LAYOUTS, Case
 from micronorm.bench.measure import BenchSettings, measure
 from micronorm.bench.results import ROUTES, BenchResult
 from micronorm.bench.timing import FOOTPRINT, LARGE, PASSES_AT_LEAST, copy_bandwidth
-from micronorm.cli.faults import CommandFailed, TargetError
-from micronorm.cli.printing import as_options, print_table, say
-from micronorm.cli.specs import norm_spec
+from micronorm.cli.printing import CommandFailed, TargetError, as_options, print_table, say
+from micronorm.cli.targets import norm_spec
 from micronorm.nn import register
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

@@ -10,10 +10,8 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from micronorm.check import check_cuts, check_start
-from micronorm.cli.faults import FAILED, TargetError
-from micronorm.cli.printing import print_json, show_report
-from micronorm.cli.specs import Groups, Norm, Weight, converted
-from micronorm.cli.targets import ANY_CLASSES, Target, attempt, input_channels, resolve
+from micronorm.cli.printing import FAILED, TargetError, print_json, show_report
+from micronorm.cli.targets import ANY_CLASSES, Groups, Norm, Target, Weight, attempt, converted, input_channels, resolve
 from micronorm.ops.private_api import DropoutNd
 
 _DROPPING = ("StochasticDepth", "DropPath")

@@ -14,10 +14,9 @@ from rich.console import Console
 from torch import Tensor
 
 from micronorm import records
-from micronorm.cli.printing import print_table, say
-from micronorm.cli.progress import TrainingProgress
-from micronorm.engine.listener import Listener
+from micronorm.cli.printing import TrainingProgress, print_table, say
 from micronorm.engine.settings import Execution
+from micronorm.engine.task import Listener
 from micronorm.recipes import Recipe, find_table
 from micronorm.recipes.digits import EPOCHS, STEP_BATCH
 from micronorm.recipes.protocols import method

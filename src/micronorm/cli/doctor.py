@@ -1,8 +1,10 @@
 """`micronorm doctor`: show what is installed and which implementation each layer uses, and test the law and BCN."""
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,10 +15,10 @@ from torch import nn
 from micronorm.bench.accuracy import deviations, randomize_state
 from micronorm.check import check_cuts
 from micronorm.cli.check import summed_cross_entropy
-from micronorm.cli.faults import CommandFailed, TargetError, one_line
-from micronorm.cli.printing import print_json
+from micronorm.cli.printing import CommandFailed, TargetError, one_line, print_json
+from micronorm.data.cifar import find_cifar
 from micronorm.data.files import search_folders
-from micronorm.data.search import find_data
+from micronorm.data.folders import find_folders
 from micronorm.engine.environment import environment, package_version
 from micronorm.nn import SPECS, BatchChannelNorm
 from micronorm.nn.backends import KERNELS, explain_backend, kernel_problem
@@ -111,6 +113,27 @@ def _describe_extra(packages: Sequence[str], purpose: str) -> dict[str, Any]:
     versions = {name: package_version(name) for name in packages}
     install = None if all(versions.values()) else f"pip install {' '.join(packages)}"
     return {"packages": versions, "purpose": purpose, "install": install}
+
+
+def find_data(folder: Path | str | None = None) -> dict[str, Path]:
+    """Return the paths of "cifar10", "cifar100" and "imagenet" below `folder`, or below ./data and ~/data.
+
+    Files are not read.
+
+    Example:
+        >>> find_data("no/such/folder")
+        {}
+    """
+    finders = {
+        "cifar10": partial(find_cifar, classes=10),
+        "cifar100": partial(find_cifar, classes=100),
+        "imagenet": find_folders,
+    }
+    found = {}
+    for name, finder in finders.items():
+        with contextlib.suppress(FileNotFoundError):
+            found[name] = finder(folder)
+    return found
 
 
 # --- self-tests -------------------------------------------------------------------------------------------------------

@@ -7,16 +7,15 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from micronorm.cli.faults import CommandFailed, TargetError, one_line
-from micronorm.cli.specs import Groups, Statistics, norm_spec, weight_spec
-from micronorm.cli.targets import input_channels, resolve
+from micronorm.cli.printing import CommandFailed, TargetError, one_line
+from micronorm.cli.targets import Groups, Statistics, input_channels, norm_spec, resolve, weight_spec
 from micronorm.convert import convert
 from micronorm.convert.checkpoint import load_state, pack_state, read_header, read_state
 from micronorm.engine.journal import WEIGHTS
 from micronorm.export import fold as fold_model
 from micronorm.export import onnx as export_onnx
 from micronorm.export.fold import is_ours
-from micronorm.recipes.load import facts_beside, recorded_classes
+from micronorm.recipes.load import facts_beside, recorded_names
 from micronorm.recipes.load import load as load_run
 from micronorm.records import write_atomically
 
@@ -83,7 +82,8 @@ def _read(checkpoint: Path, model: str | None, options: dict[str, Any]) -> nn.Mo
         checkpoint = checkpoint / WEIGHTS
     if not checkpoint.is_file():
         raise TargetError(f"no file {checkpoint}")
-    network = _rebuild(model, options, read_header(checkpoint), recorded_classes(facts_beside(checkpoint)))
+    classes = len(recorded_names(facts_beside(checkpoint))) or None
+    network = _rebuild(model, options, read_header(checkpoint), classes)
     state = read_state(checkpoint)
     has_bcn, saved_bcn = (any("group_weight" in key for key in keys) for keys in (network.state_dict(), state))
     if has_bcn and not saved_bcn:

@@ -6,10 +6,8 @@ import typer
 from rich.console import Console
 from torch import nn
 
-from micronorm.cli.faults import CommandFailed, TargetError
-from micronorm.cli.printing import print_json, print_table
-from micronorm.cli.specs import Groups, Statistics, norm_spec, weight_spec
-from micronorm.cli.targets import ANY_CLASSES, resolve
+from micronorm.cli.printing import CommandFailed, TargetError, print_json, print_table
+from micronorm.cli.targets import ANY_CLASSES, Groups, Statistics, norm_spec, resolve, weight_spec
 from micronorm.convert import plan as make_plan
 from micronorm.nn.spec import NormSpec, WeightSpec
 from micronorm.recipes.networks import build_network

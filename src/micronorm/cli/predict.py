@@ -11,18 +11,17 @@ from rich.console import Console
 from rich.progress import track
 
 from micronorm import records
-from micronorm.cli.faults import FAILED, one_line
-from micronorm.cli.printing import print_table
+from micronorm.cli.printing import FAILED, one_line, print_table
 from micronorm.cli.targets import find_recipe
 from micronorm.cli.train import find_device
 from micronorm.data.files import SUFFIXES
 from micronorm.engine.parallel import own_device
-from micronorm.recipes.load import find_trained, load
+from micronorm.recipes.load import find_trained, load, recorded_names
 from micronorm.recipes.recipe import DATA, Recipe
 from micronorm.records import write_atomically
-from micronorm.records.encoding import is_count
+from micronorm.records.files import is_count
 from micronorm.tasks import open_predictor
-from micronorm.tasks.prediction import Prediction, Predictor
+from micronorm.tasks.scores import Prediction, Predictor
 
 ANSWERS = "predictions.json"
 _MOST_SHOWN = 20
@@ -49,7 +48,7 @@ def predict(
     facts = records.read(run, rows=False).facts
     trained = find_recipe(recipe) if recipe is not None else find_trained(run, facts)
     predictor = _open_predictor(trained, facts)
-    own = None if recipe is None else trained.build(seed=0, classes=len(_names(facts)) or None)
+    own = None if recipe is None else trained.build(seed=0, classes=len(recorded_names(facts)) or None)
     model = load(run, model=own).to(own_device(find_device(device)))
     out.mkdir(parents=True, exist_ok=True)
     found: dict[Path, Prediction] = {}
@@ -102,18 +101,12 @@ def _open_predictor(recipe: Recipe, facts: dict[str, Any]) -> Predictor:
     size = variation.get("size") if isinstance(variation, dict) else 0
     if size is not None and not (is_count(size) and 0 < size <= _LARGEST):
         raise ValueError(f"the run's record has a variation that micronorm train does not write: {str(variation)[:80]}")
-    names = _names(facts)
+    names = recorded_names(facts)
     # A classifier may have more outputs than its folder has classes.
     names += [str(k) for k in range(len(names), recipe.classes)]
     if not names:
         raise ValueError(f"the run's record has no names of classes, which {recipe.name} needs")
     return open_predictor(recipe.task, recipe.data, names=names, size=size or DATA[recipe.data].shape[1])
-
-
-def _names(facts: dict[str, Any]) -> list[str]:
-    """Return the names of the data set's classes, if the record has them."""
-    names = facts["data"].get("names")
-    return list(map(str, names)) if isinstance(names, list) else []
 
 
 def _show(console: Console, found: dict[Path, Prediction], out: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from micronorm import records
-from micronorm.cli.faults import MISUSE, one_line
+from micronorm.cli.printing import MISUSE, one_line
 from micronorm.report import write_page, write_plots
 
 

@@ -1,61 +1,39 @@
 """`micronorm reproduce`: a table of the paper, its numbers beside ours, and the runs that are missing; or a figure."""
 
-import math
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from micronorm.cli.faults import FAILED, CommandFailed, TargetError, one_line
-from micronorm.cli.figures import reproduce_figure
-from micronorm.cli.printing import print_json, print_table, say
+from micronorm import records
+from micronorm.cli.printing import (
+    FAILED,
+    CommandFailed,
+    TargetError,
+    TrainingProgress,
+    as_options,
+    one_line,
+    print_json,
+    print_table,
+    say,
+)
 from micronorm.cli.row_queue import RowQueue
-from micronorm.cli.targets import unknown
 from micronorm.cli.train import Dtype
+from micronorm.engine.parallel import own_device
 from micronorm.engine.settings import Execution
-from micronorm.recipes import Recipe, Table, find_table, tables
-from micronorm.recipes.figures import FIGURES, Request
+from micronorm.recipes import Recipe, Table, figures, find_table, tables, unknown
+from micronorm.recipes.figures.figure import read
 from micronorm.recipes.results import Findings, RunResult, gather, packaged, read_runs
 from micronorm.recipes.run import Variation
 
 _AP = {"AP": "AP", "AP50": "AP.5", "AP75": "AP.75", "APl": "APl", "APm": "APm", "APs": "APs"}
 _SHOWN = {"top1": "top-1 error", "top5": "top-5 error", "miou": "mIoU", "dice": "Dice", **_AP}
 _SHOWN |= {f"mask_{name}": f"mask {title}" for name, title in _AP.items()}
-
-
-@dataclass(frozen=True)
-class TableRow:
-    """A recipe and what was found for it."""
-
-    recipe: Recipe
-    found: Findings
-
-    @property
-    def reason(self) -> str | None:
-        """Return why we have no result for this row, or None if we have one."""
-        if self.found.counted:
-            return None
-        if self.recipe.unavailable is not None:
-            return self.recipe.unavailable
-        if self.found.rejected:
-            return "; ".join(f"{result.where} does not count: {why}" for result, why in self.found.rejected)
-        return "not run"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the row as `--json` prints it. Values that are not finite become null."""
-        mean = self.found.mean()
-        record = {
-            "row": self.recipe.row,
-            "paper": None if self.recipe.paper is None else dict(self.recipe.paper),
-            "ours": mean and {name: value if math.isfinite(value) else None for name, value in mean.items()},
-            "seeds": self.found.seeds,
-            "run": [result.where for result in self.found.counted] or None,
-        }
-        return record if self.reason is None else {**record, "reason": self.reason}
 
 
 def reproduce(
@@ -112,7 +90,14 @@ def reproduce(
         _list_tables(as_json=as_json)
         return
     if table.startswith("fig:"):
-        _reproduce_figure(table, Request(dataset=dataset, epochs=epochs, data=data, runs=runs), as_json=as_json)
+        request = figures.Request(dataset=dataset, epochs=epochs, data=data, runs=runs)
+        try:
+            _reproduce_figure(table, request, as_json=as_json)
+        except (OSError, ImportError) as fault:  # no data, no matplotlib
+            raise CommandFailed(f"{table} could not be made: {one_line(fault)}") from None
+        except KeyboardInterrupt:
+            typer.echo(f"{table} was stopped; run the same command to continue.")
+            raise typer.Exit(130) from None
         return
     chosen, required = _choose(table, rows)
     found = _find_rows(chosen, runs)
@@ -159,27 +144,16 @@ def _check_options(table: str | None, given: Sequence[str], *, as_json: bool) ->
         raise TargetError(f"--json runs nothing; remove {', '.join(training)}")
 
 
-def _reproduce_figure(name: str, request: Request, *, as_json: bool) -> None:
-    """Reproduce a figure. An interrupted measurement ends the command, and the same command continues it."""
-    try:
-        reproduce_figure(name, request, as_json=as_json)
-    except (OSError, ImportError) as fault:  # no data, no matplotlib
-        raise CommandFailed(f"{name} could not be made: {one_line(fault)}") from None
-    except KeyboardInterrupt:
-        typer.echo(f"{name} was stopped; run the same command to continue.")
-        raise typer.Exit(130) from None
-
-
 def _list_tables(*, as_json: bool) -> None:
     if as_json:
         listed = [{"table": t.name, "title": t.title, "rows": [r.row for r in t.rows]} for t in tables().values()]
-        figures = [{"figure": f.name, "title": f.title, "datasets": list(f.datasets)} for f in FIGURES.values()]
-        print_json([*listed, *figures])
+        drawn = [{"figure": f.name, "title": f.title, "datasets": list(f.datasets)} for f in figures.FIGURES.values()]
+        print_json([*listed, *drawn])
         return
     console = Console(highlight=False)
     rows = [(table.name, str(len(table.rows)), table.title) for table in tables().values()]
     print_table(console, ("table", "rows", "what"), rows, right=["rows"])
-    rows = [(figure.name, ", ".join(figure.datasets), figure.title) for figure in FIGURES.values()]
+    rows = [(figure.name, ", ".join(figure.datasets), figure.title) for figure in figures.FIGURES.values()]
     print_table(console, ("figure", "data sets", "title"), rows)
     say(console, "micronorm reproduce TABLE shows the paper's figures beside ours and runs what is missing.")
     say(console, "micronorm reproduce FIGURE measures what is missing and draws it.")
@@ -204,39 +178,90 @@ def _choose(name: str, rows: str | None) -> tuple[tuple[Recipe, ...], set[str]]:
     return chosen, {recipe.name for recipe in chosen}
 
 
-def _find_rows(recipes: Sequence[Recipe], runs: Path, *, tell: bool = True) -> list[TableRow]:
+def _find_rows(recipes: Sequence[Recipe], runs: Path, *, tell: bool = True) -> list[Findings]:
     local, damaged = read_runs(runs)
     if tell:
         for path, why in damaged:
             typer.echo(f"micronorm reproduce: {path} cannot be read and is left out: {why}", err=True)
     results = [*packaged(), *local]
-    return [TableRow(recipe, gather(recipe, results)) for recipe in recipes]
+    return [gather(recipe, results) for recipe in recipes]
 
 
-def _is_missing(row: TableRow, *, epochs: int | None, seed: int | None) -> bool:
+def _is_missing(row: Findings, *, epochs: int | None, seed: int | None) -> bool:
     if epochs is not None and epochs != row.recipe.settings.epochs:
         return True  # the user requested another length, so no recorded run matches
-    return not row.found.counted if seed is None else seed not in row.found.seeds
+    return not row.counted if seed is None else seed not in row.seeds
+
+
+# --- a figure -------------------------------------------------------------------------------------------------------
+
+FOLDER = "figures"
+"""The folder of data files and pictures, inside the folder of runs."""
+
+
+def _reproduce_figure(name: str, request: figures.Request, *, as_json: bool) -> None:
+    """Print the numbers of a figure as JSON, or measure them if they are missing and draw the figure."""
+    figure = figures.find(name)
+    figure.check(request)
+    stem = figure.stem(request)
+    has_runs = request.runs.is_dir() and bool(records.find_runs(request.runs))
+    measure_again = figure.from_records and not as_json and has_runs
+    found, path = (None, None) if measure_again else _find_numbers(figure.settings(request), stem, request.runs)
+    if as_json:
+        print_json(found)
+        return
+    console = Console(highlight=False)
+    say(console, f"{figure.name}: {figure.title}.")
+    say(console, f"The paper: {figure.paper}")
+    for note in figure.ours:
+        say(console, f"Ours: {note}.")
+    if figure.measure is not None and found is None:
+        path = request.runs / FOLDER / f"{stem}.json"
+        say(console, f"Measuring into {path}. If it is interrupted, the same command continues.")
+        request = replace(request, device=own_device(None))
+        found = figure.run(request, path, command=_command(name, request), listener=TrainingProgress(console))
+    if found is not None:
+        say(console, f"Numbers: {path} ({found['date'][:10]}, {found['seconds']:g} s).")
+    for row, why in ((found or {}).get("numbers") or {}).get("missing", {}).items():
+        say(console, f"Missing: {row} ({why}); drawn without it.")
+    for picture in figure.save(found or {}, request.runs / FOLDER, stem):
+        say(console, f"Drawn: {picture}")
+
+
+def _find_numbers(wanted: dict[str, Any], stem: str, runs: Path) -> tuple[dict[str, Any] | None, Path | None]:
+    """Return the data file with these settings and its path: from the folder of runs, or from the checkout."""
+    for folder in (runs / FOLDER, figures.RECORDED):
+        path = folder / f"{stem}.json"
+        found = read(path, wanted)
+        if found is not None:
+            return found, path
+    return None, None
+
+
+def _command(name: str, request: figures.Request) -> str:
+    """Return the command that repeats the measurement, without folders."""
+    options = as_options({"dataset": request.dataset, "epochs": request.epochs})
+    return shlex.join(["micronorm", "reproduce", name, *options])
 
 
 # --- what is printed --------------------------------------------------------------------------------------------------
 
 
-def _print_rows(console: Console, table: Table, rows: Sequence[TableRow]) -> None:
+def _print_rows(console: Console, table: Table, rows: Sequence[Findings]) -> None:
     in_paper = {name for row in rows for name in row.recipe.paper or ()}
-    in_ours = {name for row in rows for name in row.found.mean() or ()}
+    in_ours = {name for row in rows for name in row.mean() or ()}
     shown = [name for name in _SHOWN if name in in_paper] or [name for name in _SHOWN if name in in_ours][:1]
     say(console, f"{table.name}: {table.title}.")
     if shown:
-        figures = " / ".join(_SHOWN[name] for name in shown)
-        say(console, f"Figures: {figures} in %; of several seeds mean ± standard deviation.")
+        titles = " / ".join(_SHOWN[name] for name in shown)
+        say(console, f"Figures: {titles} in %; of several seeds mean ± standard deviation.")
     cells = [
         (
             row.recipe.row,
             _figures(row.recipe.paper, None, shown),
-            _figures(row.found.mean(), row.found.deviation(), shown),
-            ", ".join(map(str, row.found.seeds)),
-            row.reason or "\n".join(map(_provenance, row.found.counted)),
+            _figures(row.mean(), row.deviation(), shown),
+            ", ".join(map(str, row.seeds)),
+            row.reason or "\n".join(map(_provenance, row.counted)),
         )
         for row in rows
     ]
@@ -245,11 +270,11 @@ def _print_rows(console: Console, table: Table, rows: Sequence[TableRow]) -> Non
     print_table(console, columns, cells, right=("paper", "ours"), styles=styles)
 
 
-def _figures(figures: Mapping[str, float] | None, spread: Mapping[str, float] | None, shown: Sequence[str]) -> str:
-    if figures is None:
+def _figures(values: Mapping[str, float] | None, spread: Mapping[str, float] | None, shown: Sequence[str]) -> str:
+    if values is None:
         return "–"
     around = {name: f" ± {value:.2f}" for name, value in (spread or {}).items()}
-    return " / ".join(f"{figures[name]:.2f}{around.get(name, '')}" if name in figures else "–" for name in shown)
+    return " / ".join(f"{values[name]:.2f}{around.get(name, '')}" if name in values else "–" for name in shown)
 
 
 def _provenance(result: RunResult) -> str:
@@ -257,7 +282,7 @@ def _provenance(result: RunResult) -> str:
     return f"{result.where} ({facts})" if facts else result.where
 
 
-def _print_remarks(console: Console, rows: Sequence[TableRow]) -> None:
+def _print_remarks(console: Console, rows: Sequence[Findings]) -> None:
     """Print each recipe note once with its rows, then the runs that were not counted and why."""
     about: dict[str, list[str]] = {}
     for row in rows:
@@ -266,6 +291,6 @@ def _print_remarks(console: Console, rows: Sequence[TableRow]) -> None:
     for note, names in about.items():
         say(console, f"{'All rows' if len(names) == len(rows) else ', '.join(names)}: {note}.")
     for row in rows:
-        if row.found.counted:  # else the table says so
-            for result, why in row.found.rejected:
+        if row.counted:  # else the table says so
+            for result, why in row.rejected:
                 say(console, f"{row.recipe.row}: {result.where} does not count: {why}.")

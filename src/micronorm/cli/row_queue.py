@@ -11,9 +11,7 @@ import typer
 from rich.console import Console
 
 from micronorm import records
-from micronorm.cli.faults import FAILED, one_line
-from micronorm.cli.printing import as_options, say
-from micronorm.cli.progress import TrainingProgress
+from micronorm.cli.printing import FAILED, TrainingProgress, as_options, one_line, say
 from micronorm.cli.train import execution_options
 from micronorm.engine.loop import Diverged
 from micronorm.engine.settings import Execution

@@ -4,6 +4,7 @@ import os
 import shlex
 import sys
 from functools import partial
+from itertools import starmap
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,8 +12,7 @@ import torch
 import typer
 from rich.console import Console
 
-from micronorm.cli.printing import as_options
-from micronorm.cli.progress import TrainingProgress
+from micronorm.cli.printing import TrainingProgress, as_options, figure_text, say
 from micronorm.cli.targets import find_recipe
 from micronorm.engine.settings import Execution, Outcome
 from micronorm.recipes.run import Variation, run_recipe
@@ -175,17 +175,9 @@ def execution_options(execution: Execution, workers: int = 0) -> list[str]:
     return as_options(given)
 
 
-_FIGURES = {"top1": "top-1 error {:.4g} %", "top5": "top-5 error {:.4g} %"}
-_FIGURES |= {"miou": "mIoU {:.4g} %", "accuracy": "accuracy {:.4g} %"}
-
-
 def _print_outcome(console: Console, outcome: Outcome, folder: Path, again: list[str]) -> None:
-    shown = [
-        _FIGURES.get(name, name.replace("_", " ") + " {:.4g}").format(value) for name, value in outcome.figures.items()
-    ]
-    figures = f"{', '.join(shown)} on the test samples" if shown else ""
-    say = console.print if console.is_terminal else typer.echo
-    say(f"{outcome.steps} steps; {figures or 'not evaluated'}")
-    say(f"state {outcome.digest[:16]}; {folder / 'model.safetensors'}")
+    figures = ", ".join(starmap(figure_text, outcome.figures.items()))
+    say(console, f"{outcome.steps} steps; {f'{figures} on the test samples' if figures else 'not evaluated'}")
+    say(console, f"state {outcome.digest[:16]}; {folder / 'model.safetensors'}")
     if not outcome.finished:
-        say(f"to continue: {shlex.join(again)}")
+        say(console, f"to continue: {shlex.join(again)}")

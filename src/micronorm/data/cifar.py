@@ -15,10 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from micronorm.data.files import find_root, search_folders
-from micronorm.data.memory import Labelled, MemorySamples, PadCropFlip, keep_in_memory
-from micronorm.data.pixels import Standardization
-from micronorm.data.samples import Split
+from micronorm.data.files import find_root, import_optional, search_folders
+from micronorm.data.samples import Labelled, MemorySamples, PadCropFlip, Split, Standardization, keep_in_memory
 
 PAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"
 USUAL = PadCropFlip(pad=4, flip=True)
@@ -261,16 +259,11 @@ def _check_labels(labels: Tensor, classes: int) -> None:
 
 def _download(folder: Path, classes: int) -> None:
     """Download and unpack the Python release; torchvision checks the archive's published MD5."""
+    datasets = import_optional("torchvision.datasets", f"downloads (or else an archive from {PAGE})", "torchvision")
+    source = datasets.CIFAR10 if classes == 10 else datasets.CIFAR100
+    fetch = datasets.utils.download_and_extract_archive
     try:
-        from torchvision.datasets import CIFAR10, CIFAR100
-        from torchvision.datasets.utils import download_and_extract_archive
-    except ImportError as error:
-        raise ImportError(
-            f"download=True needs torchvision (pip install torchvision); or unpack an archive from {PAGE} in {folder}"
-        ) from error
-    source = CIFAR10 if classes == 10 else CIFAR100
-    try:
-        download_and_extract_archive(source.url, str(folder), filename=source.filename, md5=source.tgz_md5)
+        fetch(source.url, str(folder), filename=source.filename, md5=source.tgz_md5)
     except (OSError, RuntimeError) as error:  # torchvision raises RuntimeError for a wrong checksum
         raise OSError(
             f"fetching {source.url} into {folder.absolute()} failed ({error}); try again, or unpack an archive from "

@@ -2,9 +2,7 @@
 
 import torch
 
-from micronorm.data.memory import Labelled, MemorySamples, PadCropFlip, keep_in_memory
-from micronorm.data.pixels import Standardization
-from micronorm.data.samples import Split
+from micronorm.data.samples import Labelled, MemorySamples, PadCropFlip, Split, Standardization, keep_in_memory
 
 TEST_IMAGES = 500
 SHIFT = PadCropFlip(pad=1)

@@ -6,6 +6,7 @@ of pixels only: for a PostScript file, whatever its name, PIL would start Ghosts
 
 import contextlib
 import hashlib
+import importlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePath
@@ -236,9 +237,21 @@ def _has_end_of_scan(data: bytes) -> bool:
     return False
 
 
+def import_optional(module: str, users: str, package: str) -> Any:
+    """Return a module. Raise ImportError that says who needs it, and how to install its package, if it is missing.
+
+    Example:
+        >>> import_optional("no_such.module", "image files", "no-such")
+        Traceback (most recent call last):
+        ...
+        ImportError: image files need no-such: pip install no-such
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(f"{users} need {package}: pip install {package}") from error
+
+
 def require_torchvision() -> None:
     """Raise ImportError with the fix if torchvision is not installed."""
-    try:
-        import torchvision.transforms.v2  # noqa: F401
-    except ImportError as error:
-        raise ImportError("image files need torchvision (pip install torchvision)") from error
+    import_optional("torchvision.transforms.v2", "image files", "torchvision")

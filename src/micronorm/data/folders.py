@@ -12,8 +12,7 @@ from torch import Tensor
 
 from micronorm.data.files import SUFFIXES, decode, find_root, require_torchvision
 from micronorm.data.loading import FileSamples, Order
-from micronorm.data.pixels import IMAGENET, Standardization, Standardizer
-from micronorm.data.samples import CROP, FLIP, DataSet
+from micronorm.data.samples import CROP, FLIP, IMAGENET, DataSet, Standardization, Standardizer
 from micronorm.ops.keyed import uniforms
 
 SCALE = (0.08, 1.0)

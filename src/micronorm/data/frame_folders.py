@@ -16,11 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from micronorm.data.clips import FRAMES, choose_frames
 from micronorm.data.files import check_picture, decode, find_root, read_lines, require_torchvision
 from micronorm.data.loading import FileSamples, Order
-from micronorm.data.pixels import IMAGENET, Standardizer
-from micronorm.data.samples import CROP, DataSet
+from micronorm.data.samples import CROP, IMAGENET, DataSet, Standardizer
+from micronorm.data.videos import FRAMES, choose_frames
 from micronorm.ops.keyed import uniforms
 
 PREFIXES = {"something": "something-something-v1", "jester": "jester-v1"}

@@ -25,8 +25,7 @@ from micronorm.data.files import (
     require_torchvision,
 )
 from micronorm.data.loading import FileSamples, Order
-from micronorm.data.pixels import IMAGENET, Standardizer
-from micronorm.data.samples import CROP, FLIP
+from micronorm.data.samples import CROP, FLIP, IMAGENET, Standardizer
 from micronorm.ops.keyed import uniforms
 
 VOC_CLASSES = (

@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from micronorm.data.clips import FRAMES, MemoryClips
 from micronorm.data.digits import read_digits
-from micronorm.data.pixels import Standardization
-from micronorm.data.samples import DataSet
+from micronorm.data.samples import DataSet, Standardization
+from micronorm.data.videos import FRAMES, MemoryClips
 from micronorm.ops.keyed import integers, sample_keys, uniforms
 
 CLASSES = (

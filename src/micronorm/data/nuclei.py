@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from micronorm.data.detection import DetectionDecoder, DetectionSamples, Target, encode_masks
+from micronorm.data.coco import DetectionDecoder, DetectionSamples, Target, encode_masks
 from micronorm.data.files import check_picture, decode, decode_labels, find_root, require_torchvision, split_by_fold
 from micronorm.data.masks import MaskedImage, pair_files
 from micronorm.data.samples import DataSet

@@ -5,13 +5,13 @@ All volumes are read when the set is opened, and kept in memory. The 260 volumes
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from micronorm.data.files import find_listed, find_root, naming_broken_file, read_json, split_by_fold
+from micronorm.data.files import find_listed, find_root, import_optional, naming_broken_file, read_json, split_by_fold
 from micronorm.data.samples import CROP, FLIP, DataSet, IndexedSamples
 from micronorm.ops.keyed import sample_keys, uniforms
 
@@ -103,12 +103,9 @@ def read_volume(image: Path, labels: Path, *, classes: int) -> Volume:
 
 def _read_nifti(path: Path) -> np.ndarray:
     """Return the values of a file in float64, its intensity scale applied."""
-    try:
-        import nibabel
-    except ImportError as error:
-        raise ImportError("NIfTI files need nibabel: pip install nibabel") from error
+    nibabel = import_optional("nibabel", "NIfTI files", "nibabel")
     with naming_broken_file(path, "NIfTI file"):
-        opened: Any = nibabel.load(path)  # type: ignore[attr-defined]
+        opened = nibabel.load(path)
         if opened.get_data_dtype().kind not in "iuf":
             raise TypeError(f"voxels must be real numbers, got {opened.get_data_dtype()}")
         return np.asarray(opened.dataobj, dtype=np.float64)

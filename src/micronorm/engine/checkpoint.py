@@ -1,28 +1,40 @@
-"""Checkpoint files, written atomically and verified by their digest.
+"""Checkpoints, written atomically and verified by their digest; and weights in files.
 
 A checkpoint is one file, `step-00000120.3fa9c1d2e4b58677.pt`: the number of completed steps, and the first 16 digits of
 the SHA-256 of its bytes. Rank 0 writes it, with every tensor whole, also if the model is sharded. It is written under
 another name and renamed, so a file of that name is complete. Its digest is verified before anything is read from it.
 The newest two are kept. Files are read with `weights_only=True`: nothing in them is executed.
+
+`run_state` is what a checkpoint holds: the state between two steps. Optimizer state is stored by the names of
+parameters, not by their numbers. So a run can be resumed replicated if it was sharded before, or the other way round,
+on any number of ranks. Learning rates and other options come from the settings. `save_weights` writes the weights at
+the end of a run, `load_weights` starts from the weights of a file of any origin.
 """
 
 import hashlib
 import io
 import re
-from collections.abc import Iterator
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from micronorm.commit.handle import merge_states
+from micronorm.commit.snapshot import RandomState
+from micronorm.convert.checkpoint import header_of, load_state, pack_state, read_state, strip_prefixes
+from micronorm.engine.parallel import ShardedRanks
+from micronorm.engine.step import Step
+from micronorm.nn.fingerprint import fingerprints, layer_of_torch, with_fingerprints
 from micronorm.records import write_atomically
 
 FORMAT = "micronorm checkpoint"
 VERSION = 1
 KEPT = 2
-SHARDED = ".sharded"
-"""The ending of folders in which earlier revisions saved sharded runs. They are refused, and never read."""
 _NAME = re.compile(r"step-(\d+)\.([0-9a-f]{16})\.pt")
 
 
@@ -50,9 +62,8 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def newest(folder: Path) -> Path | None:
-    """Return the newest checkpoint of a folder, or None. It may be one that `load` refuses."""
-    found = [*checkpoints(folder), *folder.glob(f"step-*{SHARDED}")]
-    return max(found, key=lambda path: path.name.split(".")[0], default=None)
+    """Return the newest checkpoint of a folder, or None."""
+    return next(iter(checkpoints(folder)), None)
 
 
 def load(path: Path, *, map_location: torch.device | str = "cpu") -> dict[str, Any]:
@@ -61,12 +72,6 @@ def load(path: Path, *, map_location: torch.device | str = "cpu") -> dict[str, A
     Raises:
         CheckpointError: the file is truncated, damaged or not a checkpoint; names the checkpoint before it.
     """
-    if path.name.endswith(SHARDED):
-        raise refusal(
-            path,
-            "is a sharded checkpoint of an earlier revision, which this one does not read; finish the run with the "
-            "revision in its run.json, or start a new run",
-        )
     name = _NAME.fullmatch(path.name)
     if name is None:
         raise CheckpointError(f"{path} is not a checkpoint of micronorm: their names are step-NUMBER.DIGEST.pt")
@@ -123,3 +128,280 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(item, f"{path}/{i}")
     else:
         yield path, value
+
+
+class OtherRun(ValueError):
+    """A checkpoint or a run directory that belongs to another run. The message begins after its name."""
+
+
+def run_state(step: Step, *, done: int, seed: int) -> dict[str, Any]:
+    """Return the state after `done` steps: model and optimizer, and what each rank has of its own. Collective."""
+    return whole_state(step) | {
+        "position": {"step": done, "seed": seed},
+        "scaler": step.scaler.state_dict(),
+        "windows": step.parallel.gather(step.transaction.state_dict()),
+        "buffers": step.parallel.gather(_own_buffers(step)),
+        "random": step.parallel.gather(RandomState.get(step.device)),
+    }
+
+
+def load_run_state(step: Step, state: dict[str, Any]) -> None:
+    """Restore what `run_state` returned, on every rank, however many there are and however they share the model.
+
+    Raises:
+        OtherRun: the model is not the one that was saved, or its layers compute something else.
+    """
+    rank, world = step.parallel.rank, step.parallel.world
+    _load_whole_state(step, state)
+    step.scaler.load_state_dict(state["scaler"])
+    # Other ranks take over the windows of ranks that no longer exist: the commit merges them all.
+    step.transaction.load_state_dict(merge_states(state["windows"], state["windows"][rank::world]))
+    buffers = dict(step.model.named_buffers())
+    with torch.no_grad():
+        for name, value in {**state["buffers"][0], **(state["buffers"][rank:] or [{}])[0]}.items():
+            buffers[name].copy_(value)
+    # New ranks keep their own seed, so that no two ranks draw the same numbers. What training draws is keyed by sample;
+    # if a model's randomness cannot be keyed, the run has said so.
+    if rank < len(state["random"]):
+        RandomState.set(state["random"][rank], step.device)
+
+
+def whole_state(step: Step) -> dict[str, Any]:
+    """Return model and optimizer with every tensor whole. Collective if the model is sharded; rank 0 gets it."""
+    if not isinstance(step.parallel, ShardedRanks):
+        return {"model": step.model.state_dict(), "optimizer": _optimizer_state(step)}
+    # This module of torch takes a second to import, and few runs need it.
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    model, optimizer = get_state_dict(step.model, step.optimizer, options=options)
+    return {"model": model, "optimizer": optimizer.get("state", {})}
+
+
+def _load_whole_state(step: Step, state: dict[str, Any]) -> None:
+    if not isinstance(step.parallel, ShardedRanks):
+        try:
+            load_state(step.model, state["model"])
+        except ValueError as error:
+            raise OtherRun(f"is of another model: {error}") from error
+        groups = step.optimizer.state_dict()["param_groups"]
+        step.optimizer.load_state_dict({"state": _by_number(step, state["optimizer"]), "param_groups": groups})
+        return
+    from torch.distributed.checkpoint import state_dict as torch_state
+
+    options = torch_state.StateDictOptions(full_state_dict=True)
+    # The optimizer first: torch takes a step with a learning rate of zero to create its state.
+    groups = torch_state.get_optimizer_state_dict(step.model, step.optimizer)["param_groups"]  # on every rank
+    optimizer: Any = {"state": state["optimizer"], "param_groups": groups}
+    torch_state.set_optimizer_state_dict(step.model, step.optimizer, optimizer, options=options)
+    torch_state.set_model_state_dict(step.model, state["model"], options=options)
+
+
+_NUMBER = (int, float)
+_FIELDS: Mapping[str, Any] = {
+    "position": {"step": int, "seed": int},
+    "micro_batch": int,
+    "settings": dict,
+    "figures": {str: _NUMBER},
+    "epoch_sums": {str: _NUMBER},
+    "scaler": {str: _NUMBER},
+    "model": {str: object},
+    "optimizer": {str: {str: (Tensor, *_NUMBER, type(None))}},
+    "windows": [{"sums": [Tensor], "lost": [Tensor], "forwards": [int]}],
+    "buffers": [{str: Tensor}],
+    "random": [{"torch": Tensor, "cuda": (Tensor, type(None)), "numpy": list, "python": list}],
+}
+"""The types of a checkpoint's fields. {str: T} is a dictionary with any keys, [T] a list with any length."""
+
+_LIKE_PARAMETERS = {"momentum_buffer", "exp_avg", "exp_avg_sq"}
+
+
+def check_state(step: Step, state: Mapping[str, Any], *, ema: bool) -> None:
+    """Raise ValueError if a checkpoint has a field of the wrong type, and OtherRun if it is of another model.
+
+    `load_run_state` itself raises an error if anything else does not fit.
+    """
+    _check_type(state, {**_FIELDS, "ema": {str: Tensor}} if ema else _FIELDS, "")
+    if state["position"]["step"] != state["step"]:
+        raise ValueError("position.step is not the step in its name")
+    for name in ("model", "ema") if ema else ("model",):
+        _check_model(step, state[name])
+    parameters = dict(step.model.named_parameters())
+    buffers = dict(step.model.named_buffers())
+    for name in (name for own in state["buffers"] for name in own if name not in buffers):
+        raise ValueError(f"buffers has {name!r}, which is not a buffer of the model")
+    for name, values in state["optimizer"].items():
+        if name not in parameters:
+            raise ValueError(f"optimizer has {name!r}, which is not a parameter of the model")
+        for key in _LIKE_PARAMETERS & values.keys():  # torch does not compare the shapes
+            if getattr(values[key], "shape", None) != parameters[name].shape:
+                raise ValueError(f"optimizer.{name}.{key} does not have the shape of a parameter of the model")
+
+
+def _check_type(value: Any, wanted: Any, name: str) -> None:
+    """Raise ValueError if a field has the wrong type. The schema bounds the depth, so that cycles do not matter."""
+    kind = type(wanted) if isinstance(wanted, (dict, list)) else wanted
+    if not isinstance(value, kind):
+        kinds = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+        raise ValueError(f"{name} must be {kinds}, got {type(value).__name__}")
+    if isinstance(wanted, list):
+        for k, item in enumerate(value):
+            _check_type(item, wanted[0], f"{name}[{k}]")
+    elif isinstance(wanted, dict):
+        for key in value if str in wanted else wanted:
+            if key not in value:
+                raise ValueError(f"{name} lacks {key!r}".lstrip())
+            if not isinstance(key, str):
+                raise ValueError(f"the keys of {name} must be strings")
+            _check_type(value[key], wanted.get(key, wanted.get(str)), f"{name}.{key}".lstrip("."))
+    elif isinstance(value, int) and abs(value) >= 2**63:
+        raise ValueError(f"{name} is an integer of more than 64 bits")
+
+
+def _check_model(step: Step, state: Mapping[str, Any]) -> None:
+    """Raise OtherRun if the tensors of a state dict do not have the names and shapes of the model's."""
+    mine, theirs = (
+        {name: value.shape for name, value in found.items() if isinstance(value, Tensor)}
+        for found in (step.model.state_dict(), state)
+    )
+    different = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
+    if different:
+        name, shapes = different[0], (theirs.get(different[0]), mine.get(different[0]))
+        was, now = ("absent" if shape is None else str(tuple(shape)) for shape in shapes)
+        raise OtherRun(
+            f"is of another model: {len(different)} tensors differ, at first {name!r}, {was} there and "
+            f"{now} here; build the model it was made with, or start a new run"
+        )
+
+
+def _own_buffers(step: Step) -> dict[str, Tensor]:
+    """Return this rank's buffers that rank 0's state dict does not hold: non-persistent or different ones. Collective.
+
+    The running statistics of ranks are not merged, and a layer such as BatchRenorm computes with them.
+    """
+    mine = {name: buffer.detach().cpu() for name, buffer in step.model.named_buffers()}
+    first = step.parallel.broadcast(mine)
+    if step.parallel.rank == 0:
+        known = step.model.state_dict().keys()
+        return {name: buffer.clone() for name, buffer in mine.items() if name not in known}
+    return {name: buffer for name, buffer in mine.items() if digest(buffer) != digest(first[name])}
+
+
+def _names(step: Step) -> list[str]:
+    """Return the names of parameters in the order of their numbers in the optimizer's state dict."""
+    names = {id(parameter): name for name, parameter in step.model.named_parameters()}
+    return [names[id(parameter)] for group in step.optimizer.param_groups for parameter in group["params"]]
+
+
+def _optimizer_state(step: Step) -> dict[str, Any]:
+    names = _names(step)
+    return {names[i]: values for i, values in step.optimizer.state_dict()["state"].items()}
+
+
+def _by_number(step: Step, state: dict[str, Any]) -> dict[int, Any]:
+    numbers = {name: i for i, name in enumerate(_names(step))}
+    return {numbers[name]: values for name, values in state.items()}
+
+
+@dataclass(frozen=True)
+class LoadedWeights:
+    """The result of `load_weights`, by the names of tensors."""
+
+    loaded: tuple[str, ...]
+    missing: tuple[str, ...]
+    """Tensors of the model that the file lacks; they keep their initial values."""
+    unused: tuple[str, ...]
+    """Tensors of the file that the model lacks."""
+    other_shape: tuple[str, ...]
+    """Tensors whose shapes differ, such as a classifier of other classes; the model's keep their initial values."""
+
+    def __str__(self) -> str:
+        parts = [f"{len(self.loaded)} tensors loaded"]
+        for found, what in (
+            (self.other_shape, "dropped for their shape"),
+            (self.unused, "dropped, the model lacks them"),
+            (self.missing, "missing, they keep their initial values"),
+        ):
+            if found:
+                more = f" and {len(found) - 4} more" if len(found) > 4 else ""
+                parts.append(f"{len(found)} {what}: {', '.join(found[:4])}{more}")
+        return "; ".join(parts)
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Read the tensors of a safetensors file or of a torch checkpoint. Nothing in the file is executed.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: it holds no weights.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"no weights at {path}")
+    return read_state(path)
+
+
+def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> LoadedWeights:
+    """Copy tensors of matching name and shape into a model, before training, and report the rest.
+
+    The prefixes that DDP and torch.compile add to every name are ignored. Weights of a backbone are loaded into the
+    part of the model that has their names: `layer1.0.conv1.weight` of a classifier is
+    `backbone.body.layer1.0.conv1.weight` in a detector of torchvision.
+
+    Warn if a layer of the model computes something else with the weight that it gets, as with Weight Standardization
+    and without.
+
+    Raises:
+        ValueError: nothing matches.
+
+    Example:
+        >>> import torch
+        >>> print(load_weights(nn.Linear(2, 3), {"weight": torch.ones(3, 2), "bias": torch.ones(5)}))
+        1 tensors loaded; 1 dropped for their shape: bias
+    """
+    own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    tensors, _ = strip_prefixes(with_fingerprints(tensors, fingerprints(tensors)), own)
+    part = _find_part(tensors, own)
+    layers = {part + name: text for name, text in fingerprints(tensors).items()}
+    tensors = {part + name: value for name, value in tensors.items()}
+    common = own.keys() & tensors.keys()
+    fitting = {name: tensors[name] for name in common if tensors[name].shape == own[name].shape}
+    if not fitting:
+        raise ValueError(
+            f"none of the {len(tensors)} tensors fits the model: the file has {next(iter(tensors), 'nothing')!r}, the "
+            f"model {next(iter(own), 'nothing')!r}, for example"
+        )
+    fitting = with_fingerprints(fitting, layers)
+    other = layer_of_torch(model, fitting)
+    if other is not None:
+        warnings.warn(other, UserWarning, stacklevel=2)
+    model.load_state_dict(fitting, strict=False)  # warns if a layer computes something else
+    return LoadedWeights(
+        loaded=tuple(sorted(fitting)),
+        missing=tuple(sorted(own.keys() - tensors.keys())),
+        unused=tuple(sorted(tensors.keys() - own.keys())),
+        other_shape=tuple(sorted(common - fitting.keys())),
+    )
+
+
+def _find_part(tensors: Iterable[str], own: Iterable[str]) -> str:
+    """Return the prefix with which most names are names of the model; "" if two prefixes are equally good."""
+    names, found = set(tensors), Counter({"": 0})
+    for key in own:
+        parts = key.split(".")
+        for k in range(len(parts)):
+            if ".".join(parts[k:]) in names:
+                found["".join(part + "." for part in parts[:k])] += 1
+    (best, most), *others = found.most_common()
+    return "" if any(count == most for _, count in others) else best
+
+
+def save_weights(step: Step, path: Path, tensors: dict[str, Tensor] | None = None, *, recipe: str = "") -> None:
+    """Write the model, or `tensors`, as safetensors, atomically. Collective.
+
+    The metadata hold the recipe's name, and what the layers compute.
+    """
+    if tensors is None and isinstance(step.parallel, ShardedRanks):
+        tensors = whole_state(step)["model"]
+    if step.parallel.rank == 0:
+        metadata = header_of(step.model) | ({"model": f"recipe:{recipe}"} if recipe else {})
+        write_atomically(path, pack_state(step.model if tensors is None else tensors, metadata))

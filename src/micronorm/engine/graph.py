@@ -11,7 +11,8 @@ from torch import Tensor
 
 from micronorm.commit.snapshot import Snapshot
 from micronorm.engine.parallel import NO_FLAGS, Flags
-from micronorm.engine.step import Step, StepInputs, StepResult
+from micronorm.engine.sampling import StepInputs
+from micronorm.engine.step import Step, StepResult
 
 WARM_UP = 3  # steps until the allocator, cuDNN's choice of algorithms and the optimizer's lazy state have settled
 

@@ -16,25 +16,24 @@ import torch
 from torch import nn
 
 from micronorm.commit.snapshot import RandomState
-from micronorm.engine.checkpoint import digest
+from micronorm.engine.checkpoint import digest, run_state
 from micronorm.engine.dropout import describe_randomness, key_dropout
 from micronorm.engine.ema import MovingAverage
-from micronorm.engine.evaluate import EvaluationStopped, evaluate
+from micronorm.engine.environment import Signals
+from micronorm.engine.evaluate import EvaluationStopped, check_loss_is_a_sum, choose_micro_batch, evaluate
 from micronorm.engine.graph import GraphedStep
 from micronorm.engine.journal import Journal
-from micronorm.engine.listener import Listener
-from micronorm.engine.meter import Meter
 from micronorm.engine.optimization import set_learning_rate
 from micronorm.engine.parallel import Flags, open_ranks
-from micronorm.engine.sampling import Sampler
+from micronorm.engine.sampling import Sampler, StepInputs
 from micronorm.engine.settings import Execution, Outcome, Settings, describe
-from micronorm.engine.signals import Signals
-from micronorm.engine.state import run_state
-from micronorm.engine.step import ShardOutOfMemory, Step, StepInputs, StepResult
-from micronorm.engine.task import Task, check_task
-from micronorm.engine.trial import check_loss_is_a_sum, choose_micro_batch
+from micronorm.engine.step import ShardOutOfMemory, Step, StepResult
+from micronorm.engine.task import Listener, Task, check_task
 from micronorm.nn.per_step.recompute import Recomputation, recompute
 from micronorm.records import CollapseWatch
+
+AT_MOST = 50  # steps between two reads of their results, each of which waits for the GPU
+SECONDS = 1.0  # after which a read is due
 
 
 class Diverged(ArithmeticError):
@@ -302,7 +301,7 @@ class _TrainingRun:
         """Write a checkpoint, unless a weight is not finite. Collective."""
         self._log(self.meter.flush())
         weights = self.parallel.local([parameter.detach() for parameter in self.step.parameters])
-        if not self.parallel.smallest(int(torch.stack([weight.isfinite().all() for weight in weights]).all())):
+        if not all(self.parallel.gather(bool(torch.stack([weight.isfinite().all() for weight in weights]).all()))):
             raise Diverged(f"a weight is not finite after step {self.done}{self._last_checkpoint()}")
         rest: dict[str, Any] = {"epoch_sums": self.meter.epoch_sums, "figures": self.figures}
         rest["evaluation_due"] = self.evaluation_due
@@ -330,3 +329,49 @@ class _TrainingRun:
         if not self.already_complete:
             self.journal.end(outcome, average=average)
         return outcome
+
+
+class Meter:
+    """Turns the results of steps into rows of the record. `epoch_sums` are their sums over the epoch so far."""
+
+    def __init__(self, task: Task, device: torch.device) -> None:
+        self.task, self.device = task, device
+        self._pending: list[tuple[dict[str, Any], StepResult]] = []
+        self.epoch_sums: dict[str, float] = {}
+        self._flushed = time.perf_counter()
+
+    def add(self, row: dict[str, Any], result: StepResult) -> list[dict[str, Any]]:
+        """Add the result of one step. Return the rows of all pending steps if a read is due, else an empty list."""
+        self._pending.append((row, result))
+        late = time.perf_counter() - self._flushed > SECONDS
+        cheap = self.device.type == "cpu"
+        return self.flush() if cheap or late or len(self._pending) >= AT_MOST else []
+
+    def flush(self) -> list[dict[str, Any]]:
+        """Return the rows of all pending steps."""
+        if not self._pending:
+            return []
+        sums = torch.stack([result.sums for _, result in self._pending]).tolist()
+        now = time.perf_counter()
+        seconds = (now - self._flushed) / len(self._pending)
+        rows = []
+        for (row, result), values in zip(self._pending, sums, strict=True):
+            named = dict(zip(result.names, values, strict=True))
+            for name, value in named.items():
+                self.epoch_sums[name] = self.epoch_sums.get(name, 0.0) + value
+            row |= {"seconds": seconds, "micro_batch": result.micro_batch, "memory": self._memory()}
+            rows.append(row | self.task.figures(named))
+        self._pending.clear()
+        self._flushed = now
+        return rows
+
+    def restart(self) -> None:
+        """Restart the clock, after time that was not spent on steps."""
+        self._flushed = time.perf_counter()
+
+    def epoch_figures(self) -> dict[str, float]:
+        """Return the training figures over all samples of the epoch so far."""
+        return self.task.figures(self.epoch_sums) if self.epoch_sums else {}
+
+    def _memory(self) -> int | None:
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None

@@ -104,10 +104,6 @@ class OneRank:
     def release_gathered_weights(self) -> None:
         """Make the next forward read the parameters anew, after they were written in place."""
 
-    def smallest(self, number: int) -> int:
-        """Return the smallest of the ranks' numbers."""
-        return number
-
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's value."""
         return value
@@ -164,12 +160,6 @@ class _Group(OneRank):
         finally:
             for buffer, value in zip(buffers, own, strict=True):
                 buffer.copy_(value)
-
-    @override
-    def smallest(self, number: int) -> int:
-        tensor = torch.tensor(number)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
-        return int(tensor)
 
     @override
     def broadcast(self, value: Any) -> Any:

@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from micronorm.engine.optimization import OptimizerSpec, ParameterGroup
-from micronorm.engine.schedules import Schedule
+from micronorm.engine.optimization import OptimizerSpec, ParameterGroup, Schedule
 
 DTYPES = {
     "float32": torch.float32,

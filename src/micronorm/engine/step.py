@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from micronorm.commit.handle import Handle
 from micronorm.commit.snapshot import Snapshot
-from micronorm.engine.microbatch import MicroBatch, is_out_of_memory, release_memory
 from micronorm.engine.optimization import build_optimizer
 from micronorm.engine.parallel import NO_FLAGS, Flags, OneRank, ShardedRanks
+from micronorm.engine.sampling import MicroBatch, StepInputs, is_out_of_memory, release_memory
 from micronorm.engine.settings import Execution, Settings
-from micronorm.engine.task import Batch, Task, check_batch, check_loss
+from micronorm.engine.task import Task, check_batch, check_loss
 from micronorm.nn.per_step.keyed_dropout import dropout_keys
 from micronorm.nn.per_step.shared_weights import SharedWeights
 from micronorm.ops.private_api import foreach_copy_, foreach_div_
@@ -39,19 +39,6 @@ class ShardOutOfMemory(MemoryError):
     def __init__(self, message: str, micro_batch: int) -> None:
         super().__init__(message)
         self.micro_batch = micro_batch
-
-
-@dataclass(frozen=True)
-class StepInputs:
-    """This rank's share of one step."""
-
-    batch: Batch
-    keys: Tensor
-    """The random key of each sample of the batch."""
-    step_samples: int
-    """Samples of the whole step, over all ranks."""
-    own_samples: int
-    """Samples of this rank's batch that count: 0 if its one sample only keeps collective forwards in step."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The protocol of a task, and the checks of what a task returns.
+"""The protocol of a task, the checks of what a task returns, and the listener, which receives the events of a run.
 
 A *sample* is what one index stands for: an image, a clip, a volume. A *batch* is a tuple of columns: tensors or lists
 that are indexed by sample. Images of different sizes come as a list. A *share* is (epoch, indices): the samples of
@@ -185,3 +185,22 @@ def check_score(score: Any) -> None:
             f"task.score must return a score with {', '.join(missing)}, got {type(score).__name__}; "
             "see micronorm.tasks.scores for one that adds up sums"
         )
+
+
+class Listener:
+    """Receive the events of a run, on rank 0. These methods do nothing: override those you need."""
+
+    def on_start(self, total_steps: int, start_step: int, description: str) -> None:
+        """Called before the first step."""
+
+    def on_step(self, row: dict[str, Any]) -> None:
+        """Called with each row of `steps.jsonl`. On a GPU the rows of several steps come together."""
+
+    def on_epoch(self, row: dict[str, Any]) -> None:
+        """Called with each row of `epochs.jsonl`, after the evaluation."""
+
+    def on_message(self, text: str) -> None:
+        """Called with a message for the user."""
+
+    def on_end(self) -> None:
+        """Called after the last step, or after an error."""

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from micronorm.engine.schedules import Milestones
+from micronorm.engine.optimization import Milestones
 from micronorm.engine.settings import Settings
 from micronorm.nn import BCN, BN, BRN, GN, SN, WS
 from micronorm.nn.batch_renorm import RenormSchedule

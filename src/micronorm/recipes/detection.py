@@ -8,8 +8,7 @@ Ours are `nuclei` and `coco128`, Mask R-CNN on small sets, and `tiny_imagenet`, 
 from functools import partial
 from typing import Any
 
-from micronorm.engine.optimization import SGD, ParameterGroup
-from micronorm.engine.schedules import Cosine, StepMilestones, Warmup
+from micronorm.engine.optimization import SGD, Cosine, ParameterGroup, StepMilestones, Warmup
 from micronorm.engine.settings import Settings
 from micronorm.nn import BCN, BN, GN, WS
 from micronorm.nn.spec import NormSpec, WeightSpec

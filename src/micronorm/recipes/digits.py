@@ -3,8 +3,7 @@
 One row takes about fifteen seconds on one CPU core.
 """
 
-from micronorm.engine.optimization import SGD
-from micronorm.engine.schedules import Cosine
+from micronorm.engine.optimization import SGD, Cosine
 from micronorm.engine.settings import Settings
 from micronorm.nn import BN
 from micronorm.recipes.protocols import MICRO, OURS, make_rows

@@ -1,6 +1,6 @@
 """The paper's tables on ImageNet: `abl`, `imagenet_ws`, `cwn`, `ind_abl`, `resnext` and `imagenet`."""
 
-from micronorm.engine.schedules import Milestones
+from micronorm.engine.optimization import Milestones
 from micronorm.engine.settings import Settings
 from micronorm.nn import BCN, BN, CWN, GN, IN, LN, SN, WN, WS
 from micronorm.nn.spec import NormSpec, WeightSpec

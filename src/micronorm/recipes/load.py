@@ -9,8 +9,8 @@ from torch import nn
 from micronorm import records
 from micronorm.convert.checkpoint import load_state, read_state
 from micronorm.engine.journal import WEIGHTS
+from micronorm.recipes import find
 from micronorm.recipes.recipe import Recipe
-from micronorm.recipes.registry import find
 
 _NETWORK = ("network", "classes", "norm", "weight")  # the part of a recipe's definition that determines the network
 
@@ -75,7 +75,7 @@ def _build(folder: Path, facts: dict[str, Any]) -> nn.Module:
         raise ValueError(
             f"{folder}: the recipe {recipe.name} has changed since the run: {', '.join(changes)}; give model="
         )
-    return recipe.build(seed=0, classes=recorded_classes(facts))
+    return recipe.build(seed=0, classes=len(recorded_names(facts)) or None)
 
 
 def facts_beside(weights: Path) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def facts_beside(weights: Path) -> dict[str, Any]:
     return records.read(folder, rows=False).facts if (folder / records.FACTS).is_file() else {}
 
 
-def recorded_classes(facts: dict[str, Any]) -> int | None:
-    """Return the number of classes of a run's data set, or None if its record does not name them."""
+def recorded_names(facts: dict[str, Any]) -> list[str]:
+    """Return the names of the classes of a run's data set; an empty list if its record does not have them."""
     names = facts.get("data", {}).get("names")
-    return len(names) if isinstance(names, list) else None
+    return list(map(str, names)) if isinstance(names, list) else []

@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from micronorm.convert import norm_act, register_block
-from micronorm.recipes.deeplab import DeepLabV3
 from micronorm.recipes.rcnn import build_rcnn
-from micronorm.recipes.resnet import RN50, RN101, build_resnet
+from micronorm.recipes.resnet import RN50, RN101, DeepLabV3, build_resnet
 from micronorm.recipes.temporal_shift import ClipNetwork, temporal_shift
 
 SLOPE = 0.01

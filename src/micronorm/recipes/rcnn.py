@@ -1,13 +1,10 @@
 """Faster and Mask R-CNN with FPN, as the paper's tables `mask` and `fast` have them, made of torchvision's classes."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from micronorm.nn import BCN, BN
-from micronorm.nn.spec import NormSpec
 from micronorm.recipes.resnet import build_resnet, import_torchvision
 
 ANCHORS = (32, 64, 128, 256, 512)
@@ -84,24 +81,3 @@ def build_rcnn(
 def _keep_size(image: Tensor, target: Any = None) -> tuple[Tensor, Any]:
     """Take the place of the method that resizes an image and its target."""
     return image, target
-
-
-def parts_to_convert(network: Any, norm: NormSpec | None) -> list[tuple[nn.Module, NormSpec | None]]:
-    """Return the parts of a detector that have norms, each with its spec; for any other network, the network itself.
-
-    The parts can be traced symbolically. The whole detector must be run instead, on an image of 800 pixels. A spec
-    whose micro-batch is one image takes all regions of an image as the micro-batch of a head.
-
-    Example:
-        >>> network = build_rcnn((1, 1, 1, 1), classes=3, masks=False, channels=32, hidden=64)
-        >>> [part_norm.micro_batch for _, part_norm in parts_to_convert(network, BN(micro_batch=1))]
-        [1, 512]
-    """
-    heads = getattr(network, "roi_heads", None)
-    if heads is None:
-        return [(network, norm)]
-    regions = norm
-    if (isinstance(norm, BN) and norm.micro_batch) or (isinstance(norm, BCN) and norm.statistics == "sequential"):
-        regions = replace(norm, micro_batch=heads.fg_bg_sampler.batch_size_per_image)
-    found = [(network.backbone, norm), (heads.box_head, regions), (heads.mask_head, regions)]
-    return [(part, spec) for part, spec in found if part is not None]

@@ -1,7 +1,7 @@
 """A recipe: everything that determines the result of a training run, and the paper's figures for it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -9,10 +9,9 @@ from torch import nn
 
 from micronorm.convert import convert
 from micronorm.engine.settings import Settings
-from micronorm.nn import BN
+from micronorm.nn import BCN, BN
 from micronorm.nn.spec import NormSpec, WeightSpec
 from micronorm.recipes.networks import NETWORKS, build_network
-from micronorm.recipes.rcnn import parts_to_convert
 from micronorm.tasks import TASKS
 
 
@@ -193,6 +192,28 @@ class Recipe:
             "largest": settings.largest,
             **{name: value for name, value in later.items() if value is not None},
         }
+
+
+def parts_to_convert(network: Any, norm: NormSpec | None) -> list[tuple[nn.Module, NormSpec | None]]:
+    """Return the parts of a detector that have norms, each with its spec; for any other network, the network itself.
+
+    The parts can be traced symbolically. The whole detector must be run instead, on an image of 800 pixels. A spec
+    whose micro-batch is one image takes all regions of an image as the micro-batch of a head.
+
+    Example:
+        >>> from micronorm.recipes.rcnn import build_rcnn
+        >>> network = build_rcnn((1, 1, 1, 1), classes=3, masks=False, channels=32, hidden=64)
+        >>> [part_norm.micro_batch for _, part_norm in parts_to_convert(network, BN(micro_batch=1))]
+        [1, 512]
+    """
+    heads = getattr(network, "roi_heads", None)
+    if heads is None:
+        return [(network, norm)]
+    regions = norm
+    if (isinstance(norm, BN) and norm.micro_batch) or (isinstance(norm, BCN) and norm.statistics == "sequential"):
+        regions = replace(norm, micro_batch=heads.fg_bg_sampler.batch_size_per_image)
+    found = [(network.backbone, norm), (heads.box_head, regions), (heads.mask_head, regions)]
+    return [(part, spec) for part, spec in found if part is not None]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,8 @@ from typing import Any
 
 from micronorm import records
 from micronorm.engine.settings import describe
+from micronorm.recipes import tables
 from micronorm.recipes.recipe import DATA, Recipe
-from micronorm.recipes.registry import tables
 
 RECORDED = "recorded.json"
 _SETTINGS = ("seed", "epochs", "step_batch", "dtype")
@@ -59,6 +59,7 @@ class RunResult:
 class Findings:
     """The results of one recipe."""
 
+    recipe: Recipe
     counted: tuple[RunResult, ...]
     """One per seed, sorted by seed."""
     rejected: tuple[tuple[RunResult, str], ...]
@@ -76,6 +77,29 @@ class Findings:
     def deviation(self) -> dict[str, float] | None:
         """Return the sample standard deviation over seeds of each figure; None for fewer than two seeds."""
         return self._over_seeds(statistics.stdev) if len(self.counted) > 1 else None
+
+    @property
+    def reason(self) -> str | None:
+        """Return why we have no result for this row, or None if we have one."""
+        if self.counted:
+            return None
+        if self.recipe.unavailable is not None:
+            return self.recipe.unavailable
+        if self.rejected:
+            return "; ".join(f"{result.where} does not count: {why}" for result, why in self.rejected)
+        return "not run"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row as `--json` prints it. Values that are not finite become null."""
+        mean = self.mean()
+        record = {
+            "row": self.recipe.row,
+            "paper": None if self.recipe.paper is None else dict(self.recipe.paper),
+            "ours": mean and {name: value if math.isfinite(value) else None for name, value in mean.items()},
+            "seeds": self.seeds,
+            "run": [result.where for result in self.counted] or None,
+        }
+        return record if self.reason is None else {**record, "reason": self.reason}
 
     def _over_seeds(self, over: Any) -> dict[str, float] | None:
         if not self.counted:
@@ -139,7 +163,7 @@ def gather(recipe: Recipe, results: Iterable[RunResult]) -> Findings:
             counted[result.seed] = result
         else:
             rejected.append((result, reason))
-    return Findings(tuple(counted[seed] for seed in sorted(counted)), tuple(rejected))
+    return Findings(recipe, tuple(counted[seed] for seed in sorted(counted)), tuple(rejected))
 
 
 def _names(recipe: Recipe) -> set[str]:

@@ -6,8 +6,7 @@ U-Net on MR volumes of the Medical Segmentation Decathlon. In ours nothing is pr
 
 from typing import Any
 
-from micronorm.engine.optimization import SGD
-from micronorm.engine.schedules import Poly, Warmup
+from micronorm.engine.optimization import SGD, Poly, Warmup
 from micronorm.engine.settings import Settings
 from micronorm.nn import BCN, BN, GN, IN, WS
 from micronorm.nn.spec import NormSpec, WeightSpec

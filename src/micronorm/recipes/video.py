@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from micronorm.data.clips import FRAMES
 from micronorm.data.files import FOLDS
-from micronorm.engine.optimization import SGD
-from micronorm.engine.schedules import Cosine, Milestones, Warmup
+from micronorm.data.videos import FRAMES
+from micronorm.engine.optimization import SGD, Cosine, Milestones, Warmup
 from micronorm.engine.settings import Settings
 from micronorm.nn import BCN, BN, GN, WS
 from micronorm.nn.spec import NormSpec, WeightSpec

@@ -38,10 +38,9 @@ JSON has no NaN and no infinity: they are written as {"float": "nan"}, {"float":
 are read back exactly as they were.
 """
 
-from micronorm.records.atomic import PARTIAL, remove_partials, sync_folder, write_atomically
 from micronorm.records.collapse import CollapseWatch, find_collapse
-from micronorm.records.encoding import Row, is_number
-from micronorm.records.record import (
+from micronorm.records.files import PARTIAL, Row, is_number, remove_partials, sync_folder, write_atomically
+from micronorm.records.run import (
     DIAGNOSTICS,
     EPOCHS,
     FACTS,
@@ -50,11 +49,11 @@ from micronorm.records.record import (
     PREDICTIONS,
     STEPS,
     Record,
+    Run,
     find_runs,
     read,
     write_predictions,
 )
-from micronorm.records.run import Run
 
 __all__ = [
     "DIAGNOSTICS",

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from html import escape
 
 from micronorm.records import Record
-from micronorm.report.charts import Chart, Line, line_chart
+from micronorm.report.charts import Chart, Grid, Line, area_chart, heat_map, largest_shown, line_chart, trajectory_chart
 from micronorm.report.html import LegendEntry, Section, is_finite, plain
-from micronorm.report.layer_charts import Grid, area_chart, heat_map, largest_shown, trajectory_chart
 from micronorm.report.runs import NamedRun, legend_of
 
 ABSENT = (

@@ -14,12 +14,10 @@ from micronorm.records import write_atomically
 from micronorm.report.charts import bar_chart
 from micronorm.report.diagnostics import shares, singularities, stat_diff
 from micronorm.report.html import Section, Table, absent_html, count, is_finite, table_html
-from micronorm.report.paper import paper
 from micronorm.report.plots import DARK, LIGHT
 from micronorm.report.predictions import predictions
-from micronorm.report.results import facts, results, verdict
+from micronorm.report.results import facts, paper, resources, results, training, verdict
 from micronorm.report.runs import NamedRun, Runs, last_figures, main_figure, read_runs
-from micronorm.report.training import resources, training
 
 LARGEST = 3_000_000
 """Bytes of a page. Long runs are shown in less detail to stay below."""

@@ -1,24 +1,29 @@
-"""The sections on results, one or two sentences and a table, and on what was run."""
+"""The sections on results, what was run, the paper's figures beside ours, training curves, and memory and speed."""
 
 import math
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Collection, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from micronorm.records import Record
-from micronorm.report.html import Section, Table, count, format_duration, format_value, table_html
-from micronorm.report.paper import departures
+from micronorm.records import Record, is_number
+from micronorm.report.charts import Line, line_chart
+from micronorm.report.html import Section, Table, count, format_duration, format_value, slug, table_html
 from micronorm.report.runs import (
     LOWER_IS_BETTER,
     PERCENT,
     NamedRun,
+    by_epoch,
+    by_step,
     epochs_done,
     is_recall,
     is_rounded,
     last_figures,
     last_step,
+    legend_of,
     main_figure,
     numbers,
+    speed_by_step,
     state_of,
     title_of,
     training_seconds,
@@ -175,3 +180,148 @@ def _definitions(facts: Mapping[tuple[str, ...], Any]) -> str:
         grouped.setdefault(group, []).append(f'<span class="name">{name}</span> {text}' if name else text)
     items = "".join(f"<dt>{escape(group)}</dt><dd>{' · '.join(parts)}</dd>" for group, parts in grouped.items())
     return f'<dl class="facts">{items}</dl>' if items else ""
+
+
+# --- the paper's figures beside ours ----------------------------------------------------------------------------------
+
+_ABSENT = (
+    "No run here has a figure in the paper. micronorm reproduce lists the paper's tables; "
+    "micronorm train cifar1/c10-bcn-ws trains a row of one."
+)
+_AS_RECIPE = "as the recipe says"
+_HEADER = ["row", "figure", "paper", "ours", "over seeds", "runs", "ours − paper", "remark"]
+
+
+def paper(runs: Sequence[NamedRun], limit: int) -> Section:
+    """Return a table for each of the paper's tables. Runs that differ from their recipe in the same way share a row."""
+    groups: dict[tuple[str, str], list[NamedRun]] = {}
+    for run in runs:
+        if numbers(run.record.facts.get("paper")):
+            remark = "; ".join(departures(run.record))
+            groups.setdefault((run.record.facts["recipe"], remark), []).append(run)
+    if not groups:
+        return Section("paper", "The paper and our runs", absent=_ABSENT)
+    tables: dict[str, list[list[Any]]] = {}
+    for (recipe, remark), members in groups.items():
+        table, _, row = recipe.partition("/")
+        figures = [last_figures(run.record) for run in members]
+        for name, theirs in numbers(members[0].record.facts["paper"]).items():
+            ours = [found[name] for found in figures if name in found]
+            tables.setdefault(table, []).append([row or recipe, *_compare(name, theirs, ours), remark or _AS_RECIPE])
+    parts = [
+        f"<h3>{escape(f'Table {table}')}</h3>{table_html(Table(table, _HEADER, rows))}"
+        for table, rows in tables.items()
+    ]
+    return Section("paper", "The paper and our runs", body="".join(parts))
+
+
+def _compare(name: str, theirs: float, ours: Sequence[float]) -> list[Any]:
+    mean = math.fsum(ours) / len(ours) if ours else None
+    spread = f"± {statistics.stdev(ours):.2f}" if len(ours) > 1 and all(map(math.isfinite, ours)) else None
+    rounded, difference = (None, None) if mean is None else (round(mean, 2), round(mean - theirs, 2))
+    return [title_of(name), float(theirs), rounded, spread, len(ours), difference]
+
+
+def departures(record: Record) -> list[str]:
+    """Return how the run differs from its recipe, in words."""
+    recipe, varied = _object(record, "definition"), _object(record, "variation")
+    settings = record.facts["settings"]
+    found = (
+        [] if state_of(record) == "finished" else [f"the run {state_of(record)}".replace("not ended", "has not ended")]
+    )
+    for name in ("epochs", "step_batch") if recipe else ():
+        mine, theirs = settings.get(name), recipe.get(name)
+        if mine != theirs:
+            found.append(f"{name.replace('_', ' ')} {format_value(mine)} where the recipe has {format_value(theirs)}")
+    for name in ("lr", "size", "unverified"):
+        if varied.get(name) is not None:
+            found.append("data not verified" if name == "unverified" else f"{name} set to {format_value(varied[name])}")
+    return found
+
+
+def _object(record: Record, name: str) -> dict[str, Any]:
+    """Return a fact that is a JSON object, or an empty dict: older records lack some of them."""
+    found = record.facts.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+# --- training curves, memory and speed --------------------------------------------------------------------------------
+
+Points = list[tuple[float, float]]
+
+
+def training(runs: Sequence[NamedRun], limit: int) -> Section:
+    """Return loss and main figure by epoch, loss and learning rate by step."""
+    key = main_figure(runs)
+    records = [run.record for run in runs]
+    curves = {
+        ("training-loss", "Training loss", "epoch"): [loss_by_epoch(record) for record in records],
+        (f"test-{slug(key)}", f"Test {title_of(key)}", "epoch"): [by_epoch(r, "test", key) for r in records],
+        ("step-loss", "Training loss of each step", "step"): [by_step(record, "loss") for record in records],
+        ("learning-rate", "Learning rate", "step"): [by_step(record, "lr") for record in records],
+    }
+    absent = "No step or epoch is recorded yet. micronorm train RECIPE records them while it trains."
+    # The rate of a cosine schedule ends near 0: its last steps would fill a logarithmic scale. The first evaluations of
+    # a figure that grows would, too.
+    linear = {"learning-rate"} | (set() if key in LOWER_IS_BETTER else {f"test-{slug(key)}"})
+    return _curves_section("training", "Training", curves, runs, limit, absent=absent, linear=linear)
+
+
+def resources(runs: Sequence[NamedRun], limit: int) -> Section:
+    """Return samples per second, memory if the device reports it, and the micro-batch size if it changed."""
+    memory = [[(x, y / 2**30) for x, y in by_step(run.record, "memory")] for run in runs]
+    sizes = [by_step(run.record, "micro_batch") for run in runs]
+    changed = any(len({size for _, size in points}) > 1 for points in sizes)
+    curves = {
+        ("speed", "Samples per second", "step"): [speed_by_step(run.record) for run in runs],
+        ("memory", "Peak memory so far, GiB", "step"): memory,
+        ("micro-batch", "Samples per micro-batch", "step"): sizes if changed else [[] for _ in runs],
+    }
+    absent = "No step recorded its seconds. micronorm train records them."
+    about = "" if any(memory) else "Memory is recorded on GPUs only."
+    return _curves_section("resources", "Memory and speed", curves, runs, limit, about=about, absent=absent)
+
+
+def _curves_section(
+    key: str,
+    heading: str,
+    curves: dict[tuple[str, str, str], list[Points]],
+    runs: Sequence[NamedRun],
+    limit: int,
+    *,
+    about: str = "",
+    absent: str,
+    linear: Collection[str] = (),
+) -> Section:
+    """Return a section with a chart for each of `curves`: (name, caption, x label) and the points of each run.
+
+    Charts named in `linear` never have a logarithmic scale.
+    """
+    charts, empty = [], []
+    for (name, caption, x_label), found in curves.items():
+        if not any(found):
+            continue
+        lines = [Line(run.name, run.colour, points, run.style) for run, points in zip(runs, found, strict=True)]
+        log = False if name in linear else None
+        chart = line_chart(name, lines, caption=caption, x_label=x_label, limit=limit, log=log)
+        if chart is None:
+            empty.append(caption)
+        else:
+            charts.append(chart)
+    if not charts and not empty:
+        return Section(key, heading, absent=absent)
+    about = f"No finite values: {', '.join(empty)}." if empty else about
+    return Section(key, heading, about, charts, legend_of(runs, runs))
+
+
+def loss_by_epoch(record: Record) -> Points:
+    """Return the recorded loss of each epoch, or else the mean over the samples of its steps."""
+    if recorded := by_epoch(record, "train", "loss"):
+        return recorded
+    sums: dict[float, tuple[float, float]] = {}
+    for row in record.steps:
+        if is_number(row.get("loss")) and is_number(row.get("epoch")):
+            total, samples = sums.get(row["epoch"] + 1, (0.0, 0.0))
+            weight = row.get("samples", 1)
+            sums[row["epoch"] + 1] = total + weight * row["loss"], samples + weight
+    return [(epoch, total / samples) for epoch, (total, samples) in sorted(sums.items()) if samples]

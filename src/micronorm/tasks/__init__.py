@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from micronorm.tasks.prediction import Predictor
+from micronorm.tasks.scores import Predictor
 
 TASKS = {
     "classification": "classification.DATA_SETS",

@@ -14,11 +14,10 @@ from micronorm.data.cifar import STANDARDIZATION, open_cifar
 from micronorm.data.digits import SCALE, open_digits
 from micronorm.data.files import decode, to_pixels
 from micronorm.data.folders import TINY, crop_centre, open_folders
-from micronorm.data.pixels import IMAGENET, Standardizer
+from micronorm.data.samples import IMAGENET, Standardizer
 from micronorm.tasks import open_task
 from micronorm.tasks.pictures import encode_picture, in_eval_mode, load_few, to_picture
-from micronorm.tasks.prediction import Prediction, list_shares
-from micronorm.tasks.scores import SumLoss, SumScore, compute_logits
+from micronorm.tasks.scores import Prediction, SumLoss, SumScore, compute_logits, list_shares
 
 
 class Classification:

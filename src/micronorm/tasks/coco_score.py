@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from micronorm.data.detection import encode_masks, load_mask_library, to_coco_boxes
+from micronorm.data.coco import encode_masks, load_mask_library, to_coco_boxes
 
 FIGURES = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
 """Average precision and recall: at IoU 0.5 to 0.95, by the object's area, and by the number of detections."""

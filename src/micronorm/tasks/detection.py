@@ -12,16 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from micronorm.data.coco import open_coco
-from micronorm.data.detection import encode_masks, to_coco_boxes
+from micronorm.data.coco import encode_masks, open_coco, to_coco_boxes
 from micronorm.data.files import decode_pixels
 from micronorm.data.nuclei import STRIDE, open_nuclei
 from micronorm.data.samples import DataSet
 from micronorm.tasks.coco_score import CocoScore
 from micronorm.tasks.pictures import LARGEST_SCENE, draw_detections, encode_scene, in_eval_mode, load_few
-from micronorm.tasks.prediction import Prediction
 from micronorm.tasks.rcnn_losses import detect, detection_losses
-from micronorm.tasks.scores import SumLoss
+from micronorm.tasks.scores import Prediction, SumLoss
 
 SURE = 0.5
 """Objects with a smaller score are not drawn in examples."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from micronorm.data.files import decode, to_pixels
 from micronorm.data.masks import MaskSet, open_camvid, open_label_maps, open_voc
-from micronorm.data.pixels import IMAGENET, Standardizer
+from micronorm.data.samples import IMAGENET, Standardizer
 from micronorm.data.shapes import CLASSES, VOID, ShapeSamples
 from micronorm.tasks.pictures import (
     PALETTE,
@@ -23,8 +23,7 @@ from micronorm.tasks.pictures import (
     in_eval_mode,
     load_few,
 )
-from micronorm.tasks.prediction import Prediction, list_shares
-from micronorm.tasks.scores import ConfusionMatrix, SumLoss, compute_logits
+from micronorm.tasks.scores import ConfusionMatrix, Prediction, SumLoss, compute_logits, list_shares
 
 
 class Segmentation:

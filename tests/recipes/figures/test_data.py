@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from micronorm.recipes.figures.data import FigureData, read
+from micronorm.recipes.figures.figure import FigureData, read
 
 FACTS = {"figure": "fig:dist", "settings": {"epochs": 2}}
 

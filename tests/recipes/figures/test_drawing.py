@@ -3,8 +3,9 @@
 import pytest
 
 from micronorm.recipes import figures
-from micronorm.recipes.figures import data, dist
+from micronorm.recipes.figures import dist
 from micronorm.recipes.figures.figure import Request
+from micronorm.recipes.figures.figure import read as read_numbers
 from micronorm.recipes.figures.methods import mean_over_seeds
 
 recorded = pytest.mark.skipif(not figures.RECORDED.is_dir(), reason="a source without results/")
@@ -12,7 +13,7 @@ recorded = pytest.mark.skipif(not figures.RECORDED.is_dir(), reason="a source wi
 
 def read(name) -> dict:
     figure = figures.find(name)
-    return data.read(figures.RECORDED / f"{figure.stem(Request())}.json", figure.settings(Request())) or {}
+    return read_numbers(figures.RECORDED / f"{figure.stem(Request())}.json", figure.settings(Request())) or {}
 
 
 @recorded

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from micronorm.diagnostics.lipschitz import gradient_shares, observe_weight
-from micronorm.engine.listener import Listener
+from micronorm.engine.task import Listener
 from micronorm.nn import WS, WSConv2d
 from micronorm.recipes import figures
 from micronorm.recipes.figures import dist, dist_exp, mean_div, methods, stat_diff

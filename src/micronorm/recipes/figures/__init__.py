@@ -4,8 +4,7 @@
 
 | file | holds |
 |---|---|
-| `figure.py` | `Figure`, `Request`, and captions |
-| `data.py` | the JSON file of a figure |
+| `figure.py` | `Figure`, `Request`, captions, and the JSON file of a figure |
 | `methods.py` | training one network with several methods, with measurements at every epoch |
 | `stat_diff.py`, `mean_div.py` | figures of such trainings |
 | `dist.py` | the grid of networks with preset channel statistics |
@@ -14,9 +13,9 @@
 | `drawings.py` | figures without numbers: `fig:all` and `fig:ws_eqn` |
 """
 
-import difflib
 from pathlib import Path
 
+from micronorm.recipes import unknown
 from micronorm.recipes.figures import dist, dist_exp, drawings, mean_div, recorded, stat_diff
 from micronorm.recipes.figures.figure import Figure, Request
 
@@ -45,7 +44,7 @@ def find(name: str) -> Figure:
     """Return the figure with this name.
 
     Raises:
-        ValueError: there is no such figure; the message lists all figures.
+        ValueError: there is no such figure; the message has the most similar names.
 
     Example:
         >>> find("fig:dist").datasets
@@ -53,6 +52,4 @@ def find(name: str) -> Figure:
     """
     if name in FIGURES:
         return FIGURES[name]
-    near = difflib.get_close_matches(name, FIGURES, n=3, cutoff=0.6)
-    nearest = f"near it: {', '.join(near)}; " if near else ""
-    raise ValueError(f"no figure {name!r}; {nearest}there are {', '.join(FIGURES)}")
+    raise ValueError(unknown(f"no figure {name!r}", name, list(FIGURES)))

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from micronorm import records
+from micronorm.recipes import find
 from micronorm.recipes.figures.figure import Figure, FigureData, Listener, Request, add_caption, add_title
 from micronorm.recipes.recipe import DATA
-from micronorm.recipes.registry import find
 from micronorm.recipes.results import gather, packaged, read_runs
 from micronorm.report.plots import COLOURS, METHOD_COLOURS, QUIET, TEXT, apply_style, subplots
 

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
+from micronorm.cli.doctor import find_data
 from micronorm.data.files import DEFAULT_FOLDERS, search_folders
-from micronorm.data.search import find_data
 from micronorm.tasks import open_task
 from tests.data.miniature import write_binary, write_folders, write_python
 
