@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from micronorm.convert.known_blocks import BLOCKS, Block, Forward, Fuses
-from micronorm.convert.surgery import has_own_forward
+from micronorm.convert.known_blocks import BLOCKS, MAX_POOL, Block, Forward, Fuses, can_pool
+from micronorm.convert.surgery import has_own_forward, set_forward
 from micronorm.nn.norm_act import ACTIVATION_FUNCTIONS, ACTIVATION_LAYERS, fusible_activation, has_hooks
 from micronorm.ops.activation import Activation
 
@@ -66,6 +66,23 @@ def register_block(
     if not isinstance(fuses, Mapping) and not callable(fuses):
         raise TypeError(f'fuses must be a mapping such as {{"norm1": "relu", "norm2": "add relu"}}, got {fuses!r}')
     BLOCKS[cls] = Block(forward, fuses, method)
+
+
+def pool_by_kernel(model: nn.Module) -> int:
+    """Let the kernels compute every max-pooling layer of the model that they can; return the number of these layers.
+
+    Each such nn.MaxPool2d gets another forward, whose outputs equal torch's to the bit. It keeps one byte per output
+    for the backward pass, and not the input. Inputs on other devices still go to torch. `mn.convert` does this unless
+    `fuse=False`; benchmarks call it for the networks they compare with.
+
+    Example:
+        >>> pool_by_kernel(nn.Sequential(nn.Conv2d(3, 8, 3), nn.MaxPool2d(3, 2, 1), nn.AvgPool2d(2)))
+        1
+    """
+    layers = [module for module in model.modules() if can_pool(module)]
+    for layer in layers:
+        set_forward(layer, MAX_POOL.forward)
+    return len(layers)
 
 
 def find_block(module: nn.Module) -> Block | str:
