@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import micronorm as mn
 from micronorm.convert import Decision, Plan
-from micronorm.convert.flow.trace import as_call, guesses
+from micronorm.convert.trace import as_call, guesses
 from micronorm.nn.inputs import check_input
 
 CONVOLUTIONS = nn.modules.conv._ConvNd

@@ -1,13 +1,18 @@
 """Results made by hand."""
 
-from micronorm.bench.cases import Case
-from micronorm.bench.methods import NormMethod
-from micronorm.bench.results import BenchResult
-from micronorm.bench.timing import Spread
+import torch
+
+from micronorm.bench.cases import Case, NormMethod
+from micronorm.bench.results import BenchResult, BenchSettings
+from micronorm.bench.timing import PASSES_AT_LEAST, Spread
 
 CASE = Case((4, 16, 8, 8), "made by hand", "small")
 
 
-def result(method: NormMethod, median: float | None, *, layout="nhwc", route="graph", case=CASE, **more) -> BenchResult:
+def result(
+    method: NormMethod, median: float | None, *, layout="nhwc", route="graph", case=CASE, floor_ms=None, **more
+) -> BenchResult:
     time = None if median is None else Spread(0.9 * median, median, 1.1 * median)
-    return BenchResult(case, layout, route, method, "bfloat16", 2, 15, time=time, **more)
+    bandwidth = None if floor_ms is None else 1e3 * PASSES_AT_LEAST * 2 * case.elements / floor_ms
+    settings = BenchSettings(torch.device("cpu"), torch.bfloat16, ("graph",), 15, bandwidth)
+    return BenchResult(case, layout, route, method, settings, time=time, **more)

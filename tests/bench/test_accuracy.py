@@ -4,10 +4,17 @@ import pytest
 import torch
 from torch import nn
 
-from micronorm.bench.accuracy import deviations, find_norm, randomize_state, tolerance
-from micronorm.bench.cases import LAYOUTS, Case, lay_out
-from micronorm.bench.measure import BenchSettings, Contestant, WrongResult, measure
-from micronorm.bench.methods import OURS
+from micronorm.bench.cases import LAYOUTS, OURS, Case, lay_out
+from micronorm.bench.measure import (
+    BenchSettings,
+    Contestant,
+    WrongResult,
+    deviations,
+    find_norm,
+    measure,
+    randomize_state,
+    tolerance,
+)
 from micronorm.nn import BatchChannelNorm, bcn
 from micronorm.ops.bcn import onepass
 from tests import tolerances

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from micronorm.bench import measure as module
-from micronorm.bench.cases import Case
+from micronorm.bench.cases import BN, GN, MODES, ON_CPU, OURS, Case, NormMethod, choose_methods
 from micronorm.bench.measure import BenchSettings, Contestant, measure, saved_bytes
-from micronorm.bench.methods import BN, GN, MODES, ON_CPU, OURS, NormMethod, choose_methods
 from micronorm.bench.timing import Inputs
 
 CPU = torch.device("cpu")

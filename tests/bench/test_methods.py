@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from micronorm.bench.methods import BN, BN_GN, GN, METHODS, ON_CPU, ON_GPU, OURS, choose_methods
+from micronorm.bench.cases import BN, BN_GN, GN, METHODS, ON_CPU, ON_GPU, OURS, choose_methods
 from micronorm.nn.bcn import STATISTICS
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from micronorm.bench.methods import BN, BN_COMPILED, BN_GN, GN, OURS
+from micronorm.bench.cases import BN, BN_COMPILED, BN_GN, GN, OURS
 from micronorm.bench.results import (
     RATIOS,
     as_record,

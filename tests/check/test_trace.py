@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from micronorm.check.runs import named_members
 from micronorm.check.trace import Tracer
 
 DRAWS = {"torch": lambda: torch.rand(1), "numpy": lambda: np.random.rand(), "random": random.random}
@@ -43,7 +44,7 @@ def nothing():
 @pytest.mark.parametrize("by_child, by_parent", [(False, False), (True, False), (False, True), (True, True)])
 def test_random_numbers_are_put_down_to_the_call_whose_own_code_drew_them(draw, by_child, by_parent):
     model = Between(Draws(draw if by_child else nothing), draw if by_parent else nothing)
-    tracer = Tracer(model, None, [])
+    tracer = Tracer(named_members(model, None), [])
     with tracer.part(2) as trace:
         model(torch.ones(2, 3))
     (parent,) = trace.calls("model")

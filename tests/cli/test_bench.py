@@ -8,8 +8,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from micronorm.bench.cases import CASES, Case
-from micronorm.bench.methods import METHODS, ON_CPU
+from micronorm.bench.cases import CASES, METHODS, ON_CPU, Case
 from micronorm.cli import app, bench
 from micronorm.nn import SPECS, bcn
 

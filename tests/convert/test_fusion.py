@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import micronorm as mn
 from micronorm.convert import norm_act, register_block
-from micronorm.convert.flow import trace_flow
 from micronorm.convert.surgery import restore_forwards
+from micronorm.convert.trace import trace_flow
 from tests.convert.fused import IMAGE, Residual, assert_same_bits, calls, converted, unfused
 from tests.tolerances import assert_close_to_max, tolerance
 
@@ -382,8 +382,7 @@ def test_the_flow_of_a_fused_network_is_that_of_the_unfused_one(method):
     if method == "execution":
         model.fc = nn.Sequential(ValueBranch(), model.fc)
     flows = [
-        trace_flow(one, lambda m: isinstance(m, mn.nn.BatchChannelNorm | nn.Conv2d), pairs=lambda a, b: False)
-        for one in (model, unfused(model))
+        trace_flow(one, lambda m: isinstance(m, mn.nn.BatchChannelNorm | nn.Conv2d)) for one in (model, unfused(model))
     ]
     assert flows[0].method == flows[1].method == method
     assert [(n.name, len(n.inputs)) for n in flows[0].nodes] == [(n.name, len(n.inputs)) for n in flows[1].nodes]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import micronorm as mn
-from micronorm.convert import pool_by_kernel, pooling
+from micronorm.convert import known_blocks, pool_by_kernel
 from micronorm.convert.surgery import restore_forwards
 from tests.convert.fused import unfused
 from tests.devices import KERNEL_DEVICES, require_kernels
@@ -34,9 +34,9 @@ def launches(monkeypatch):
         calls.append(window)
         return kernel(x, window)
 
-    kernel = pooling.max_pool2d
-    monkeypatch.setattr(pooling, "max_pool2d", counted)
-    monkeypatch.setattr(pooling, "resolve_backend", lambda backend, x: "triton")
+    kernel = known_blocks.max_pool2d
+    monkeypatch.setattr(known_blocks, "max_pool2d", counted)
+    monkeypatch.setattr(known_blocks, "resolve_backend", lambda backend, x: "triton")
     return calls
 
 

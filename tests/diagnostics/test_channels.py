@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from micronorm.diagnostics.channels import (
+from micronorm.diagnostics.norms import (
     RunningMoments,
     channel_normalized,
     count_positive,

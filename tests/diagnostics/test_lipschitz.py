@@ -9,8 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import micronorm as mn
-from micronorm.diagnostics.lipschitz import effective_gradients, gradient_shares, weight_shares
-from micronorm.diagnostics.weights import rows_of, weight_layers
+from micronorm.diagnostics.lipschitz import effective_gradients, gradient_shares, rows_of, weight_layers, weight_shares
 from micronorm.nn.per_step.shared_weights import SharedWeights
 from micronorm.ops.weight import row_statistics
 from tests.diagnostics.trained import EPS, LAYERS, loss_of, network

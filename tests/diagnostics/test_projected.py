@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 import micronorm as mn
-from micronorm.diagnostics.lipschitz import effective_gradients
-from micronorm.diagnostics.weights import rows_of
+from micronorm.diagnostics.lipschitz import effective_gradients, rows_of
 from tests.diagnostics.trained import LAYERS, loss_of, network
 from tests.tolerances import assert_close_to_max
 

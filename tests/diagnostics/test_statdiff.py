@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from micronorm.diagnostics.channels import stat_diff
+from micronorm.diagnostics.norms import stat_diff
 from tests.tolerances import assert_close_to_max, tolerance
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import micronorm as mn
-from micronorm.diagnostics.weights import input_uses
+from micronorm.diagnostics.lipschitz import input_uses
 
 
 def by_loops(weight: torch.Tensor, groups: int) -> float:

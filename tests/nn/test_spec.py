@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import micronorm as mn
-from micronorm.bench.methods import choose_methods
+from micronorm.bench.cases import choose_methods
 from micronorm.diagnostics.norms import as_norm_layer
 from micronorm.nn import SPECS, NormSpec
 from micronorm.ops.moments import moments

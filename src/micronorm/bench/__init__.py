@@ -5,10 +5,8 @@ loops do not live here.
 
 | file | holds |
 |---|---|
-| `cases.py` | the shapes to measure, each with its reason, and the memory layouts |
-| `methods.py` | the layers that are compared |
-| `accuracy.py` | the comparison with the plain equations in float64; a wrong layer gets no time |
+| `cases.py` | the shapes to measure, each with its reason, the memory layouts, and the layers that are compared |
 | `timing.py` | clocks of host and device, captured graphs, copy bandwidth |
-| `measure.py` | all methods at one shape |
+| `measure.py` | all methods at one shape; a layer that differs from the plain equations in float64 gets no time |
 | `results.py` | ratios to BatchNorm, tables, CSV files, and where figures come from |
 """

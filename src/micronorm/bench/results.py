@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from micronorm.bench.cases import Case
-from micronorm.bench.methods import BN, BN_COMPILED, BN_GN, NormMethod, groups_for
-from micronorm.bench.timing import Spread
+from micronorm.bench.cases import BN, BN_COMPILED, BN_GN, Case, NormMethod, groups_for
+from micronorm.bench.timing import Spread, floor_ms
 from micronorm.engine.environment import environment, package_version
 
 ROUTES = ("eager", "graph")
@@ -27,6 +26,22 @@ LEFT = ("method", "mode", "route", "layout", "by")
 COLUMNS = (*LEFT, "ms", "quartiles", *RATIOS.values(), "× floor", "saved", "peak MB")
 
 
+@dataclass(frozen=True)
+class BenchSettings:
+    """How to measure. `bandwidth` is that of a copy in bytes per second; without it no traffic floor is computed."""
+
+    device: torch.device
+    dtype: torch.dtype
+    routes: Sequence[str]
+    rounds: int
+    bandwidth: float | None = None
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype as in tables: bfloat16."""
+        return str(self.dtype).removeprefix("torch.")
+
+
 @dataclass
 class BenchResult:
     """What was measured for one method at a shape, in a layout, by a route. Without a `time`, `fault` says why.
@@ -39,12 +54,9 @@ class BenchResult:
     layout: str
     route: str
     method: NormMethod
-    dtype: str
-    itemsize: int
-    rounds: int
+    settings: BenchSettings
     backend: str = ""
     time: Spread | None = None
-    floor_ms: float | None = None
     saved_bytes: int | None = None
     peak_bytes: int | None = None
     error: float | None = None
@@ -59,6 +71,12 @@ class BenchResult:
         return self.time.median
 
     @property
+    def floor_ms(self) -> float | None:
+        """The time of the least memory traffic, or None if the bandwidth is unknown."""
+        settings, bandwidth = self.settings, self.settings.bandwidth
+        return None if bandwidth is None else floor_ms(self.case.elements, settings.dtype.itemsize, bandwidth)
+
+    @property
     def floors(self) -> float | None:
         """The median as a multiple of the floor of memory traffic."""
         return None if self.time is None or self.floor_ms is None else self.time.median / self.floor_ms
@@ -66,7 +84,8 @@ class BenchResult:
     @property
     def saved_activations(self) -> float | None:
         """Bytes stored for the backward as a multiple of one activation."""
-        return None if self.saved_bytes is None else self.saved_bytes / (self.itemsize * self.case.elements)
+        activation = self.settings.dtype.itemsize * self.case.elements
+        return None if self.saved_bytes is None else self.saved_bytes / activation
 
 
 def compare(results: Sequence[BenchResult]) -> None:
@@ -150,8 +169,8 @@ def as_record(result: BenchResult, facts: Mapping[str, object]) -> dict[str, obj
         "mode": result.method.mode,
         "backend": result.backend,
         "groups": groups_for(result.case.channels),
-        "dtype": result.dtype,
-        "rounds": result.rounds,
+        "dtype": result.settings.dtype_name,
+        "rounds": result.settings.rounds,
         "median_ms": number(time and time.median),
         "q25_ms": number(time and time.q25),
         "q75_ms": number(time and time.q75),

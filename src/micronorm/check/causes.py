@@ -10,10 +10,9 @@ from typing import Any, Literal
 
 from torch import nn
 
-from micronorm.check.compare import Match, compare
 from micronorm.check.report import Finding, finding
 from micronorm.check.runs import Experiment, Run
-from micronorm.check.trace import Call
+from micronorm.check.trace import Call, Match, compare
 from micronorm.nn.batch import GhostBatchNorm
 from micronorm.nn.batch_renorm import BatchRenorm
 from micronorm.nn.bcn import BatchChannelNorm

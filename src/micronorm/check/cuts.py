@@ -5,15 +5,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from micronorm.check.causes import Comparison, Fault, uses_batch_statistics
-from micronorm.check.compare import deviation
-from micronorm.check.inputs import check_batch, check_model
 from micronorm.check.report import CutsReport, Difference, Finding, finding
-from micronorm.check.runs import Experiment, Run
-from micronorm.check.trace import Call
-from micronorm.nn.bcn import BatchChannelNorm
+from micronorm.check.runs import Experiment, Run, check_batch, check_model
+from micronorm.check.trace import Call, deviation
 
 # For one step, relative to each tensor's maximum, if the model computes in float64 or float32. Narrower types are
 # compared at a multiple of their rounding.
@@ -176,7 +173,7 @@ class _Check:
                 runs.append(run)
             self.differences += differences
             self.aliased |= run.aliased
-            run.gradients, run.buffers = {}, {}
+            run.state = {}
         for run in runs:
             if self._explain(run):
                 return
@@ -185,8 +182,14 @@ class _Check:
 
     def _differences(self, cut: str, run: Run) -> list[Difference]:
         found = []
+        whole, parts = self.whole.compared(), run.compared()
+        control = {} if self.control is None else self.control.compared()
         largest = max((g.abs().max().item() for g in self.whole.gradients.values() if g.numel()), default=0.0)
-        for kind, name, expected, actual, quiet in self._pairs(run):
+        for key in dict.fromkeys((*whole, *(key for key in parts if key[0] == "gradient"))):
+            (kind, name), quiet = key, control.get(key)
+            expected = whole[key] if key in whole else torch.zeros_like(parts[key])
+            missing = torch.zeros_like(expected) if kind == "gradient" else expected.new_zeros(0)
+            actual = parts.get(key, missing)
             error, size = deviation(expected, actual)
             exact = not (expected.is_floating_point() or expected.is_complex())
             allowed = 0.0 if exact else self.tol * size
@@ -202,28 +205,6 @@ class _Check:
                 cancelled = kind == "gradient" and error > self.tol * size
                 self.worst = max(self.worst, error / (max(size, largest) if cancelled else size))
         return found
-
-    def _pairs(self, run: Run) -> Iterator[tuple[Any, str, Tensor, Tensor, Tensor | None]]:
-        whole, quiet = self.whole, self.control
-        yield (
-            "loss",
-            "sum",
-            _number(sum(whole.sums)),
-            _number(sum(run.sums)),
-            _number(sum(quiet.sums)) if quiet else None,
-        )
-        yield "count", "count", _number(whole.count), _number(run.count), None
-        for name in whole.gradients.keys() | run.gradients.keys():
-            a, b = whole.gradients.get(name), run.gradients.get(name)
-            like = a if a is not None else b
-            assert like is not None
-            zero = torch.zeros_like(like)
-            c = quiet.gradients.get(name) if quiet else None
-            yield "gradient", name, zero if a is None else a, zero if b is None else b, c
-        for name, a in whole.buffers.items():
-            of_bcn = isinstance(self.experiment.modules.get(self._owner(name)[0]), BatchChannelNorm)
-            kind = "estimate" if of_bcn else "buffer"
-            yield kind, name, a, run.buffers.get(name, a.new_zeros(0)), quiet.buffers.get(name) if quiet else None
 
     def _explain(self, run: Run) -> bool:
         """Add the finding of this run in execution order. Return whether there is one."""
@@ -285,10 +266,6 @@ class _Check:
         """Return the name and class of the module that holds a parameter or buffer."""
         where = name.rpartition(".")[0] or "model"
         return where, type(self.experiment.modules.get(where)).__name__
-
-
-def _number(value: float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64)
 
 
 def _tolerance(run: Run) -> float:

@@ -4,6 +4,9 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+Kind = Literal["gradient", "estimate", "buffer", "loss", "count"]
+"""What is compared."""
+
 CAUSES: dict[str, tuple[str, str]] = {
     "batch_statistics": (
         "normalizes by statistics of the samples in its batch",
@@ -83,7 +86,7 @@ class Difference:
     """One tensor that differs. `error` is its largest deviation, relative to its largest entry."""
 
     cut: str
-    kind: Literal["gradient", "estimate", "buffer", "loss", "count"]
+    kind: Kind
     name: str
     error: float
     allowed: float

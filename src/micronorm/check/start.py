@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from micronorm.check.inputs import check_batch, check_model, owner_of, read_loss
+from micronorm.check.runs import check_batch, check_model, owner_of, read_loss
 from micronorm.commit import Handle
 from micronorm.commit.snapshot import RandomState
 from micronorm.records.collapse import JUMP

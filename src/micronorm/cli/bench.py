@@ -8,10 +8,10 @@ import torch
 import typer
 from rich.console import Console
 
-from micronorm.bench import cases, methods, results
+from micronorm.bench import cases, results
 from micronorm.bench.cases import CASES, GPU_GROUPS, LAYOUTS, Case
-from micronorm.bench.measure import BenchSettings, measure
-from micronorm.bench.results import ROUTES, BenchResult
+from micronorm.bench.measure import measure
+from micronorm.bench.results import ROUTES, BenchResult, BenchSettings
 from micronorm.bench.timing import FOOTPRINT, LARGE, PASSES_AT_LEAST, copy_bandwidth
 from micronorm.cli.printing import CommandFailed, TargetError, as_options, print_table, say
 from micronorm.cli.targets import norm_spec
@@ -42,7 +42,7 @@ def bench(
     ] = None,
     rounds: Annotated[int, typer.Option(min=2, help="Timed rounds; use 15 or more for figures to keep.")] = 15,
     device: Annotated[Literal["cuda", "cpu"] | None, typer.Option(help="Default: the GPU if there is one.")] = None,
-    no_compile: Annotated[bool, typer.Option("--no-compile", help="Leave out the torch.compile methods.")] = False,
+    no_compile: Annotated[bool, typer.Option("--no-compile", help="Leave out the torch.compile cases.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the results to this CSV file.")] = None,
     listed: Annotated[bool, typer.Option("--list", help="List cases and methods, and measure nothing.")] = False,
 ) -> None:
@@ -60,7 +60,7 @@ def bench(
     on_gpu = where.type == "cuda"
     chosen_cases = cases.choose_cases(case or (), on_gpu=on_gpu)
     keys = [_register(word) if ":" in word else word for word in method or ()]
-    chosen_methods = methods.choose_methods(keys, on_gpu=on_gpu, compiled=not no_compile)
+    chosen_methods = cases.choose_methods(keys, on_gpu=on_gpu, compiled=not no_compile)
     layouts = (layout,) if layout else LAYOUTS
     routes = (route,) if route else ROUTES if on_gpu else ("eager",)
     settings = _settings(where, routes, dtype=dtype, rounds=rounds)
@@ -132,7 +132,7 @@ def _print_heading(console: Console, settings: BenchSettings, facts: Mapping[str
     )
     if skipped:
         shapes = "; ".join(f"{group}: {', '.join(case.name for case in CASES[group])}" for group in GPU_GROUPS)
-        left = [method.key for method in methods.ON_GPU if method not in methods.ON_CPU]
+        left = [method.key for method in cases.ON_GPU if method not in cases.ON_CPU]
         say(
             console,
             f"No CUDA device: skipped the shapes for a GPU ({shapes}), CUDA graphs, the multiples of the traffic "
@@ -163,6 +163,6 @@ def _list() -> None:
         for case in members:
             typer.echo(f"  {case.name:<18}{case.reason}")
     typer.echo("methods (* measured by default on a GPU, + on a CPU)")
-    for method in methods.METHODS:
-        marks = ("*" if method in methods.ON_GPU else " ") + ("+" if method in methods.ON_CPU else " ")
+    for method in cases.METHODS:
+        marks = ("*" if method in cases.ON_GPU else " ") + ("+" if method in cases.ON_CPU else " ")
         typer.echo(f"  {method.key:<28}{marks}  {method.label}")

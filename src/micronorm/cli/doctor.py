@@ -12,7 +12,7 @@ import torch
 import typer
 from torch import nn
 
-from micronorm.bench.accuracy import deviations, randomize_state
+from micronorm.bench.measure import deviations, randomize_state
 from micronorm.check import check_cuts
 from micronorm.cli.check import summed_cross_entropy
 from micronorm.cli.printing import CommandFailed, TargetError, one_line, print_json

@@ -4,11 +4,10 @@ The layers that conversion builds live in `micronorm.nn`; folding a converted mo
 """
 
 from micronorm.convert.calibrate import calibrate, calibration_callback
-from micronorm.convert.decide import convert, plan
 from micronorm.convert.foreign import ForeignReport, load_foreign
-from micronorm.convert.fusion import register_block
-from micronorm.convert.plan import Decision, Plan
-from micronorm.convert.pooling import pool_by_kernel
+from micronorm.convert.fusion import pool_by_kernel, register_block
+from micronorm.convert.plan import Plan, convert, plan
+from micronorm.convert.planner import Decision
 from micronorm.nn.norm_act import norm_act
 
 __all__ = [

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from micronorm.convert.known_blocks import BLOCKS, Block, Forward, Fuses
-from micronorm.convert.surgery import has_own_forward
+from micronorm.convert.known_blocks import BLOCKS, MAX_POOL, Block, Forward, Fuses, can_pool, does_nothing
+from micronorm.convert.surgery import has_own_forward, set_forward
 from micronorm.nn.norm_act import ACTIVATION_FUNCTIONS, ACTIVATION_LAYERS, fusible_activation, has_hooks
 from micronorm.ops.activation import Activation
 
@@ -41,7 +41,8 @@ def register_block(
             `norm_act(norm, x, act, residual=…)` in place of separate layers.
         fuses: for each norm, by its name in the module, what `norm_act` computes with it: the name of the activation
             (the attribute that holds it, or "relu" for the function), "add", or "add" and the activation ("add act2").
-            The plan reports it. If it depends on the module, give a function of the module that returns it.
+            "act1 without drop" holds for modules whose optional layer `drop` is None or nn.Identity. The plan reports
+            it. If it depends on the module in another way, give a function of the module that returns it.
         method: the method to replace, if the norms are called in another one than `forward`.
 
     Example:
@@ -66,6 +67,23 @@ def register_block(
     if not isinstance(fuses, Mapping) and not callable(fuses):
         raise TypeError(f'fuses must be a mapping such as {{"norm1": "relu", "norm2": "add relu"}}, got {fuses!r}')
     BLOCKS[cls] = Block(forward, fuses, method)
+
+
+def pool_by_kernel(model: nn.Module) -> int:
+    """Let the kernels compute every max-pooling layer of the model that they can; return the number of these layers.
+
+    Each such nn.MaxPool2d gets another forward, whose outputs equal torch's to the bit. It keeps one byte per output
+    for the backward pass, and not the input. Inputs on other devices still go to torch. `mn.convert` does this unless
+    `fuse=False`; benchmarks call it for the networks they compare with.
+
+    Example:
+        >>> pool_by_kernel(nn.Sequential(nn.Conv2d(3, 8, 3), nn.MaxPool2d(3, 2, 1), nn.AvgPool2d(2)))
+        1
+    """
+    layers = [module for module in model.modules() if can_pool(module)]
+    for layer in layers:
+        set_forward(layer, MAX_POOL.forward)
+    return len(layers)
 
 
 def find_block(module: nn.Module) -> Block | str:
@@ -163,7 +181,10 @@ def _tails(module: nn.Module, block: Block) -> dict[nn.Module, _Tail]:
     fuses = block.fuses(module) if callable(block.fuses) else block.fuses
     modules = dict(module.named_modules())
     tails = {}
-    for name, following in fuses.items():
+    for name, text in fuses.items():
+        following, _, absent = text.partition(" without ")
+        if not all(does_nothing(getattr(module, layer)) for layer in absent.split()):
+            continue
         words = following.split()
         add = words[0] == "add"
         act = " ".join(words[1:] if add else words)

@@ -14,7 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from micronorm.convert.surgery import has_own_forward
+from micronorm.nn.backends import resolve_backend
 from micronorm.nn.norm_act import can_fuse, fusible_activation, has_hooks, norm_act
+from micronorm.ops.pool import MAX_WINDOW, PoolWindow, max_pool2d
 
 Forward = Callable[..., Any]
 Fuses = Mapping[str, str]
@@ -116,36 +119,23 @@ def _timm_bottleneck(self: Any, x: Tensor) -> Tensor:
 
 
 def _norm_drop_act(norm: nn.Module, x: Tensor, drop: nn.Module, act: nn.Module) -> Tensor:
-    return norm_act(norm, x, act) if _does_nothing(drop) else act(drop(norm(x)))
+    return norm_act(norm, x, act) if does_nothing(drop) else act(drop(norm(x)))
 
 
-def _does_nothing(layer: nn.Module) -> bool:
-    return type(layer) is nn.Identity and not has_hooks(layer)
+def does_nothing(layer: nn.Module | None) -> bool:
+    """Return whether an optional layer of a block is absent, or returns its input."""
+    return layer is None or (type(layer) is nn.Identity and not has_hooks(layer))
 
 
 def _timm_end(self: Any, x: Tensor, shortcut: Tensor, norm: nn.Module, act: nn.Module) -> Tensor:
     """Compute the last norm, squeeze-and-excitation, stochastic depth, the addition and the last activation."""
-    added_next = self.se is None and self.drop_path is None
-    if not added_next:
-        x = norm(x)
-        x = x if self.se is None else self.se(x)
-        x = x if self.drop_path is None else self.drop_path(x)
-    if self.downsample is not None:
-        shortcut = self.downsample(shortcut)
-    if added_next:
-        return norm_act(norm, x, act, residual=shortcut, inplace=True)
-    x += shortcut
+    if does_nothing(self.se) and does_nothing(self.drop_path):
+        return norm_act(norm, x, act, residual=_shortcut(self, shortcut), inplace=True)
+    x = norm(x)
+    x = x if self.se is None else self.se(x)
+    x = x if self.drop_path is None else self.drop_path(x)
+    x += _shortcut(self, shortcut)
     return act(x)
-
-
-def _timm_basic_fuses(self: Any) -> Fuses:
-    first = {"bn1": "act1"} if _does_nothing(self.drop_block) else {}
-    return first | ({"bn2": "add act2"} if self.se is None and self.drop_path is None else {})
-
-
-def _timm_bottleneck_fuses(self: Any) -> Fuses:
-    second = {"bn2": "act2"} if _does_nothing(self.drop_block) else {}
-    return {"bn1": "act1"} | second | ({"bn3": "add act3"} if self.se is None and self.drop_path is None else {})
 
 
 def _dla_root(self: Any, x_children: list[Tensor]) -> Tensor:
@@ -273,24 +263,68 @@ def _timm_resnet(self: Any, x: Tensor) -> Tensor:
     return self.layer4(self.layer3(self.layer2(self.layer1(x))))
 
 
+# --- max-pooling on a GPU --------------------------------------------------------------------------------------------
+
+_LARGEST = 2**31  # the kernels count the outputs of a sample in 32 bits
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def can_pool(module: nn.Module) -> bool:
+    """Return whether the module is an nn.MaxPool2d with windows that the kernels of `ops.pool` support."""
+    return type(module) is nn.MaxPool2d and not has_own_forward(module) and _window(module) is not None
+
+
+def _max_pool(self: Any, input: Tensor) -> Tensor:
+    window = _window(self)
+    if window is None or not isinstance(input, Tensor) or not _is_supported(input, window):
+        return type(self).forward(self, input)
+    return max_pool2d(input, window)
+
+
+def _is_supported(x: Tensor, window: PoolWindow) -> bool:
+    if x.ndim != 4 or x.dtype not in _DTYPES or x.numel() == 0 or torch.jit.is_tracing():
+        return False
+    height, width = window.output((x.shape[2], x.shape[3]))
+    fits = min(height, width) > 0 and x.shape[1] * height * width < _LARGEST
+    return fits and resolve_backend("auto", x) == "triton"
+
+
+def _window(pool: Any) -> PoolWindow | None:
+    """Return the windows of an nn.MaxPool2d, or None if the kernels do not support them."""
+    kernel, padding, dilation = (_pair(size) for size in (pool.kernel_size, pool.padding, pool.dilation))
+    stride = kernel if isinstance(pool.stride, list | tuple) and not pool.stride else _pair(pool.stride)
+    if kernel is None or stride is None or padding is None or dilation != (1, 1) or pool.return_indices:
+        return None
+    # torch raises an error for other sizes and paddings.
+    valid = min(*kernel, *stride) > 0 and all(0 <= 2 * p <= k for p, k in zip(padding, kernel, strict=True))
+    small = kernel[0] * kernel[1] <= MAX_WINDOW and stride[0] * stride[1] <= MAX_WINDOW
+    return PoolWindow(kernel, stride, padding, pool.ceil_mode) if valid and small else None
+
+
+def _pair(size: Any) -> tuple[int, int] | None:
+    """Return a size along both axes, or None if it is not one or two integers."""
+    sizes = size if isinstance(size, list | tuple) else (size,)
+    if not 1 <= len(sizes) <= 2 or not all(isinstance(s, int) for s in sizes):
+        return None
+    return sizes[0], sizes[-1]
+
+
+MAX_POOL = Block(_max_pool, {})
+"""nn.MaxPool2d by kernels. It is not in the table, because no norm takes part."""
+
 # --- the table -------------------------------------------------------------------------------------------------------
 
 _BASIC, _BOTTLENECK = _residual_block(2), _residual_block(3)
 _BOTH_RELU = {"bn1": "relu", "bn2": "relu"}
+_TIMM_BASIC = {"bn1": "act1 without drop_block", "bn2": "add act2 without se drop_path"}
+_TIMM_BOTTLENECK = {"bn1": "act1", "bn2": "act2 without drop_block", "bn3": "add act3 without se drop_path"}
+_RESNEST = {"bn1": "act1", "bn2": "act2 without drop_block", "bn3": "add act3"}
+_SPLIT_ATTENTION = {"bn0": "act0 without drop", "bn1": "act1"}
 _CONV_BN_RELU = _chain("conv", "bn", "relu")
 
 
 def _dla_root_fuses(self: Any) -> Fuses:
     return {"bn": "add relu" if self.shortcut else "relu"}
-
-
-def _resnest_fuses(self: Any) -> Fuses:
-    second = {"bn2": "act2"} if _does_nothing(self.drop_block) else {}
-    return {"bn1": "act1"} | second | {"bn3": "add act3"}
-
-
-def _split_attention_fuses(self: Any) -> Fuses:
-    return ({"bn0": "act0"} if _does_nothing(self.drop) else {}) | {"bn1": "act1"}
 
 
 BLOCKS: dict[type | str, Block] = {
@@ -300,16 +334,16 @@ BLOCKS: dict[type | str, Block] = {
     "torchvision.models.resnet.ResNet": Block(_resnet, {"bn1": "relu"}, "_forward_impl", source="c536d32a6e1e"),
     "torchvision.models.googlenet.BasicConv2d": Block(*_CONV_BN_RELU, source="00e4e72d3536"),
     "torchvision.models.inception.BasicConv2d": Block(*_CONV_BN_RELU, source="00e4e72d3536"),
-    "timm.models.resnet.BasicBlock": Block(_timm_basic_block, _timm_basic_fuses, source="3580b8e5cdce"),
-    "timm.models.resnet.Bottleneck": Block(_timm_bottleneck, _timm_bottleneck_fuses, source="63981a893bde"),
+    "timm.models.resnet.BasicBlock": Block(_timm_basic_block, _TIMM_BASIC, source="3580b8e5cdce"),
+    "timm.models.resnet.Bottleneck": Block(_timm_bottleneck, _TIMM_BOTTLENECK, source="63981a893bde"),
     "timm.models.resnet.ResNet": Block(_timm_resnet, {"bn1": "act1"}, "forward_features", source="0b6d183bb745"),
     "timm.models.res2net.Bottle2neck": Block(_res2net, _res2net_fuses, source="df27133d4db2"),
     "timm.models.dla.DlaBasic": Block(*_BASIC, source="0cb947bb8771"),
     "timm.models.dla.DlaBottleneck": Block(*_BOTTLENECK, source="3de1558339f9"),
     "timm.models.dla.DlaBottle2neck": Block(_res2net, _res2net_fuses, source="333c8b92de28"),
     "timm.models.dla.DlaRoot": Block(_dla_root, _dla_root_fuses, source="27328a2d595d"),
-    "timm.models.resnest.ResNestBottleneck": Block(_resnest_bottleneck, _resnest_fuses, source="9ac1e57434a7"),
-    "timm.layers.split_attn.SplitAttn": Block(_split_attention, _split_attention_fuses, source="f9b0624e38be"),
+    "timm.models.resnest.ResNestBottleneck": Block(_resnest_bottleneck, _RESNEST, source="9ac1e57434a7"),
+    "timm.layers.split_attn.SplitAttn": Block(_split_attention, _SPLIT_ATTENTION, source="f9b0624e38be"),
     "timm.models.senet.Bottleneck": Block(_senet, _BOTH_RELU, source="5ed40b5c4041"),
     "timm.models.senet.SEResNetBlock": Block(_senet, _BOTH_RELU, source="cf2b21e664c8"),
     "dynamic_network_architectures.building_blocks.residual.BasicBlockD": Block(

@@ -1,68 +1,25 @@
-"""A plan: what becomes of every convolution and normalization of a model, and why."""
+"""`mn.plan` and `mn.convert`: check the options, decide what becomes of every layer, and carry it out."""
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
-from micronorm.convert.flow import Flow
-from micronorm.convert.known_blocks import Block
-from micronorm.convert.pooling import use_kernel
-from micronorm.convert.residual import zero_weight
-from micronorm.convert.surgery import replace, set_forward
+from micronorm.convert.known_blocks import MAX_POOL
+from micronorm.convert.norms import zero_weight
+from micronorm.convert.planner import BATCH_STATISTICS, Filter, Planner
+from micronorm.convert.surgery import WRAPPERS, refuse_wrappers, replace, set_forward
+from micronorm.nn.bcn import BCN
 from micronorm.nn.fingerprint import mark_plain
-from micronorm.nn.weight import CONVOLUTIONS
+from micronorm.nn.inputs import check_count, check_flag
+from micronorm.nn.spec import NormSpec, WeightSpec
+from micronorm.nn.weight import CONVOLUTIONS, CWN, WS
 from micronorm.nn.window import list_names
 
-BATCH_STATISTICS = "; in train mode a BatchNorm uses the batch's statistics, so keep it in eval mode"
-"""How the reason ends for a BatchNorm that stays behind a frozen convolution."""
-_INSIDE = "norms with the activation inside the layer"
-_POOLS = "max-pooling layers by kernel on a GPU"
-_ZERO = "residual branches that start at zero"
+Model = TypeVar("Model", bound=nn.Module)
 
-
-@dataclass(frozen=True)
-class Decision:
-    """What becomes of one layer.
-
-    Attributes:
-        names: every name under which the layer is registered.
-        role: "norm" or "convolution".
-        type: the class of the layer.
-        becomes: the new layer, in words; None if the layer stays.
-        reason: why.
-        module: the layer.
-        make: builds the new layer; None if the layer stays.
-        fused: what a norm of micronorm computes together with itself, one entry for each block that calls it.
-        unfused: why it computes nothing more.
-        inside: the activation that a norm-act layer computes in its norm's passes.
-        zero: whether the layer ends a residual branch and starts at zero.
-    """
-
-    names: tuple[str, ...]
-    role: Literal["norm", "convolution"]
-    type: str
-    becomes: str | None
-    reason: str
-    module: nn.Module = field(repr=False)
-    make: Callable[[], nn.Module] | None = field(repr=False, default=None)
-    fused: tuple[str, ...] = ()
-    unfused: tuple[str, ...] = ()
-    inside: str | None = None
-    zero: bool = False
-
-    @property
-    def name(self) -> str:
-        """The first of its names."""
-        return self.names[0]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the decision as plain values."""
-        fields = ("name", "names", "role", "type", "becomes", "reason", "fused", "unfused", "inside", "zero")
-        return {name: getattr(self, name) for name in fields}
+_ALWAYS = ("norms converted", "norms left", "convolutions converted", "convolutions left")
 
 
 class Plan:
@@ -75,32 +32,20 @@ class Plan:
         pairing_detail: what the model was run on, or why a better way was not possible.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        decisions: list[Decision],
-        flow: Flow,
-        blocks: Mapping[nn.Module, Block],
-        pools: Iterable[nn.Module] = (),
-    ) -> None:
+    def __init__(self, planner: Planner) -> None:
+        decisions, blocks = planner.decide()
         self.decisions = decisions
-        self.pairing, self.pairing_detail = flow.method, flow.detail
-        pools = list(pools)
+        self.pairing, self.pairing_detail = planner.flow.method, planner.flow.detail
+        count = Counter(f"{d.role}s {'left' if d.becomes is None else 'converted'}" for d in decisions)
         self.totals: dict[str, int] = {
-            **{
-                f"{role}s {what}": sum(
-                    d.role == role and (d.becomes is not None) == (what == "converted") for d in decisions
-                )
-                for role in ("norm", "convolution")
-                for what in ("converted", "left")
-            },
+            **{what: count[what] for what in _ALWAYS},
             "norms fused": sum(bool(d.fused) for d in decisions),
-            _INSIDE: sum(d.inside is not None for d in decisions),
-            _POOLS: len(pools),
-            _ZERO: sum(d.zero for d in decisions),
+            "norms with the activation inside the layer": sum(d.inside is not None for d in decisions),
+            "max-pooling layers by kernel on a GPU": sum(block is MAX_POOL for block in blocks.values()),
+            "residual branches that start at zero": sum(d.zero for d in decisions),
         }
         """How many norms and convolutions are converted and left, norms fused, and layers handled in other ways."""
-        self._pending: tuple[nn.Module, Mapping[nn.Module, Block], list[nn.Module]] | None = (model, blocks, pools)
+        self._pending = planner.model, blocks
 
     def apply(self) -> nn.Module:
         """Convert the model in place and return it. If this fails, the model stays as it was.
@@ -112,11 +57,11 @@ class Plan:
         """
         if self._pending is None:
             raise RuntimeError("this plan has been applied; make a new one with mn.plan(model)")
-        model, blocks, pools = self._pending
+        model, blocks = self._pending
         present = set(model.modules())
         changes = [(d, d.make) for d in self.decisions if d.make is not None]
         missing = [d.name for d, _ in changes if d.module not in present]
-        missing += [type(module).__name__ for module in (*blocks, *pools) if module not in present]
+        missing += [type(module).__name__ for module in blocks if module not in present]
         if missing:
             raise RuntimeError(f"the model has changed since the plan was made, at {missing[:3]}; make a new one")
         replacements = {decision.module: make() for decision, make in changes}
@@ -130,8 +75,6 @@ class Plan:
                 mark_plain(decision.module)
         for module, block in blocks.items():
             set_forward(module, block.forward, block.method)
-        for pool in pools:
-            use_kernel(pool)
         self._warn_of_batch_statistics()
         return model
 
@@ -170,11 +113,153 @@ class Plan:
     def summary(self) -> str:
         """Return the totals, the pairing, and why norms are not fused, in two or three lines."""
         detail = f" ({self.pairing_detail})" if self.pairing_detail else ""
-        totals = ", ".join(
-            f"{count} {what}" for what, count in self.totals.items() if count or what not in (_INSIDE, _POOLS, _ZERO)
-        )
+        totals = ", ".join(f"{n} {what}" for what, n in self.totals.items() if n or what in (*_ALWAYS, "norms fused"))
         lines = [totals, f"paired by {self.pairing}{detail}"]
         reasons = Counter(d.unfused[0] for d in self.decisions if d.unfused and not d.fused)
         if reasons:
             lines.append("not fused: " + "; ".join(f"{count} ({why})" for why, count in reasons.most_common()))
         return "\n".join(lines)
+
+
+def plan(
+    model: nn.Module,
+    norm: NormSpec | None = BCN(),  # noqa: B008  (specs are immutable)
+    weight: WeightSpec | None = WS(),  # noqa: B008
+    *,
+    filter: Filter | None = None,
+    example_inputs: Any = None,
+    absorb: bool | None = None,
+    warm_steps: int = 0,
+    layer_norm: bool = False,
+    fuse: bool = True,
+    zero_init_residual: bool = False,
+) -> Plan:
+    """Decide what becomes of every normalization and convolution of `model`. Nothing changes until `apply()`.
+
+    Every BatchNorm (also synchronized or frozen), GroupNorm and InstanceNorm becomes the layer of `norm`, with its
+    affine and running statistics. A convolution becomes the layer of `weight` if its output reaches such a norm;
+    classifiers and predictors stay as they are. So do frozen convolutions and the norms behind them.
+
+    Args:
+        model: any torch.nn.Module that is not wrapped (DDP, FSDP) or compiled.
+        norm: the norm spec; None keeps the norms and converts the convolutions before them.
+        weight: the weight spec; None keeps the convolutions.
+        filter: filter(module, name) returns whether a layer may be converted.
+        example_inputs: inputs to run the model on if torch.fx cannot trace it: a tuple of arguments, a dictionary of
+            keyword arguments, or the one argument.
+        absorb: keep each convolution's old mean and scale, so that it starts as the same function (WS only).
+        warm_steps: start as the pretrained network and become BCN over this many optimizer steps; implies `absorb`.
+        layer_norm: convert layer norms too.
+        fuse: let norms compute the addition and the activation that follow them, in nn.Sequential and in known blocks
+            (`docs/conversion.md`), and let kernels compute max-pooling on a GPU. Outputs and gradients are the same,
+            except that in half precision the kernels round once where separate operations round each time. A model
+            that already has our norms can be converted just for this, for example after unpickling.
+        zero_init_residual: start the last norm of each residual branch at zero (BCN: `group_weight`, others: `weight`),
+            so that each block starts as its shortcut. Deep networks that train from scratch need it.
+
+    Raises:
+        TypeError: if an argument has the wrong type.
+        ValueError: if options contradict each other, the model is wrapped, nothing would change, or
+            `zero_init_residual` finds no residual branch.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1))
+        >>> print(plan(model))
+        name  type         becomes                 reason
+        0     Conv2d       WSConv2d                its output meets BatchNorm2d '1'
+        1     BatchNorm2d  BatchChannelNorm(16/4)  statistics and affine carried over; with the ReLU after it
+        3     Conv2d       stays                   its output meets no converted norm: it is the model's output
+        1 norms converted, 0 norms left, 1 convolutions converted, 1 convolutions left, 1 norms fused
+        paired by fx
+    """
+    refuse_wrappers(model, dict.fromkeys(WRAPPERS, "convert first, then wrap or compile the converted model"))
+    check_flag("layer_norm", layer_norm)
+    check_flag("fuse", fuse)
+    check_flag("zero_init_residual", zero_init_residual)
+    if zero_init_residual and warm_steps:
+        raise ValueError(
+            "warm_steps starts as the pretrained network, zero_init_residual without its branches: use one"
+        )
+    absorb = _check_options(norm, weight, absorb=absorb, warm_steps=warm_steps)
+    planner = Planner(
+        model=model,
+        norm=norm,
+        weight=weight,
+        filter=filter,
+        example_inputs=example_inputs,
+        absorb=absorb,
+        warm_steps=warm_steps,
+        layer_norm=layer_norm,
+        fuse=fuse,
+        zero_init_residual=zero_init_residual,
+    )
+    return Plan(planner)
+
+
+def convert(
+    model: Model,
+    norm: NormSpec | None = BCN(),  # noqa: B008
+    weight: WeightSpec | None = WS(),  # noqa: B008
+    *,
+    filter: Filter | None = None,
+    example_inputs: Any = None,
+    absorb: bool | None = None,
+    warm_steps: int = 0,
+    layer_norm: bool = False,
+    fuse: bool = True,
+    zero_init_residual: bool = False,
+) -> Model:
+    """Convert `model` in place and return it. Arguments and errors are those of `mn.plan`.
+
+    Example:
+        >>> convert(nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16)))
+        Sequential(
+          (0): WSConv2d(3, 16, kernel_size=(3, 3), stride=(1, 1), eps=1e-05)
+          (1): BatchChannelNorm(16, num_groups=4, statistics='step', rate='lr', eps=1e-05)
+        )
+    """
+    made = plan(
+        model,
+        norm,
+        weight,
+        filter=filter,
+        example_inputs=example_inputs,
+        absorb=absorb,
+        warm_steps=warm_steps,
+        layer_norm=layer_norm,
+        fuse=fuse,
+        zero_init_residual=zero_init_residual,
+    )
+    return cast(Model, made.apply())  # the model itself, unless the model is a single norm
+
+
+def _check_options(norm: NormSpec | None, weight: WeightSpec | None, *, absorb: bool | None, warm_steps: int) -> bool:
+    """Raise if options contradict each other; return whether to absorb."""
+    for name, spec, kind in (("norm", norm, NormSpec), ("weight", weight, WeightSpec)):
+        if spec is not None and not isinstance(spec, kind):
+            named = f"{spec.__name__}()" if isinstance(spec, type) and issubclass(spec, kind) else ""
+            usual = "mn.BCN() or mn.GN()" if kind is NormSpec else "mn.WS()"
+            hint = f"did you mean mn.{named}?" if named else f"write {usual}"
+            raise TypeError(f"{name} must be a spec or None, got {spec!r}; {hint}")
+    if norm is None and weight is None:
+        raise ValueError("norm=None and weight=None leave nothing to convert")
+    if absorb and not isinstance(weight, WS):
+        raise ValueError(
+            f"absorb=True keeps what weight standardization takes away; it needs weight=mn.WS(), got {weight}"
+        )
+    if not warm_steps:
+        return bool(absorb)
+    check_count("warm_steps", warm_steps)
+    if not isinstance(norm, BCN):
+        raise ValueError(f"warm_steps blends from BatchNorm to BCN; it needs norm=mn.BCN(), got {norm}")
+    if norm.eps != BCN().eps:
+        raise ValueError(
+            f"warm_steps starts as the pretrained network, at its own eps; mn.BCN(eps={norm.eps}) is another"
+        )
+    if absorb is False and isinstance(weight, WS):
+        raise ValueError(
+            "warm_steps starts as the pretrained network, which standardized convolutions do only with absorb=True"
+        )
+    if isinstance(weight, CWN):
+        raise ValueError("warm_steps starts as the pretrained network, but CWN drops its kernels' means; use mn.WS()")
+    return isinstance(weight, WS)

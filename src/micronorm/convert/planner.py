@@ -1,23 +1,28 @@
 """Decide what becomes of every convolution and normalization of one model, from its data flow."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
-from micronorm.convert.carry import build, carries, computed_inside, fit, zero_initialized
-from micronorm.convert.flow import Flow, Node, trace_flow
-from micronorm.convert.flow.graph import one_element_per_channel, passes_scale
-from micronorm.convert.flow.trace import by_order
+from micronorm.convert.flow import Node, last_norms, one_element_per_channel, passes_scale
 from micronorm.convert.fusion import Fusions, activation_name, find_fusions
-from micronorm.convert.plan import BATCH_STATISTICS, Decision, Plan
-from micronorm.convert.pooling import can_pool
-from micronorm.convert.residual import last_norms
-from micronorm.convert.rules import SourceNorm, describe_norm, looks_like_a_norm, refuse_reparameterized
+from micronorm.convert.known_blocks import MAX_POOL, Block, can_pool
+from micronorm.convert.norms import (
+    SourceNorm,
+    build,
+    carry_remarks,
+    computed_inside,
+    describe_norm,
+    fit,
+    looks_like_a_norm,
+)
 from micronorm.convert.surgery import is_rewritten, names_of
+from micronorm.convert.trace import trace_flow
 from micronorm.nn.bcn import BCN, BatchChannelNorm
 from micronorm.nn.group import GroupNorm
 from micronorm.nn.norm_act import FUSIBLE, BatchChannelNormAct, activation_inside
@@ -27,19 +32,63 @@ from micronorm.nn.weight import CONVOLUTIONS, counterpart_kind, is_standardized_
 
 Filter = Callable[[nn.Module, str], bool]
 
+BATCH_STATISTICS = "; in train mode a BatchNorm uses the batch's statistics, so keep it in eval mode"
+"""How the reason ends for a BatchNorm that stays behind a frozen convolution."""
 _CONVERTED = "already converted"
 """How the reason begins for a layer that is already what the options ask for."""
 _SETTINGS = ("num_groups", "statistics", "rate")
 
 
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of one layer.
+
+    Attributes:
+        names: every name under which the layer is registered.
+        role: "norm" or "convolution".
+        type: the class of the layer.
+        becomes: the new layer, in words; None if the layer stays.
+        reason: why.
+        module: the layer.
+        make: builds the new layer; None if the layer stays.
+        fused: what a norm of micronorm computes together with itself, one entry for each block that calls it.
+        unfused: why it computes nothing more.
+        inside: the activation that a norm-act layer computes in its norm's passes.
+        zero: whether the layer ends a residual branch and starts at zero.
+    """
+
+    names: tuple[str, ...]
+    role: Literal["norm", "convolution"]
+    type: str
+    becomes: str | None
+    reason: str
+    module: nn.Module = field(repr=False)
+    make: Callable[[], nn.Module] | None = field(repr=False, default=None)
+    fused: tuple[str, ...] = ()
+    unfused: tuple[str, ...] = ()
+    inside: str | None = None
+    zero: bool = False
+
+    @property
+    def name(self) -> str:
+        """The first of its names."""
+        return self.names[0]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the decision as plain values."""
+        fields = ("name", "names", "role", "type", "becomes", "reason", "fused", "unfused", "inside", "zero")
+        return {name: getattr(self, name) for name in fields}
+
+
 @dataclass(eq=False, kw_only=True)
 class Planner:
-    """One model and the options of its conversion. `plan` makes the decisions, in the order of the model."""
+    """One model and the options of its conversion, which are those of `mn.plan`."""
 
     model: nn.Module
     norm: NormSpec | None
     weight: WeightSpec | None
     filter: Filter | None
+    example_inputs: Any
     absorb: bool
     warm_steps: int
     layer_norm: bool
@@ -53,30 +102,29 @@ class Planner:
         }
         self.parameters = dict(self.model.named_parameters(remove_duplicate=False))
         self.norms = {module: old for module in self.names if (old := describe_norm(module)) is not None}
+        self.flow = trace_flow(self.model, self._is_leaf, example_inputs=self.example_inputs)
+        if self.flow.method == "order":
+            self.flow = replace(self.flow, nodes=self._registered)
 
-    def plan(self, example_inputs: Any) -> Plan:
-        """Return the plan. Norms come first: a convolution is standardized if its output reaches a converted norm."""
-        flow = trace_flow(self.model, self._is_leaf, example_inputs=example_inputs, pairs=self._could_pair)
-        norms = {module: self._decide_norm(module, flow) for module in self.names if self._is_norm(module)}
-        targets = {module for module, decision in norms.items() if self._removes_scale(module, decision)}
-        convolutions = {
-            module: self._decide_convolution(module, flow, targets)
-            for module in self.names
-            if isinstance(module, CONVOLUTIONS)
-        }
-        decisions = [
-            (norms | convolutions)[module] for module in self.names if module in norms or module in convolutions
-        ]
+    def decide(self) -> tuple[list[Decision], dict[nn.Module, Block]]:
+        """Return the decisions in the order of the model, and the modules that get another forward.
+
+        Norms come first: a convolution is standardized if its output reaches a converted norm.
+        """
+        made = {module: self._decide_norm(module) for module in self.names if self._is_norm(module)}
+        targets = {module for module, decision in made.items() if self._removes_scale(module, decision)}
+        made |= {m: self._decide_convolution(m, targets) for m in self.names if isinstance(m, CONVOLUTIONS)}
+        decisions = [made[module] for module in self.names if module in made]
         if self.zero_init_residual:
-            decisions = self._with_zero_start(decisions, flow)
-        fusions, pools = Fusions(), []
+            decisions = self._with_zero_start(decisions)
+        fusions, pools = Fusions(), {}
         if self.fuse:
             fusions = find_fusions(self.model, self._fusible(decisions))
-            pools = [module for module in self.names if self.allowed[module] and can_pool(module)]
+            pools = {module: MAX_POOL for module in self.names if self.allowed[module] and can_pool(module)}
         if not fusions.fused or all(map(is_rewritten, fusions.blocks)):
             self._refuse_no_change(decisions)
-        refuse_reparameterized((d.name, d.module) for d in decisions if d.make is not None)
-        return Plan(self.model, [_with_fusion(d, fusions) for d in decisions], flow, fusions.blocks, pools)
+        _refuse_reparameterized(decisions)
+        return [_with_fusion(decision, fusions) for decision in decisions], fusions.blocks | pools
 
     def _fusible(self, decisions: list[Decision]) -> list[nn.Module]:
         """Return the norms that will be able to compute what follows them."""
@@ -90,12 +138,12 @@ class Planner:
 
         return list(filter(is_fusible, self.names))
 
-    def _with_zero_start(self, decisions: list[Decision], flow: Flow) -> list[Decision]:
+    def _with_zero_start(self, decisions: list[Decision]) -> list[Decision]:
         """Return the decisions with a zero start for the last norm of each residual branch."""
         norms = {d.module for d in decisions if d.role == "norm" and self._removes_scale(d.module, d)}
-        ends = last_norms(flow, set(filter(self._can_start_at_zero, norms)))
+        ends = last_norms(self.flow, set(filter(self._can_start_at_zero, norms)))
         if not ends:
-            hint = "; pass example_inputs for the real data flow" if flow.method == "order" else ""
+            hint = "; pass example_inputs for the real data flow" if self.flow.method == "order" else ""
             raise ValueError(
                 "zero_init_residual=True, but the data flow has no residual branch that ends in a trainable norm, "
                 f"as x + norm(conv(...)) does{hint}"
@@ -117,10 +165,6 @@ class Planner:
 
     def _is_leaf(self, module: nn.Module) -> bool:
         return self._is_norm(module) or isinstance(module, CONVOLUTIONS)
-
-    def _could_pair(self, first: nn.Module, second: nn.Module) -> bool:
-        norm = self.norms.get(second)
-        return norm is not None and isinstance(first, CONVOLUTIONS) and first.out_channels == norm.channels
 
     def _removes_scale(self, module: nn.Module, decision: Decision) -> bool:
         """Return whether a convolution before this norm may be standardized: the norm is, or becomes, `self.norm`."""
@@ -154,7 +198,7 @@ class Planner:
                 return f"it stays, with {', '.join(others)}; for other settings convert the original model"
         return "it is the requested norm"
 
-    def _decide_norm(self, module: nn.Module, flow: Flow) -> Decision:
+    def _decide_norm(self, module: nn.Module) -> Decision:
         leave = partial(Decision, self.names[module], "norm", type(module).__name__, None, module=module)
         if not self.allowed[module]:
             return leave("left out by the filter")
@@ -170,13 +214,13 @@ class Planner:
             return leave(f"the forward of {type(module).__name__} is not known")
         if old.family == "layer" and not self.layer_norm:
             return leave("a layer norm normalizes each sample by itself; layer_norm=True converts it")
-        frozen = self._frozen_source(old, flow)
+        frozen = self._frozen_source(old)
         if frozen is not None:
             remark = BATCH_STATISTICS if old.family == "batch" else ""
             return leave(f"keeps its function: it is behind {frozen.label}, which is frozen{remark}")
-        return self._convert_norm(old, self.norm, flow)
+        return self._convert_norm(old, self.norm)
 
-    def _frozen_source(self, old: SourceNorm, flow: Flow) -> Node | None:
+    def _frozen_source(self, old: SourceNorm) -> Node | None:
         """Return a convolution before the norm if both belong to the frozen part of the model, otherwise None.
 
         They do if the nearest layers with parameters before the norm are all frozen. A norm with a trainable weight
@@ -189,7 +233,9 @@ class Planner:
         def passes(node: Node) -> bool:
             return isinstance(node.module, nn.Identity) if trains else not self._parameters(node)
 
-        before = [node for call in self._calls(old.module, flow) for node in flow.upstream(call, passes)]
+        # A norm that the data flow does not reach has a place in the registration.
+        calls = self.flow.calls.get(old.module) or [node for node in self._registered if node.module is old.module]
+        before = [node for call in calls for node in self.flow.upstream(call, passes)]
         if any(parameter.requires_grad for node in before for parameter in self._parameters(node)):
             return None
         return next((node for node in before if isinstance(node.module, CONVOLUTIONS)), None)
@@ -199,18 +245,14 @@ class Planner:
             return list(node.module.parameters())
         return [self.parameters[name] for name in node.reads if name in self.parameters]
 
-    def _calls(self, module: nn.Module, flow: Flow) -> list[Node]:
-        """Return the calls of a norm; for one that the data flow does not reach, its place in the registration."""
-        return flow.calls.get(module) or [node for node in self._registered if node.module is module]
-
-    def _convert_norm(self, old: SourceNorm, wanted: NormSpec, flow: Flow) -> Decision:
-        calls = flow.calls.get(old.module, [])
-        inputs = [node for call in calls for node in call.inputs]
-        one_element = bool(inputs) and all(one_element_per_channel(node, flat=old.takes_flat) for node in inputs)
+    def _convert_norm(self, old: SourceNorm, wanted: NormSpec) -> Decision:
+        inputs = [node for call in self.flow.calls.get(old.module, []) for node in call.inputs]
+        flat = isinstance(old.module, nn.BatchNorm1d | nn.SyncBatchNorm)  # the input may be N×C
+        one_element = bool(inputs) and all(one_element_per_channel(node, flat=flat) for node in inputs)
         spec, remarks = fit(wanted, old, one_element=one_element)
         groups = spec.groups_for(old.channels) if isinstance(spec, GroupedSpec) else None
         built = spec(old.channels, dims=old.dims)
-        remarks += self._remarks(old, built, groups)
+        remarks += carry_remarks(old, built)
         if self.warm_steps and old.tensor("running_mean") is None:
             remarks.append("no warm start: there are no statistics to start from")
         weight = old.tensor("weight")
@@ -235,23 +277,6 @@ class Planner:
             unfused=unfused if self.fuse else (),
         )
 
-    def _remarks(self, old: SourceNorm, built: nn.Module, groups: int | None) -> list[str]:
-        """Return remarks on what the new norm takes over from the old one."""
-        weight, mean = old.tensor("weight"), old.tensor("running_mean")
-        if not isinstance(self.norm, BCN) or groups is None:
-            return _affine_remarks(old, built)
-        if mean is None:
-            carried = "affine carried over; " if weight is not None else ""
-            return [f"{carried}no statistics to carry: estimates start at (0, 1), mn.calibrate sets them"]
-        remarks = ["statistics and affine carried over" if weight is not None else "statistics carried over, no affine"]
-        if weight is not None and not weight.is_meta and not bool(weight.detach().ne(0).any()):
-            if zero_initialized(old, groups) is not None:
-                return ["statistics carried over; weight is all zero: γ^b = 1, γ^c = 0, β^c = its bias"]
-            remarks.append("weight is all zero but the bias varies within groups: carried as it is")
-        if getattr(old.module, "process_group", None) is not None:
-            remarks.append("was synchronized over a group of its own: give it to mn.attach(process_group=…)")
-        return remarks
-
     def _neighbour(self, inputs: list[Node]) -> Tensor:
         """Return a tensor on the device of the layer's input, for layers without tensors of their own."""
         before = [node.module.weight for node in inputs if isinstance(node.module, CONVOLUTIONS)]
@@ -260,7 +285,7 @@ class Planner:
 
     # --- convolutions ------------------------------------------------------------------------------------------------
 
-    def _decide_convolution(self, module: Any, flow: Flow, targets: set[nn.Module]) -> Decision:
+    def _decide_convolution(self, module: Any, targets: set[nn.Module]) -> Decision:
         decide = partial(Decision, self.names[module], "convolution", type(module).__name__, module=module)
         if not self.allowed[module]:
             return decide(None, "left out by the filter")
@@ -275,33 +300,43 @@ class Planner:
             return decide(None, "fan-in 1: one weight per output channel has nothing to standardize")
         if not module.weight.requires_grad:
             return decide(None, "keeps its function: it is frozen")
-        calls = flow.calls.get(module, [])
-        if not calls and flow.method != "order":
+        calls = self.flow.calls.get(module, [])
+        if not calls and self.flow.method != "order":
             follower = next((n.module for n in self._registered if n.inputs and n.inputs[0].module is module), None)
-            if follower not in targets or follower in flow.calls:
+            if follower not in targets or follower in self.flow.calls:
                 return decide(None, "not reached by the data flow")
             label = f"{type(follower).__name__} {self.names[follower][0]!r}"
             return self._convert_convolution(
                 module, kind, f"not reached by the data flow, but registered before {label}"
             )
-        meets = [
-            node
-            for call in calls
-            for node in flow.downstream(call, lambda n: passes_scale(n) and n.module not in targets)
-        ]
+
+        def passes(node: Node) -> bool:
+            return passes_scale(node) and node.module not in targets
+
+        meets = [node for call in calls for node in self.flow.downstream(call, passes)]
         norm = next((node for node in meets if node.module in targets), None)
         if norm is None:
             where = " and ".join(dict.fromkeys(node.label for node in meets[:2]))
             where = "it is the model's output" if where in ("", "output") else f"it goes to {where}"
             return decide(None, f"its output meets no converted norm: {where}")
-        if any(node.name == "output" and node.module is None for call in calls for node in flow.consumers[call]):
+        if any(node.name == "output" and node.module is None for call in calls for node in self.flow.consumers[call]):
             return decide(None, f"its output meets {norm.label}, but is an output of the model too")
         return self._convert_convolution(module, kind, f"its output meets {norm.label}")
 
     @cached_property
     def _registered(self) -> list[Node]:
-        """The layers in the order of registration, for branches that the data flow does not reach."""
-        return by_order(self.model, self._is_leaf, self._could_pair)
+        """The layers in the order of registration, for branches that the data flow does not reach.
+
+        The input of a norm is the layer before it, if that is a convolution with as many channels.
+        """
+        nodes: list[Node] = []
+        for name, module in self.model.named_modules():
+            if next(module.children(), None) is None or self._is_leaf(module):
+                norm, last = self.norms.get(module), nodes[-1] if nodes else None
+                before = last.module if last is not None else None
+                pair = norm and isinstance(before, CONVOLUTIONS) and before.out_channels == norm.channels
+                nodes.append(Node(name, module, (last,) if last is not None and pair else ()))
+        return nodes
 
     def _convert_convolution(self, module: nn.Module, kind: str, reason: str) -> Decision:
         assert self.weight is not None
@@ -328,17 +363,6 @@ class Planner:
         raise ValueError(f"{why}. Looked at {seen}{more}{hint}")
 
 
-def _affine_remarks(old: SourceNorm, built: nn.Module) -> list[str]:
-    """Return remarks on the affine of a norm that becomes `built`, a layer which may have no place for it."""
-    names = [name for name in ("weight", "bias") if old.tensor(name) is not None]
-    kept = [name for name in names if carries(built, old, name)]
-    if kept == names:
-        return ["affine carried over" if names else "no affine to carry over"]
-    lost = " and ".join(name for name in names if name not in kept)
-    dropped = f"{lost} dropped: {type(built).__name__} has none of that shape"
-    return [f"{kept[0]} carried over", dropped] if kept else [dropped]
-
-
 def _with_fusion(decision: Decision, fusions: Fusions) -> Decision:
     """Return the decision with what fusing adds to it."""
     fused, unfused = (tuple(table.get(decision.module, ())) for table in (fusions.fused, fusions.unfused))
@@ -354,3 +378,24 @@ def _reparameterize(spec: WeightSpec, module: nn.Module, *, absorb: bool) -> nn.
     if absorb:
         made.absorb()
     return made
+
+
+def _refuse_reparameterized(decisions: list[Decision]) -> None:
+    """Raise if the weight of a layer to be replaced is computed by a parametrization, which would be lost."""
+    found = []
+    for name, module in ((d.name, d.module) for d in decisions if d.make is not None):
+        weight = module._parameters.get("weight")
+        if parametrize.is_parametrized(module):
+            found.append(f"{name!r} ({', '.join(type(p[0]).__name__ for p in module.parametrizations.values())})")  # type: ignore[union-attr, index]
+        elif isinstance(module, CONVOLUTIONS) and weight is None:
+            found.append(
+                f"{name!r} (its weight is computed by a hook, as old weight_norm, spectral_norm and pruning do)"
+            )
+        elif isinstance(weight, nn.parameter.UninitializedParameter):
+            found.append(f"{name!r} (lazy: run one forward first)")
+    if found:
+        raise ValueError(
+            f"these layers carry a parametrization already: {', '.join(found)}. Remove it "
+            "(torch.nn.utils.parametrize.remove_parametrizations, torch.nn.utils.remove_weight_norm, prune.remove) or "
+            "leave them out with filter="
+        )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from micronorm.diagnostics.channels import count_positive
+from micronorm.diagnostics.norms import count_positive
 from micronorm.ops.private_api import TorchDispatchMode
 
 ZERO_BELOW_ZERO = ("relu", "relu6")

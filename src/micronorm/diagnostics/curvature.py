@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from micronorm.commit.snapshot import preserved
-from micronorm.diagnostics.weights import over_rows, rows_of
+from micronorm.diagnostics.lipschitz import over_rows, rows_of
 from micronorm.nn.reparameterized import _WS
 from micronorm.ops.weight import weight_standardize
 

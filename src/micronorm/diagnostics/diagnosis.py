@@ -12,8 +12,8 @@ from torch import nn
 
 from micronorm.diagnostics.activations import ZERO_BELOW_ZERO
 from micronorm.diagnostics.criteria import LIMITS, Problem, advise, has_enough_data, measure_problems
+from micronorm.diagnostics.lipschitz import PAPER_RESNET50, input_uses
 from micronorm.diagnostics.norm_stats import NormStatistics, StatisticsSource, measure_norms
-from micronorm.diagnostics.weights import PAPER_RESNET50, input_uses
 from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.nn.weight import WSConv1d, WSConv2d, WSConv3d
 

@@ -12,15 +12,18 @@ from micronorm.commit.snapshot import preserved
 from micronorm.convert.calibrate import call_model, check_batches
 from micronorm.convert.surgery import eval_mode, refuse_wrappers
 from micronorm.diagnostics.activations import ActivationTracker
-from micronorm.diagnostics.channels import (
+from micronorm.diagnostics.norms import (
     RARE,
-    RunningMoments,
+    Family,
+    NormLayer,
+    NormMoments,
+    as_norm_layer,
     count_positive,
     distance_to_bn,
     rare_channels,
+    refuse_compiled,
     stat_diff,
 )
-from micronorm.diagnostics.norms import Family, NormLayer, as_norm_layer, refuse_compiled
 from micronorm.ops.moments import Moments, moments
 
 StatisticsSource = Literal["estimates", "batch"]
@@ -36,9 +39,8 @@ class NormStatistics:
         groups: the number of groups of channels that are normalized together; C for "batch" and "instance".
         samples: the number of samples, counted once per call of the layer.
         positions: the number of elements per channel, over all samples.
-        input: mean and variance of each channel of the input.
-        grouped: the same for the values that are normalized together. These are the input, or for BCN the input after
-            its channel half.
+        grouped: mean and variance of each channel of the values that are normalized together. These are the input, or
+            for BCN the input after its channel half.
         normalized: the same after normalization, without any affine transformation.
         positive: each channel's share of outputs above 0, before any activation.
         negative: each channel's share of outputs below 0.
@@ -57,7 +59,6 @@ class NormStatistics:
     groups: int
     samples: int
     positions: int
-    input: Moments
     grouped: Moments
     normalized: Moments
     positive: Tensor
@@ -199,7 +200,7 @@ class _NormRecorder:
     ) -> None:
         self.name, self.norm, self.tracker, self.called = name, norm, tracker, called
         self.by_estimates = norm.by_estimates
-        self.input, self.grouped, self.normalized = RunningMoments(), RunningMoments(), RunningMoments()
+        self.moments = NormMoments(norm)
         self.samples = self.calls = self.activated = 0
         self.positive: Tensor | int = 0
         self.negative: Tensor | int = 0
@@ -266,11 +267,7 @@ class _NormRecorder:
     # --- sums ---
 
     def _add_input(self, x: Tensor) -> None:
-        data = moments(x)
-        grouped, normalized = self.norm.normalize(x, data)
-        positions = x.numel() // (x.shape[0] * x.shape[1])
-        for running, new in ((self.input, data), (self.grouped, grouped), (self.normalized, normalized)):
-            running.add(new, positions=positions)
+        self.moments.add_input(x, moments(x))
         self.samples += x.shape[0]
         self.calls += 1
         self.finite_input = self.finite_input & x.isfinite().all()
@@ -295,15 +292,12 @@ class _NormRecorder:
     def statistics(self) -> NormStatistics:
         """Return the statistics of all calls, on the CPU."""
         known = self.activated == self.calls and len(self.activations) == 1
-        count = self.input.count
+        count = self.moments.count
 
         def share(counts: Tensor | int) -> Tensor:
             return torch.as_tensor(counts).cpu().to(torch.float64) / count
 
-        on_cpu = (
-            Moments(*(m.cpu().to(torch.float64) for m in running.moments))
-            for running in (self.input, self.grouped, self.normalized)
-        )
+        on_cpu = self.moments.halves([numbers.cpu().to(torch.float64) for numbers in self.moments.moments])
         not_finite = torch.as_tensor(self.not_finite).cpu()
         held = [name for name, tensor in self.norm.tensors().items() if not tensor.isfinite().all()]
         return NormStatistics(

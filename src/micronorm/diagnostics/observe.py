@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from micronorm.convert.surgery import refuse_wrappers
 from micronorm.diagnostics.norms import as_norm_layer, refuse_compiled
-from micronorm.diagnostics.step_stats import Row, StepRecorder, StepStatistics, observable_weights
+from micronorm.diagnostics.step_stats import Row, StepRecorder, observable_weights
 from micronorm.ops.private_api import disable_dynamo
 
 _REFUSED = {
@@ -106,7 +106,6 @@ class StepObserver:
         self._writer = None if distributed and torch.distributed.get_rank() else writer
         self._sink = sink
         self._recorder: StepRecorder | None = None
-        self._statistics: StepStatistics | None = None
         self._paused = 0
         self._warned = False
         self._hooks: list[Any] = []
@@ -143,7 +142,7 @@ class StepObserver:
     def __exit__(self, *error: object) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._statistics = [], None
+        self._hooks = []
         self._close_recorder()
 
     @property
@@ -192,7 +191,7 @@ class StepObserver:
                 self._others.add(optimizer)
             return
         recorder = self._recorder
-        if recorder is not None and (self._statistics is None or recorder.forwards > self._statistics.forwards):
+        if recorder is not None and (not recorder.computed or recorder.forwards > recorder.computed):
             # LBFGS and closures run forwards inside the step, and the weights have changed since.
             self._compute(scale=None, weights=False)
         skipped = _skipped(optimizer)
@@ -200,7 +199,6 @@ class StepObserver:
             self._advance()
         elif recorder is not None:  # reading the statistics waits for the device as well
             if skipped.any():
-                self._statistics = None
                 recorder.clear_gradients()
             else:
                 self._advance()
@@ -230,9 +228,8 @@ class StepObserver:
     def _advance(self) -> None:
         self._steps += 1
         self._others.clear()
-        statistics, self._statistics = self._statistics, None
-        if statistics is not None:
-            self._emit(statistics)
+        if self._recorder is not None and self._recorder.computed:
+            self._emit(self._recorder.read())
         self._close_recorder()
         self._prepare()
 
@@ -261,7 +258,7 @@ class StepObserver:
         if recorder is None:
             return
         if recorder.forwards:
-            self._statistics = StepStatistics(recorder, scale=scale, weights=weights)
+            recorder.compute(scale=scale, weights=weights)
         elif not self._warned:
             self._warned = True
             warnings.warn(
@@ -271,8 +268,7 @@ class StepObserver:
                 stacklevel=4,
             )
 
-    def _emit(self, statistics: StepStatistics) -> None:
-        layers = statistics.read()
+    def _emit(self, layers: dict[str, Row]) -> None:
         row: Row = {"step": self.steps, "epoch": self.epoch, "layers": layers}
         self.latest = row
         if self._sink is None:

@@ -1,7 +1,7 @@
 """The statistics of one observed optimizer step, recorded by hooks that change nothing.
 
 Everything is summed over micro-batches by counts, so it does not depend on how the step was cut. The numbers stay on
-their devices until `StepStatistics.read` transfers them at once.
+their devices until `StepRecorder.read` transfers them at once.
 """
 
 import math
@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from micronorm.diagnostics.channels import RunningMoments, count_positive, rare_channels
-from micronorm.diagnostics.lipschitz import GradientSum, Shares, layer_shares, observe_weight
+from micronorm.diagnostics.lipschitz import GradientSum, Shares, layer_shares, observe_weight, weight_layers
 from micronorm.diagnostics.norm_stats import norm_row
-from micronorm.diagnostics.norms import NormLayer, as_norm_layer
-from micronorm.diagnostics.weights import weight_layers
+from micronorm.diagnostics.norms import NormLayer, NormMoments, as_norm_layer, count_positive, rare_channels
 from micronorm.nn.checkpointing import inside_backward
 from micronorm.nn.passive_hook import PassiveHook
 from micronorm.nn.reparameterized import Reparameterized
@@ -40,8 +38,7 @@ class NormSums:
 
     def __init__(self, norm: NormLayer) -> None:
         self.norm = norm
-        # Side by side: the input, the values that are normalized together, and the normalized values.
-        self._moments = RunningMoments()
+        self._moments = NormMoments(norm)
         self._positive: Tensor | None = None
         self._outputs = 0  # per channel
 
@@ -54,15 +51,12 @@ class NormSums:
         """Add one forward. `alone` says that the forward did not add a residual to the output."""
         x = self.norm.channels_first(x)
         data = _moments(x)
-        grouped, normalized = self.norm.normalize(x, data)
-        positions = x.numel() // data.mean.numel()
-        parts = [data, normalized] if grouped is data else [data, grouped, normalized]
-        self._moments.add(Moments(*(torch.cat(part, 1) for part in zip(*parts, strict=True))), positions=positions)
+        self._moments.add_input(x, data)
         y = self.norm.channels_first(output) if alone else _own_output(self.norm, x, data)
         if y is not None and y.shape == x.shape:
             positive = count_positive(y)
             self._positive = positive if self._positive is None else self._positive + positive
-            self._outputs += data.mean.shape[0] * positions
+            self._outputs += x.numel() // x.shape[1]
 
     def tensors(self) -> list[Tensor]:
         """Return what `row` needs, on the device."""
@@ -71,8 +65,8 @@ class NormSums:
 
     def row(self, numbers: Sequence[Tensor]) -> Row:
         """Return the row of kind "norm" of `micronorm.records`, given the numbers on the host."""
-        parts = [Moments(*part) for part in zip(*(t.split(self.norm.channels) for t in numbers[:2]), strict=True)]
-        row = norm_row(type(self.norm.module).__name__, self.norm.groups, parts[-2], parts[-1], eps=self.norm.eps)
+        halves = self._moments.halves(numbers[:2])
+        row = norm_row(type(self.norm.module).__name__, self.norm.groups, *halves, eps=self.norm.eps)
         if len(numbers) > 2:
             active = numbers[2] / self._outputs
             row |= {
@@ -122,6 +116,7 @@ class StepRecorder:
         self.gradients: dict[str, GradientSum] = {}
         self.weights = observable_weights(model)
         self.forwards = 0  # of norms; of the model if it has no norms
+        self.computed = 0  # the forwards that the computed statistics cover; 0 before `compute`
         self.names: list[str] = []
         self._with_grad: nn.Parameter | None = None  # a parameter that got a gradient since the last step
         self._stops: list[Callable[[], None]] = []
@@ -184,9 +179,49 @@ class StepRecorder:
         self.forwards = 0
 
     def clear_gradients(self) -> None:
-        """Forget the recorded gradients."""
+        """Forget the recorded gradients, and what was computed from them."""
+        self.computed = 0
         for gradient in self.gradients.values():
             gradient.total = None
+
+    def compute(self, *, scale: Tensor | None, weights: bool) -> None:
+        """Compute the statistics of the forwards so far on their devices, without waiting for them.
+
+        Args:
+            scale: the loss scale of the gradients, or None.
+            weights: whether to compute statistics of the weights, which the optimizer must not have changed yet.
+        """
+        self.computed = self.forwards
+        self._scale = [] if scale is None else [scale]
+        self._tensors = {name: sums.tensors() for name, sums in self.norms.items() if not sums.is_empty}
+        self._methods: dict[str, str] = {}
+        for name, layer in self.weights.items() if weights else ():
+            weight = layer.weight.detach()
+            total = self.gradients[name].total if name in self.gradients else layer.weight.grad
+            if total is not None and layer.weight.grad is not None:
+                self._methods[name], shares = layer_shares(layer, total)
+                # The norm of the parameter's own gradient: that of the effective weight may carry a loss scale.
+                norms = [torch.linalg.vector_norm(t, dtype=compute_dtype(t.dtype)) for t in (weight, layer.weight.grad)]
+                self._tensors[name] = [torch.stack(shares), *norms]
+
+    def read(self) -> dict[str, Row]:
+        """Return the rows of `compute` by layer. This waits for the devices once."""
+        flat = iter(_to_host([t for tensors in (self._scale, *self._tensors.values()) for t in tensors]))
+        scale = float(next(flat)) if self._scale else 1.0
+        rows: dict[str, Row] = {}
+        stale = False
+        for name, tensors in self._tensors.items():
+            numbers = [next(flat) for _ in tensors]
+            if name not in self._methods:
+                rows[name] = self.norms[name].row(numbers)
+                continue
+            shares, norm, grad = Shares(*numbers[0]), float(numbers[1]), float(numbers[2])
+            rows[name] = {"kind": "weight", "weight": self._methods[name], **shares.totals()}
+            rows[name] |= {"norm": norm, "grad": grad / scale}
+            stale |= math.isfinite(grad) and not bool(shares.square.isfinite().all())
+        # The sums may still hold gradients of a skipped step, then also for layers where they are finite.
+        left_out = self.gradients if stale else ()
+        return {name: rows[name] for name in self.names if name in rows and name not in left_out}
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -198,51 +233,6 @@ def _has_no_values(x: Tensor) -> bool:
     """Return whether x is symbolic, or belongs to a forward that is being captured and runs later."""
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
     return x.is_meta or capturing or functorch_transforms_active()
-
-
-class StepStatistics:
-    """The statistics of a recorded step, computed on their devices without waiting for them.
-
-    Args:
-        recorder: the record of the step.
-        scale: the loss scale of the gradients, or None.
-        weights: whether to compute statistics of the weights, which the optimizer must not have changed yet.
-    """
-
-    def __init__(self, recorder: StepRecorder, *, scale: Tensor | None, weights: bool) -> None:
-        self.forwards = recorder.forwards
-        self._order, self._sums = list(recorder.names), dict(recorder.norms)
-        self._reparameterized = set(recorder.gradients)
-        self._tensors = {name: sums.tensors() for name, sums in recorder.norms.items() if not sums.is_empty}
-        self._scale = [] if scale is None else [scale]
-        self._methods: dict[str, str] = {}
-        for name, layer in recorder.weights.items() if weights else ():
-            weight = layer.weight.detach()
-            total = recorder.gradients[name].total if name in recorder.gradients else layer.weight.grad
-            if total is not None and layer.weight.grad is not None:
-                self._methods[name], shares = layer_shares(layer, total)
-                # The norm of the parameter's own gradient: that of the effective weight may carry a loss scale.
-                norms = [torch.linalg.vector_norm(t, dtype=compute_dtype(t.dtype)) for t in (weight, layer.weight.grad)]
-                self._tensors[name] = [torch.stack(shares), *norms]
-
-    def read(self) -> dict[str, Row]:
-        """Return the rows by layer. This waits for the devices once."""
-        flat = iter(_to_host([t for tensors in (self._scale, *self._tensors.values()) for t in tensors]))
-        scale = float(next(flat)) if self._scale else 1.0
-        rows: dict[str, Row] = {}
-        stale = False
-        for name, tensors in self._tensors.items():
-            numbers = [next(flat) for _ in tensors]
-            if name not in self._methods:
-                rows[name] = self._sums[name].row(numbers)
-                continue
-            shares, norm, grad = Shares(*numbers[0]), float(numbers[1]), float(numbers[2])
-            rows[name] = {"kind": "weight", "weight": self._methods[name], **shares.totals()}
-            rows[name] |= {"norm": norm, "grad": grad / scale}
-            stale |= math.isfinite(grad) and not bool(shares.square.isfinite().all())
-        # The sums may still hold gradients of a skipped step, then also for layers where they are finite.
-        left_out = self._reparameterized if stale else ()
-        return {name: rows[name] for name in self._order if name in rows and name not in left_out}
 
 
 def _to_host(tensors: Sequence[Tensor]) -> list[Tensor]:

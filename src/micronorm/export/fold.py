@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from micronorm.convert.flow import Flow, trace_flow
+from micronorm.convert.flow import Flow
 from micronorm.convert.surgery import adopt_hooks, names_of, refuse_wrappers, replace, restore_forwards
+from micronorm.convert.trace import trace_flow
 from micronorm.export.layers import (
     REPARAMETERIZED,
     batch_norm,
@@ -73,7 +74,7 @@ def fold(model: nn.Module, *, example_inputs: Any = None) -> nn.Module:
     restore_forwards(copied)  # forwards that a conversion has fused call our norms
     # torch.fx does not record the outermost module as a call, so a single layer gets a container.
     whole = nn.Sequential(copied) if is_ours(copied) else copied
-    flow = trace_flow(whole, _is_one_call, example_inputs=example_inputs, pairs=lambda *_: False)
+    flow = trace_flow(whole, _is_one_call, example_inputs=example_inputs)
     folded = _Folder(whole, flow).fold()
     if whole is not copied:
         folded = folded[0]  # type: ignore[index]

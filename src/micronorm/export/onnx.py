@@ -12,8 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from micronorm.convert.flow.execution import tensors_in
-from micronorm.convert.flow.trace import as_call
+from micronorm.convert.trace import as_call, tensors_in
 from micronorm.export.fold import bare_copy, fold, is_ours
 from micronorm.export.verify import verify
 from micronorm.ops.private_api import tree_map

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from micronorm.convert.flow.execution import tensors_in
-from micronorm.convert.flow.trace import as_call
+from micronorm.convert.trace import as_call, tensors_in
 
 
 def verify(

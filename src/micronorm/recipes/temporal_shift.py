@@ -9,8 +9,8 @@ import torch
 import torch.fx
 from torch import Tensor, nn
 
-from micronorm.convert.flow import trace_flow
-from micronorm.convert.residual import first_layers
+from micronorm.convert.flow import first_layers
+from micronorm.convert.trace import trace_flow
 from micronorm.nn.weight import PLAIN
 
 
@@ -119,7 +119,7 @@ def temporal_shift(network: nn.Module, *, frames: int = 8, share: int = 8, examp
         >>> model(torch.randn(2, 8, 3, 32, 32)).shape
         torch.Size([2, 5])
     """
-    flow = trace_flow(network, _is_leaf, example_inputs=example_inputs, pairs=lambda *_: False)
+    flow = trace_flow(network, _is_leaf, example_inputs=example_inputs)
     starts = [layer for layer in first_layers(flow) if isinstance(layer, nn.Conv2d)]
     if not starts:
         raise ValueError(

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from micronorm.diagnostics.channels import stat_diff
+from micronorm.diagnostics.norms import stat_diff
 from micronorm.recipes.figures.figure import Figure, FigureData, Listener, Request, add_caption, add_title
 from micronorm.report.plots import COLOURS, TEXT, apply_style, subplots
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from micronorm.diagnostics.channels import stat_diff
+from micronorm.diagnostics.norms import stat_diff
 from micronorm.nn import LN, WS
 from micronorm.recipes.figures.figure import add_caption, add_title
 from micronorm.recipes.figures.methods import (

@@ -7,20 +7,17 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from micronorm.convert.flow import Flow, trace_flow
-from micronorm.convert.flow.graph import one_element_per_channel, passes_scale
+import micronorm as mn
+from micronorm.convert.flow import Flow, one_element_per_channel, passes_scale
+from micronorm.convert.trace import trace_flow
 
 
 def is_leaf(module: nn.Module) -> bool:
     return isinstance(module, nn.Conv2d | nn.BatchNorm2d)
 
 
-def could_pair(first: nn.Module, second: nn.Module) -> bool:
-    return isinstance(first, nn.Conv2d) and isinstance(second, nn.BatchNorm2d)
-
-
 def flow_of(model: nn.Module, example_inputs: object = None) -> Flow:
-    return trace_flow(model, is_leaf, example_inputs=example_inputs, pairs=could_pair)
+    return trace_flow(model, is_leaf, example_inputs=example_inputs)
 
 
 class Branching(nn.Module):
@@ -84,9 +81,10 @@ def test_what_cannot_run_is_paired_by_order_and_says_why():
     assert flow.method == "order"
     assert "needs a lidar" in flow.detail
     assert "example_inputs" in flow.detail
-    (norm,) = flow.calls[model[1]]
-    assert [source.module for source in norm.inputs] == [model[0]]
-    assert flow.consumers[flow.calls[model[3]][0]] == []
+    assert flow.nodes == []
+    plan = mn.plan(model)
+    assert plan.pairing == "order"
+    assert [decision.becomes is not None for decision in plan.decisions] == [True, True, False]
 
 
 def test_inputs_that_do_not_fit_are_an_error_not_a_fallback():
