@@ -37,12 +37,14 @@ def test_a_missing_interface_is_named_with_the_version():
         private_api._required(torch, "_gone")
 
 
-def test_hooks_for_all_modules_are_found():
-    assert not private_api.has_global_hooks()
-    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
-    assert private_api.has_global_hooks()
+@pytest.mark.parametrize("found", [private_api.has_global_hooks, private_api._any_global_hook], ids=["torch", "own"])
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_hooks_for_all_modules_are_found(found, kind):
+    assert not found()
+    handle = getattr(torch.nn.modules.module, f"register_module_{kind}_hook")(lambda *args: None)
+    assert found()
     handle.remove()
-    assert not private_api.has_global_hooks()
+    assert not found()
 
 
 def test_transforms_are_seen_inside_and_not_outside():
