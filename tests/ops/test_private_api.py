@@ -32,6 +32,22 @@ def test_no_other_file_uses_a_private_interface():
     assert {path: names for path, names in uses.items() if names} == {}
 
 
+def operators_with_inferred_lists(path: Path) -> set[str]:
+    """Return the functions of a file that are operators, take or return lists, and name no schema."""
+    functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+    found = set()
+    for function in functions:
+        signature = ast.unparse(function).split(":\n")[0]  # with the decorators
+        if "custom_op(" in signature and "schema=" not in signature and re.search(r"\b(list|Sequence)\[", signature):
+            found.add(function.name)
+    return found
+
+
+def test_operators_that_take_lists_name_their_schemas():
+    # torch 2.6 does not infer a schema from `list[…]`, so that importing this package would fail there.
+    assert {str(path): found for path in SRC.glob("**/*.py") if (found := operators_with_inferred_lists(path))} == {}
+
+
 def test_a_missing_interface_is_named_with_the_version():
     with pytest.raises(ImportError, match=r"micronorm uses torch\._gone, which torch \S+ does not have; tested was"):
         private_api._required(torch, "_gone")
