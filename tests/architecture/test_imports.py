@@ -189,6 +189,8 @@ def fresh_import() -> dict:
         "onnxruntime",
         "tensorboard",
         "matplotlib",
+        "PIL",
+        "rich",
         "monai",
         "nibabel",
     ],

@@ -24,6 +24,12 @@ def nothing_known(monkeypatch):
     monkeypatch.setattr(runtime, "_problems", {})
 
 
+@pytest.fixture
+def triton_new_enough(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "3.4.0")
+
+
 def test_a_cpu_computes_in_operations_and_a_form_that_was_asked_for_is_taken():
     assert resolve_backend("auto", X) == "one-pass"
     for backend in ("one-pass", "reference"):
@@ -67,6 +73,7 @@ def test_a_triton_that_is_too_old_is_named(monkeypatch):
     assert explain_backend("cuda").backend == "one-pass"
 
 
+@pytest.mark.usefixtures("triton_new_enough")
 def test_other_devices_are_named():
     assert kernel_problem("mps") == "kernels need a CUDA device, not mps"
     with pytest.raises(ValueError, match="not meta"):
@@ -74,6 +81,7 @@ def test_other_devices_are_named():
 
 
 @pytest.mark.parametrize("capability, problem", [((6, 1), "compute capability 7.0 or newer"), ((7, 0), None)])
+@pytest.mark.usefixtures("triton_new_enough")
 def test_a_gpu_must_be_new_enough(monkeypatch, capability, problem):
     asked = []
     monkeypatch.setattr(torch.version, "hip", None)
@@ -85,6 +93,7 @@ def test_a_gpu_must_be_new_enough(monkeypatch, capability, problem):
     assert explain_backend("cuda:1").backend == ("triton" if problem is None else "one-pass")
 
 
+@pytest.mark.usefixtures("triton_new_enough")
 def test_amd_devices_are_not_tried(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.0")
     assert "AMD" in (kernel_problem("cuda", 0) or "")

@@ -32,17 +32,35 @@ def test_no_other_file_uses_a_private_interface():
     assert {path: names for path, names in uses.items() if names} == {}
 
 
+def operators_with_inferred_lists(path: Path) -> set[str]:
+    """Return the functions of a file that are operators, take or return lists, and name no schema."""
+    functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+    found = set()
+    for function in functions:
+        signature = ast.unparse(function).split(":\n")[0]  # with the decorators
+        if "custom_op(" in signature and "schema=" not in signature and re.search(r"\b(list|Sequence)\[", signature):
+            found.add(function.name)
+    return found
+
+
+def test_operators_that_take_lists_name_their_schemas():
+    # torch 2.6 does not infer a schema from `list[…]`, so that importing this package would fail there.
+    assert {str(path): found for path in SRC.glob("**/*.py") if (found := operators_with_inferred_lists(path))} == {}
+
+
 def test_a_missing_interface_is_named_with_the_version():
     with pytest.raises(ImportError, match=r"micronorm uses torch\._gone, which torch \S+ does not have; tested was"):
         private_api._required(torch, "_gone")
 
 
-def test_hooks_for_all_modules_are_found():
-    assert not private_api.has_global_hooks()
-    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
-    assert private_api.has_global_hooks()
+@pytest.mark.parametrize("found", [private_api.has_global_hooks, private_api._any_global_hook], ids=["torch", "own"])
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_hooks_for_all_modules_are_found(found, kind):
+    assert not found()
+    handle = getattr(torch.nn.modules.module, f"register_module_{kind}_hook")(lambda *args: None)
+    assert found()
     handle.remove()
-    assert not private_api.has_global_hooks()
+    assert not found()
 
 
 def test_transforms_are_seen_inside_and_not_outside():
@@ -177,8 +195,9 @@ def test_a_compiled_kernel_is_started_directly_up_to_the_last_triton_that_was_tr
     launcher = type("Launcher", (), {"global_scratch_size": 0, "profile_scratch_size": 0})()
     launcher.launch_cooperative_grid, launcher.launch_pdl, launcher.launch = False, True, "start"
     compiled = object.__new__(CompiledKernel)
-    compiled.module = None  # Triton 3.9 reads it when the object is deleted
+    compiled.module, compiled._module_pid = "loaded", None  # Triton 3.9 unloads it in the process of this number
     compiled.packed_metadata, compiled.function, compiled._run = "metadata", 7, launcher
+    vars(compiled)["run"] = launcher  # Triton 3.4 has no `_run`; newer ones have a property in place of this
     last = private_api.LAST_TRITON
     monkeypatch.setattr(triton, "__version__", f"{last[0]}.{last[1] + newer}.0")
     found = private_api.compiled_launcher(compiled)

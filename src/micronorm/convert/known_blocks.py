@@ -1,8 +1,8 @@
 """The table of blocks with a fused forward: nn.Sequential, and frequent blocks of torchvision, timm, nnU-Net and MONAI.
 
-Each function computes what the method that it replaces computes, with calls of `norm_act`. The digest beside it is that
-of the method's source for which it was written. Blocks of a library version with another source stay unfused, and the
-plan says so.
+Each function computes what the method that it replaces computes, with calls of `norm_act`. The digests beside it are
+those of the method's sources for which it was written, one per form of the method in the library's versions. Blocks of
+a library version with another source stay unfused, and the plan says so.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +31,8 @@ class Block:
         forward: forward(self, …), with the arguments of the method that it replaces.
         fuses: what follows each norm, as in `register_block`; or a function that returns this for one module.
         method: the method that is replaced.
-        source: digest of the method's source for which `forward` was written; None skips the comparison.
+        source: digests, with spaces between them, of the method's sources for which `forward` was written; None skips
+            the comparison.
     """
 
     forward: Forward
@@ -146,12 +147,22 @@ def _dla_root(self: Any, x_children: list[Tensor]) -> Tensor:
 def _res2net(self: Any, x: Tensor, shortcut: Tensor | None = None, children: Any = None) -> Tensor:
     """timm's Bottle2neck of Res2Net, and that of DLA, which has no squeeze-and-excitation."""
     out = _res2net_scales(self, x)
+    after = _res2net_after_last_norm(self)
+    if after:
+        out = self.bn3(out)
+        for layer in after:
+            out = layer(out)
     residual = _shortcut(self, x) if shortcut is None else shortcut
-    if getattr(self, "se", None) is None:
+    if not after:
         return norm_act(self.bn3, out, self.relu, residual=residual, inplace=True)
-    out = self.se(self.bn3(out))
     out += residual
     return self.relu(out)
+
+
+def _res2net_after_last_norm(self: Any) -> list[nn.Module]:
+    """Return the layers between the last norm and the addition; stochastic depth came with timm 1.0.31."""
+    layers = (getattr(self, name, None) for name in ("se", "drop_path"))
+    return [layer for layer in layers if layer is not None]
 
 
 def _res2net_scales(self: Any, x: Tensor) -> Tensor:
@@ -163,12 +174,14 @@ def _res2net_scales(self: Any, x: Tensor) -> Tensor:
         outputs.append(norm_act(norm, conv(part), self.relu))
     if self.scale > 1:
         outputs.append(parts[-1] if self.pool is None else self.pool(parts[-1]))
-    return self.conv3(torch.cat(outputs, 1))
+    out = torch.cat(outputs, 1)
+    drop = getattr(self, "drop_block", None)  # since timm 1.0.31
+    return self.conv3(out if drop is None else drop(out))
 
 
 def _res2net_fuses(self: Any) -> Fuses:
     parts = {f"bns.{i}": "relu" for i in range(len(self.bns))}
-    return {"bn1": "relu"} | parts | ({"bn3": "add relu"} if getattr(self, "se", None) is None else {})
+    return {"bn1": "relu"} | parts | ({} if _res2net_after_last_norm(self) else {"bn3": "add relu"})
 
 
 def _senet(self: Any, x: Tensor) -> Tensor:
@@ -337,7 +350,7 @@ BLOCKS: dict[type | str, Block] = {
     "timm.models.resnet.BasicBlock": Block(_timm_basic_block, _TIMM_BASIC, source="3580b8e5cdce"),
     "timm.models.resnet.Bottleneck": Block(_timm_bottleneck, _TIMM_BOTTLENECK, source="63981a893bde"),
     "timm.models.resnet.ResNet": Block(_timm_resnet, {"bn1": "act1"}, "forward_features", source="0b6d183bb745"),
-    "timm.models.res2net.Bottle2neck": Block(_res2net, _res2net_fuses, source="df27133d4db2"),
+    "timm.models.res2net.Bottle2neck": Block(_res2net, _res2net_fuses, source="df27133d4db2 e1b16f226ac1"),
     "timm.models.dla.DlaBasic": Block(*_BASIC, source="0cb947bb8771"),
     "timm.models.dla.DlaBottleneck": Block(*_BOTTLENECK, source="3de1558339f9"),
     "timm.models.dla.DlaBottle2neck": Block(_res2net, _res2net_fuses, source="333c8b92de28"),

@@ -47,7 +47,19 @@ is_legacy_batched = _required(torch._C._functorch, "is_legacy_batchedtensor")  #
 graph_task_id = _required(torch._C, "_current_graph_task_id")
 """Return the id of the backward pass that runs in this thread, or -1 if none does."""
 
-has_global_hooks = _required(torch.nn.modules.module, "_has_any_global_hook")
+
+def _any_global_hook() -> bool:
+    module: Any = torch.nn.modules.module
+    return bool(
+        module._global_forward_hooks
+        or module._global_forward_pre_hooks
+        or module._global_backward_hooks
+        or module._global_backward_pre_hooks
+    )
+
+
+# torch 2.6 does not have the function.
+has_global_hooks: Any = getattr(torch.nn.modules.module, "_has_any_global_hook", _any_global_hook)
 """Return whether hooks are registered for all modules, as by `register_module_forward_hook`."""
 
 preserve_version = _required(torch.autograd, "_unsafe_preserve_version_counter")

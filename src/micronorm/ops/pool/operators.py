@@ -66,7 +66,10 @@ def max_pool2d(x: Tensor, window: PoolWindow) -> Tensor:
 # --- the operators ---------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("micronorm::max_pool2d", mutates_args=())
+# The operators name their schemas because torch 2.6 does not infer them from lists of numbers.
+@torch.library.custom_op(
+    "micronorm::max_pool2d", mutates_args=(), schema="(Tensor x, SymInt[] numbers) -> (Tensor, Tensor)"
+)
 def pool(x: Tensor, numbers: list[int]) -> tuple[Tensor, Tensor]:
     """Return y, and for each of its elements the place in the window: KW·row + column."""
     window = _window(numbers)
@@ -81,7 +84,11 @@ def _(x: Tensor, numbers: list[int]) -> tuple[Tensor, Tensor]:
     return _allocate(x, _window(numbers))
 
 
-@torch.library.custom_op("micronorm::max_pool2d_backward", mutates_args=())
+@torch.library.custom_op(
+    "micronorm::max_pool2d_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor places, SymInt[] numbers, SymInt[] size, bool channels_last) -> Tensor",
+)
 def pool_backward(grad: Tensor, places: Tensor, numbers: list[int], size: list[int], channels_last: bool) -> Tensor:
     """Return the gradient of x, of this size and layout."""
     window = _window(numbers)

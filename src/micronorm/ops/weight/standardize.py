@@ -167,7 +167,12 @@ class _Standardize(torch.autograd.Function):
         return None, None, None, None, *dws
 
 
-@torch.library.custom_op("micronorm::weight_standardize_many", mutates_args=())
+# The operators name their schemas because torch 2.6 does not infer them from lists of tensors.
+@torch.library.custom_op(
+    "micronorm::weight_standardize_many",
+    mutates_args=(),
+    schema="(Tensor[] weights, bool center, bool scale, float eps, ScalarType dtype) -> Tensor[]",
+)
 def _operator(weights: Sequence[Tensor], center: bool, scale: bool, eps: float, dtype: torch.dtype) -> list[Tensor]:
     """Return Ŵ of every weight, and last the statistics for the backward."""
     outs = launch.outputs(weights, dtype)
@@ -181,7 +186,11 @@ def _(weights: Sequence[Tensor], center: bool, scale: bool, eps: float, dtype: t
     return [*(torch.empty_like(w, dtype=dtype) for w in weights), stats]
 
 
-@torch.library.custom_op("micronorm::weight_standardize_many_backward", mutates_args=())
+@torch.library.custom_op(
+    "micronorm::weight_standardize_many_backward",
+    mutates_args=(),
+    schema="(Tensor[] grads, Tensor[] weights, Tensor stats, bool center, bool scale) -> Tensor[]",
+)
 def _operator_backward(
     grads: Sequence[Tensor], weights: Sequence[Tensor], stats: Tensor, center: bool, scale: bool
 ) -> list[Tensor]:
