@@ -358,6 +358,8 @@ def gradients(
             tl.store(row_ptr + c // SIZE, d_gamma_c, first_c)
             tl.store(row_ptr + affines + c // SIZE, d_beta_c, first_c)
 
-    curve_c = pull_c * a_c * a_c / space
-    shift_c = through_c * a_c / space - curve_c * residue_c
-    return gain_c * a_c, curve_c, shift_c
+    bend_c = pull_c * a_c * a_c
+    # The shift is not computed from the curve. The loop converts the curve's layout, and Triton 3.6 would use the
+    # converted curve, which exists only inside the loop, for a copy of the shift before it: that does not compile.
+    shift_c = (through_c * a_c - bend_c * residue_c) / space
+    return gain_c * a_c, bend_c / space, shift_c
