@@ -9,8 +9,8 @@ import torch
 
 from micronorm.ops.activation import Activation, ActivationKind
 from micronorm.ops.bcn.triton import backward, estimates, forward, sums, tiling
-from micronorm.ops.bcn.triton.launch import Launch
 from micronorm.ops.bcn.triton.layout import Affine, Estimates, Strides
+from micronorm.ops.launch import Launch
 from micronorm.ops.moments import compute_dtype
 from micronorm.ops.packed import numbers_size
 from micronorm.ops.runtime import processors
