@@ -179,6 +179,8 @@ def test_operations_on_lists():
     private_api.foreach_mul_(xs, torch.tensor(4.0))
     assert [x[0].item() for x in xs] == [10.0, 12.0]
     assert [norm.item() for norm in private_api.foreach_norm([torch.tensor([3.0, 4.0])])] == [5.0]
+    private_api.foreach_zero_(xs)
+    assert not any(x.any() for x in xs)
 
 
 def test_the_interpreters_result_is_not_launched_directly():

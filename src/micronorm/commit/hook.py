@@ -110,7 +110,7 @@ def group_rate(window: Window, group: dict[str, Any], optimizer: Optimizer) -> f
             "weight has no learning rate; give one with mn.attach(model, rate=...)"
         )
     if isinstance(rate, Tensor):
-        return rate.detach().reshape(())
+        return rate.detach().reshape(1)
     if rate > 1 and optimizer not in _clamped:
         _clamped.add(optimizer)
         warnings.warn(

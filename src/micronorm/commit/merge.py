@@ -17,13 +17,18 @@ from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.nn.window import Window
 from micronorm.ops.bcn import Sums, move_by_window, shift_sums
 from micronorm.ops.moments import Moments, wide_dtype
-from micronorm.ops.private_api import foreach_add_, foreach_copy_
+from micronorm.ops.private_api import foreach_add_, foreach_copy_, foreach_zero_
 
 
 @lru_cache(maxsize=64)
-def _layer_index(channels: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return the layer of each channel of a bucket."""
-    return torch.tensor([i for i, c in enumerate(channels) for _ in range(c)], dtype=torch.int64, device=device)
+def _places(channels: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the layer of each channel of a bucket, and where its n, s₁ and s₂ are in the sums of all windows."""
+    layer, sums, start = [], [], 0
+    for i, count in enumerate(channels):
+        layer += [i] * count
+        sums += [(start, start + 1 + c, start + 1 + count + c) for c in range(count)]
+        start += 1 + 2 * count
+    return torch.tensor(layer, device=device), torch.tensor(sums, device=device).T.contiguous()
 
 
 @torch.no_grad()
@@ -37,13 +42,19 @@ def commit(windows: Sequence[Window], *, skip: Tensor | None = None) -> None:
         skip: on the device; if it is not zero, nothing moves and the windows keep their sums.
     """
     find_data_parallel(windows)
+    owners: dict[int, Window] = {}
     buckets: dict[tuple, list[Window]] = {}
-    for window in _one_per_buffer(windows):
+    for window in windows:
         layer: BatchChannelNorm = window.layer
+        mean, statistics = layer.running_mean, layer.statistics
+        owner = owners.setdefault(id(mean), window)
+        if owner is not window:  # shallow copies share their buffers; the first window takes over their sums
+            owner.absorb(window)
+            continue
         group = process_group(window)
-        if layer.statistics == "step" or (layer.statistics == "sequential" and group is not None):
-            kind = layer.statistics, layer.bias_correction
-            buckets.setdefault((*kind, window.device, layer.running_mean.dtype, group), []).append(window)
+        if statistics == "step" or (statistics == "sequential" and group is not None):
+            key = (statistics, layer.bias_correction, window.device, mean.dtype, group)
+            buckets.setdefault(key, []).append(window)
     for (statistics, *_, group), bucket in buckets.items():
         if group is not None:
             agree(bucket, group)
@@ -53,64 +64,64 @@ def commit(windows: Sequence[Window], *, skip: Tensor | None = None) -> None:
         window.restart()
 
 
-def _one_per_buffer(windows: Sequence[Window]) -> list[Window]:
-    """Return one window per buffer. Shallow copies share their buffers; the first window takes over their sums."""
-    chosen: dict[int, Window] = {}
-    for window in windows:
-        first = chosen.setdefault(id(window.layer.running_mean), window)
-        if first is not window:
-            first.absorb(window)
-    return list(chosen.values())
-
-
 def _commit_step(windows: Sequence[Window], group: Any, skip: Tensor | None) -> None:
     layers: list[BatchChannelNorm] = [window.layer for window in windows]
     channels = tuple(window.channels for window in windows)
-    layer_index = _layer_index(channels, windows[0].device)
-    old = Moments(
-        torch.cat([layer.running_mean for layer in layers]), torch.cat([layer.running_var for layer in layers])
-    )
-    count_l, first, second = (torch.cat(parts) for parts in zip(*(window.split for window in windows), strict=True))
+    layer_index, places = _places(channels, windows[0].device)
+    buffers = [layer.running_mean for layer in layers] + [layer.running_var for layer in layers]
+    references, gathered = [window.reference for window in windows], [window.sums for window in windows]
+    old, old_reference, old_sums = torch.cat(buffers).unflatten(0, (2, -1)), torch.cat(references), torch.cat(gathered)
     # The estimates may have changed in mid-window, and the references may differ between ranks.
-    references = [window.reference for window in windows]
-    _, first, second = shift_sums(Sums(count_l[layer_index], first, second), torch.cat(references) - old.mean)
-    skip = torch.zeros_like(count_l[:1]) if skip is None else skip.to(count_l).reshape(1)
+    sums = shift_sums(Sums(*old_sums[places]), old_reference - old[0])
+    skip = None if skip is None else skip.to(old_sums).reshape(1)
     if group is not None:  # merged over the ranks: if any of them skips this step, nothing moves on any rank
-        parts = count_l, first, second, skip
-        count_l, first, second, skip = all_reduce(torch.cat(parts), group, windows).split(list(map(len, parts)))
-    sums = Sums(count_l[layer_index], first, second)
-    rate_l = torch.stack([window.device_rate for window in windows])
-    corrected = layers[0].bias_correction
-    seen_l = torch.stack([layer.estimates_weight for layer in layers]).to(rate_l) if corrected else None
-    if seen_l is not None:
-        # The estimates are averages with these weights: r for this window, (1 − r)·seen for all before it.
-        seen_l = torch.lerp(seen_l, torch.ones_like(seen_l), rate_l)
-        rate_l = torch.where(seen_l > 0, rate_l / seen_l, 0.0)
-    rate = rate_l[layer_index]
-    new = Moments(*(e.to(old.mean.dtype) for e in move_by_window(old, sums, rate, mixture=corrected)))
+        parts = (*sums, torch.zeros_like(old_sums[:1]) if skip is None else skip)
+        *merged, skip = all_reduce(torch.cat(parts), group, windows).split([len(part) for part in parts])
+        sums = Sums(*merged)
+    rate_l, seen_l = _rates(windows, layers)
+    moved = move_by_window(Moments(*old), sums, rate_l[layer_index], mixture=seen_l is not None)
+    new = torch.stack(moved).to(old.dtype)
     # A number that is not finite in the buffers' dtype drops the whole window of its layer.
-    broken = (new.mean.isfinite() & new.var.isfinite()).logical_not()
-    broken_l = torch.zeros_like(count_l).index_add_(0, layer_index, broken.to(count_l.dtype)) > 0
-    taken_l = (count_l > 0) & ~broken_l & (skip == 0)
-    taken = taken_l[layer_index]
-    mean, var = (torch.where(taken, after, before) for before, after in zip(old, new, strict=True))
-    reference = torch.where(skip == 0, mean, torch.cat(references))  # a skipped step keeps its window
-    foreach_copy_([layer.running_mean for layer in layers], list(mean.split(channels)))
-    foreach_copy_([layer.running_var for layer in layers], list(var.split(channels)))
-    foreach_copy_(references, list(reference.split(channels)))
-    lost = (broken_l & (skip == 0)).to(torch.int64).split(1)
-    foreach_add_([window.lost[1:] for window in windows], list(lost))
-    # Chosen, not multiplied by zero: sums that overflowed would become NaN and drop every later window.
-    kept = torch.cat([window.sums for window in windows])
-    kept = torch.where(skip == 0, 0.0, kept).split([len(window.sums) for window in windows])
-    foreach_copy_([window.sums for window in windows], list(kept))
+    broken = new.isfinite().all(0).logical_not().to(rate_l.dtype)
+    broken_l = torch.zeros_like(rate_l).index_add_(0, layer_index, broken) > 0
+    taken = (sums.elements > 0) & ~broken_l[layer_index]
+    if skip is not None:
+        taken, broken_l = taken & (skip == 0), broken_l & (skip == 0)
+    new = torch.where(taken, new, old)
+    reference = new[0].to(old_reference.dtype)
+    foreach_copy_(buffers, new.flatten().split(channels * 2))
+    foreach_add_([window.lost_windows for window in windows], broken_l.to(torch.int64).split(1))
+    if skip is None:
+        foreach_zero_(gathered)
+    else:  # a skipped step keeps its window
+        reference = torch.where(skip == 0, reference, old_reference)
+        # Chosen, not multiplied by zero: sums that overflowed would become NaN and drop every later window.
+        foreach_copy_(gathered, torch.where(skip == 0, 0.0, old_sums).split([1 + 2 * c for c in channels]))
+    foreach_copy_(references, reference.split(channels))
+    if seen_l is not None or any(layer.warm_steps for layer in layers):
+        _advance(layers, [own[0] for own in taken.split(channels)], seen_l)
+
+
+def _rates(windows: Sequence[Window], layers: Sequence[BatchChannelNorm]) -> tuple[Tensor, Tensor | None]:
+    """Return the rate of each layer, and with bias correction the weight of all windows in its new estimates."""
+    rate_l = torch.cat([window.device_rate for window in windows])
+    if not layers[0].bias_correction:
+        return rate_l, None
+    # The estimates are averages with these weights: r for this window, (1 − r)·seen for all before it.
+    seen_l = torch.stack([layer.estimates_weight for layer in layers]).to(rate_l)
+    seen_l = torch.lerp(seen_l, torch.ones_like(seen_l), rate_l)
+    return torch.where(seen_l > 0, rate_l / seen_l, 0.0), seen_l
+
+
+def _advance(layers: Sequence[BatchChannelNorm], taken: Sequence[Tensor], seen_l: Tensor | None) -> None:
+    """Write the weights of bias correction, if given, and move the blends, of the layers whose commit was taken."""
     if seen_l is not None:
         weights = [layer.estimates_weight for layer in layers]
-        before = torch.stack(weights)
-        foreach_copy_(weights, list(torch.where(taken_l, seen_l.to(before.dtype), before).unbind()))
-    for i, layer in enumerate(layers):
+        old_l = torch.stack(weights)
+        foreach_copy_(weights, torch.where(torch.stack(taken), seen_l.to(old_l.dtype), old_l).unbind())
+    for layer, own in zip(layers, taken, strict=True):
         if layer.warm_steps:
-            _advance_blend(layer, taken_l[i], None)
+            _advance_blend(layer, own, None)
 
 
 def _average(windows: Sequence[Window], group: Any, skip: Tensor | None) -> None:

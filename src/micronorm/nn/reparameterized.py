@@ -18,6 +18,7 @@ from micronorm.ops.weight import (
     check_fan_in,
     choose_backend,
     row_statistics,
+    standardize_by_kernel,
     weight_normalize,
     weight_standardize,
 )
@@ -185,24 +186,23 @@ class _WS(Reparameterized):
         layer.register_buffer("absorbed_scale", None)
 
     def new_weight(self) -> Tensor:
-        return self.effective_weight(self._autocast_dtype())
-
-    def _autocast_dtype(self) -> torch.dtype | None:
-        """Return the dtype that autocast would cast Ŵ to, if a kernel can write Ŵ in it directly; else None."""
-        kind = self.weight.device.type
-        if self.weight.dtype != torch.float32 or kind not in ("cuda", "cpu") or not torch.is_autocast_enabled(kind):
-            return None  # kernels need float32 on these devices, and autocast raises for "meta"
-        return torch.get_autocast_dtype(kind) if self.by_kernel() else None
+        if not self.by_kernel():
+            return self.effective_weight()
+        weight = self.weight
+        dtype, device = weight.dtype, "cuda" if weight.is_cuda else "cpu"
+        if dtype == torch.float32 and torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)  # the kernel writes what autocast would cast Ŵ to
+        return standardize_by_kernel([weight], self.center, self.scale, self.eps, dtype)[0]
 
     def by_kernel(self) -> bool:
         plain = (self.center or self.scale) and self.absorbed_mean is None and self.rows(self.weight) is self.weight
         return plain and choose_backend(self.weight, self.backend) == "triton"
 
-    def effective_weight(self, dtype: torch.dtype | None = None) -> Tensor:
+    def effective_weight(self) -> Tensor:
         options: dict[str, Any] = {"center": self.center, "scale": self.scale, "eps": self.eps, "backend": self.backend}
         rows = self.rows(self.weight)
         if self.absorbed_mean is None or self.absorbed_scale is None:
-            return self.from_rows(weight_standardize(rows, **options, dtype=dtype))
+            return self.from_rows(weight_standardize(rows, **options))
         wide = rows.to(compute_dtype(rows.dtype))  # round once, after scaling
         shape = (-1,) + (1,) * (rows.ndim - 1)
         mean, scale = (b.to(wide.dtype).reshape(shape) for b in (self.absorbed_mean, self.absorbed_scale))

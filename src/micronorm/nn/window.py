@@ -66,9 +66,10 @@ class Window:
     - `sums`: n, s₁ and s₂ in one vector of 1 + 2C numbers. `split` has the three as views.
     - `reference`: the C numbers that s₁ and s₂ are measured from, μ̂ as the last commit left it.
     - `lost`: two counts on the device, of the samples and the windows left out because they were not finite.
+      `lost_windows` is the second as a view.
     - `device_rate`: the rate of the next commit, on the device. A captured commit reads it at each replay.
     - `counter`: two integers on the CPU: the forwards gathered since the last commit, and the number under which
-      `find_window` finds this object.
+      `find_window` finds this object. `counts` are the same as an array, which is faster to index.
     """
 
     channels: int
@@ -103,13 +104,15 @@ class Window:
     def __post_init__(self) -> None:
         wide = wide_dtype(self.device)
         self.sums = torch.zeros(1 + 2 * self.channels, dtype=wide, device=self.device)
-        self.split = self._views()
         self.reference = torch.zeros(self.channels, dtype=wide, device=self.device)
         self.lost = torch.zeros(2, dtype=torch.int64, device=self.device)
-        self.device_rate = torch.zeros((), dtype=wide, device=self.device)
+        self.device_rate = torch.zeros(1, dtype=wide, device=self.device)
+        self._make_views()
         with _lock:
             number = next(_numbers)
             self.counter = torch.tensor([0, number], dtype=torch.int64, device="cpu")
+            # Tracers make layers of fake tensors, which cannot be arrays.
+            self.counts: Any = self.counter.numpy() if type(self.counter) is Tensor else self.counter
             _live[number] = weakref.ref(self)
             while _first_window_callbacks:
                 _first_window_callbacks.pop()()
@@ -150,7 +153,7 @@ class Window:
     @property
     def forwards(self) -> int:
         """Return how many forwards were gathered since the last commit."""
-        return int(self.counter[0])
+        return int(self.counts[0])
 
     def clear(self) -> None:
         """Empty the window. The tensors keep their addresses."""
@@ -177,7 +180,7 @@ class Window:
 
     def restart(self) -> None:
         """Set the number of forwards to zero and forget the forwards that checkpointing might repeat."""
-        self.counter[0] = 0
+        self.counts[0] = 0
         self.scanned.clear()
         self.ran, self.idle_steps = False, 0
 
@@ -207,10 +210,11 @@ class Window:
             dtype = wide_dtype(device) if old.is_floating_point() else old.dtype
             new = torch.zeros_like(old, dtype=dtype, device=device) if from_meta else old.to(device, dtype)
             setattr(self, name, new)
-        self.split = self._views()
+        self._make_views()
 
-    def _views(self) -> Sums:
-        return Sums(*self.sums.split([1, self.channels, self.channels]))
+    def _make_views(self) -> None:
+        self.split = Sums(*self.sums.split([1, self.channels, self.channels]))
+        self.lost_windows = self.lost[1:]
 
     def describe(self) -> str:
         """Return the layer's name for messages."""

@@ -109,6 +109,7 @@ foreach_copy_ = _required(torch, "_foreach_copy_")
 foreach_div_ = _required(torch, "_foreach_div_")
 foreach_mul_ = _required(torch, "_foreach_mul_")
 foreach_norm = _required(torch, "_foreach_norm")
+foreach_zero_ = _required(torch, "_foreach_zero_")
 
 
 # --- launching kernels ------------------------------------------------------------------------------------------------

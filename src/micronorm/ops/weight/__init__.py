@@ -6,13 +6,19 @@ from micronorm.ops.weight.reference import (
     row_statistics,
     weight_normalize,
 )
-from micronorm.ops.weight.standardize import choose_backend, weight_standardize, weight_standardize_many
+from micronorm.ops.weight.standardize import (
+    choose_backend,
+    standardize_by_kernel,
+    weight_standardize,
+    weight_standardize_many,
+)
 
 __all__ = [
     "centered_weight_normalize",
     "check_fan_in",
     "choose_backend",
     "row_statistics",
+    "standardize_by_kernel",
     "weight_normalize",
     "weight_standardize",
     "weight_standardize_many",

@@ -130,9 +130,8 @@ def forward_many(
 def backward_many(
     blocks_ptr,  # B×8 int64, a packed.Record per program
     addresses_ptr,  # 2×count int64: addresses of the incoming gradients (O×I in G), then of the results (O×I in W)
-    count,
     stats_ptr,  # 3×channels in WIDE
-    channels,
+    count, channels,
     CENTER: tl.constexpr, SCALE: tl.constexpr, WIDE: tl.constexpr, W: tl.constexpr, G: tl.constexpr,
     KINDS: tl.constexpr, NARROW: tl.constexpr, TILE: tl.constexpr, SHORT: tl.constexpr,
     SHORT_ROWS: tl.constexpr, LONG: tl.constexpr,

@@ -4,13 +4,14 @@ All weights of a call must be on one device, have one dtype and dense rows; `sta
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from micronorm.ops.moments import compute_dtype
-from micronorm.ops.runtime import on_device
+from micronorm.ops.runtime import on_device, on_its_device
 from micronorm.ops.weight import tables
 
 
@@ -41,20 +42,18 @@ def forward(
     Returns:
         The statistics that `backward` needs: 3×ΣO, the rows of `packed.RowStat`.
     """
-    kernels = _kernels()
+    first, out = weights[0], outs[0]
     columns, channels = _columns(weights)
-    wide = compute_dtype(weights[0].dtype)
-    stats = torch.empty(3, channels, dtype=wide, device=weights[0].device)
-    options = {"EPS": float(eps), "CENTER": center, "SCALE": scale, "WIDE": kernels.DTYPES[wide]}
-    with on_device(weights[0].device):
-        if len(weights) == 1:
-            grid, shape, tile = _one(weights[0], channels)
-            kernels.forward_one[grid](weights[0], outs[0], stats, *shape, **options, **tile)
-            return stats
+    wide = compute_dtype(first.dtype)
+    stats = torch.empty(3, channels, dtype=wide, device=first.device)
+    kind = (first.device, first.dtype, out.dtype, wide, center, scale, float(eps))
+    if len(weights) == 1:
+        _start(first, _one("forward_one", channels, channels, first.numel(), *kind), out, stats)
+        return stats
+    with on_device(first.device):
         blocks = _blocks(weights, columns)
         addresses = tables.lasting_addresses(outs) if lasting else tables.addresses_of(outs)
-        types = {"W": kernels.DTYPES[weights[0].dtype], "OUT": kernels.DTYPES[outs[0].dtype]}
-        kernels.forward_many[(len(blocks),)](blocks, addresses, stats, channels, **options, **types, **_MANY)
+        _many("forward_many", len(blocks), (channels,), *kind)(blocks, addresses, stats)
     return stats
 
 
@@ -67,7 +66,6 @@ def backward(
     scale: bool,
 ) -> list[Tensor | None]:
     """Return the gradient of each weight, in its dtype and strides, or None if its output has no gradient."""
-    kernels = _kernels()
     columns, channels = _columns(weights)
     used = [i for i, g in enumerate(grads) if g is not None]
     result: list[Tensor | None] = [None] * len(weights)
@@ -76,30 +74,28 @@ def backward(
     ws = [weights[i] for i in used]
     gs = [_laid_out_as(g, w) for g, w in zip((g for g in grads if g is not None), ws, strict=True)]
     dws = [torch.empty_like(w) for w in ws]
-    options = {"CENTER": center, "SCALE": scale, "WIDE": kernels.DTYPES[stats.dtype]}
-    with on_device(stats.device):
-        if len(ws) == 1:
-            grid, shape, tile = _one(ws[0], channels)
-            column = stats[:, columns[used[0]] :]
-            kernels.backward_one[grid](ws[0], gs[0], dws[0], column, *shape, **options, **tile)
-        else:
+    kind = (stats.device, ws[0].dtype, gs[0].dtype, stats.dtype, center, scale)
+    if len(ws) == 1:
+        own = stats if len(weights) == 1 else stats[:, columns[used[0]] :]
+        plan = _one("backward_one", channels, ws[0].shape[0], ws[0].numel(), *kind)
+        _start(ws[0], plan, gs[0], dws[0], own)
+    else:
+        with on_device(stats.device):
             blocks = _blocks(ws, [columns[i] for i in used])
             addresses = tables.addresses_of([*gs, *dws])
-            types = {"W": kernels.DTYPES[ws[0].dtype], "G": kernels.DTYPES[gs[0].dtype]}
-            kernels.backward_many[(len(blocks),)](
-                blocks, addresses, len(ws), stats, channels, **options, **types, **_MANY
-            )
+            _many("backward_many", len(blocks), (len(ws), channels), *kind)(blocks, addresses, stats)
     for i, dw in zip(used, dws, strict=True):
         result[i] = dw
     return result
 
 
-def _kernels() -> Any:
-    """Import the kernels, and Triton with them, on first use."""
-    from micronorm.ops.weight import kernels
+@on_its_device
+def _start(first: Tensor, plan: Any, *others: Tensor) -> None:
+    """Launch a plan of `_one` on its tensors."""
+    plan(first, *others)
 
-    return kernels
 
+# --- the launches, which are made once and kept -----------------------------------------------------------------------
 
 _MANY = {
     "KINDS": tables.KINDS,
@@ -108,8 +104,50 @@ _MANY = {
     "SHORT": tables.SHORT,
     "SHORT_ROWS": tables.SHORT_ROWS,
     "LONG": tables.LONG,
-    "num_warps": 8,
 }
+
+
+@lru_cache(maxsize=4096)
+def _one(kernel: str, channels: int, height: int, size: int, *kind: Any) -> Any:
+    """Return the launch over one weight of `size` elements; the statistics have `channels` columns."""
+    fan_in = size // height
+    width = max(1 << (fan_in - 1).bit_length(), 16)
+    long = width > tables.NARROW << (tables.KINDS - 1)
+    width = tables.LONG if long else width
+    # A single layer has few rows: smaller tiles make more programs.
+    rows = 1 if long else max(tables.TILE // 2 // width, 1)
+    tile = {"R": rows, "C": width, "LONG": long}
+    return _launch(kernel, -(-height // rows), (channels, height, fan_in), tile, 4 if width <= 2048 else 8, *kind)
+
+
+@lru_cache(maxsize=256)
+def _many(kernel: str, blocks: int, sizes: tuple[int, ...], *kind: Any) -> Any:
+    """Return the launch over many weights in `blocks` of rows."""
+    return _launch(kernel, blocks, sizes, _MANY, 8, *kind)
+
+
+def _launch(
+    kernel: str,
+    programs: int,
+    sizes: tuple[int, ...],
+    tile: dict[str, Any],
+    warps: int,
+    device: torch.device,
+    weight: torch.dtype,
+    other: torch.dtype,
+    wide: torch.dtype,
+    center: bool,
+    scale: bool,
+    eps: float = 0.0,
+) -> Any:
+    """Return a launch; `other` is the dtype of Ŵ or of its gradient. Imports the kernels, and Triton with them."""
+    from micronorm.ops.launch import Launch
+    from micronorm.ops.weight import kernels
+
+    types = {"W": weight, "OUT": other, "G": other, "WIDE": wide}
+    constants = tile | {name: kernels.DTYPES[dtype] for name, dtype in types.items()}
+    constants |= {"EPS": eps, "CENTER": center, "SCALE": scale}
+    return Launch(getattr(kernels, kernel), programs, sizes, constants, warps)
 
 
 def _columns(weights: Sequence[Tensor]) -> tuple[list[int], int]:
@@ -119,19 +157,6 @@ def _columns(weights: Sequence[Tensor]) -> tuple[list[int], int]:
         columns.append(channels)
         channels += w.shape[0]
     return columns, channels
-
-
-def _one(w: Tensor, channels: int) -> tuple[tuple[int], tuple[int, int, int], dict[str, int | bool]]:
-    """Return grid, sizes and tile for a launch over one weight; the statistics have `channels` columns."""
-    height = w.shape[0]
-    fan_in = w.numel() // height
-    width = max(1 << (fan_in - 1).bit_length(), 16)
-    long = width > tables.NARROW << (tables.KINDS - 1)
-    width = tables.LONG if long else width
-    # A single layer has few rows: smaller tiles make more programs.
-    rows = 1 if long else max(tables.TILE // 2 // width, 1)
-    tile = {"R": rows, "C": width, "LONG": long, "num_warps": 4 if width <= 2048 else 8}
-    return (-(-height // rows),), (channels, height, fan_in), tile
 
 
 def _blocks(weights: Sequence[Tensor], columns: Sequence[int]) -> Tensor:

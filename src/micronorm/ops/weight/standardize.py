@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from micronorm.ops.moments import compute_dtype
+from micronorm.ops.private_api import fast_apply
 from micronorm.ops.runtime import takes_kernel
 from micronorm.ops.weight import launch, reference
 
@@ -133,11 +134,18 @@ def weight_standardize_many(
             result[i] = reference.standardize(w, center=center, scale=scale, eps=eps, dtype=dtype)
     for (_, own), places in together.items():
         group, options = [weights[i] for i in places], (center, scale, eps, own if dtype is None else dtype)
-        compiling = torch.compiler.is_compiling()
-        outs: Any = _operator(group, *options)[:-1] if compiling else _Standardize.apply(*options, *group)
-        for i, out in zip(places, outs, strict=True):
+        for i, out in zip(places, standardize_by_kernel(group, *options), strict=True):
             result[i] = out
     return result
+
+
+def standardize_by_kernel(
+    weights: Sequence[Tensor], center: bool, scale: bool, eps: float, dtype: torch.dtype
+) -> Sequence[Tensor]:
+    """Return Ŵ of weights of one device and dtype, for which `choose_backend` has returned "triton"."""
+    if torch.compiler.is_compiling():
+        return _operator(weights, center, scale, eps, dtype)[:-1]
+    return _apply(center, scale, eps, dtype, *weights)
 
 
 # --- the kernels as an operation with a gradient: for eager code, then for traced code -------------------------------
@@ -165,6 +173,10 @@ class _Standardize(torch.autograd.Function):
         else:
             dws = launch.backward(wanted, weights, stats, center=ctx.center, scale=ctx.scale)
         return None, None, None, None, *dws
+
+
+# The kernels are not called under torch.func transforms, so the search for them in every argument is not needed.
+_apply = fast_apply(_Standardize)
 
 
 # The operators name their schemas because torch 2.6 does not infer them from lists of tensors.

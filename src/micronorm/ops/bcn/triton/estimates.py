@@ -3,8 +3,8 @@
 They run between the two passes of a forward, on the moments of the pieces that `moments_part` left in `parts`.
 `batch_estimates` pools all samples, and `scan_estimates` runs Algorithm 1. Both compute what the layer's estimates
 become. Some decisions depend on all channels: whether a micro-batch counts, and whether the estimates move. A program
-that has all channels (ALONE) makes them itself. Otherwise `check_batches` and `write_estimates` make them, in launches
-before and after.
+that has all channels (ALONE) makes them itself. Otherwise `pool_batches` and `write_estimates` make them, in launches
+before and after. If the estimates do not move, Algorithm 1 does not run, and `pool_batches` is the only launch.
 
 The legend of names, shapes and pointers is in pieces.py. Names ending in _nc and _tc are tiles of samples × channels
 and of micro-batches × channels; T = ⌈N/m⌉. W is the dtype of `found_mean`, float64. Pointers of several kernels:
@@ -209,9 +209,10 @@ def _broken(mean_tc, var_tc, valid_c, var_ptr):
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def check_batches(
+def pool_batches(
     x_ptr,  # N×C×S, dtype of the input
     parts_ptr,  # 2×N×pieces×C in F
+    data_mean_ptr, data_var_ptr,  # T×C in W: the moments of the micro-batches
     new_ptr,  # 2·C + 1 + T in W; the last T are the channels of each micro-batch that do not fit
     var_ptr,
     samples, channels, space,
@@ -219,10 +220,11 @@ def check_batches(
     pieces, piece, micro_batch,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, UNROLLED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Find the micro-batches of `scan_estimates` that do not count; a program takes ROWS of them."""
+    """Compute the moments of the micro-batches, and find those that do not count; a program takes ROWS of them."""
     begin(EARLY)
     wide: tl.constexpr = new_ptr.dtype.element_ty
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    valid_t = t * micro_batch < samples
     x, sizes, cut = (x_n, x_c), (samples, channels), (space, pieces, piece)
     broken_t = tl.zeros([ROWS], tl.int32)
     for first in range(0, channels, CHANNELS):
@@ -231,8 +233,12 @@ def check_batches(
         mean_tc, var_tc = _pooled(
             x_ptr, parts_ptr, t[:, None] * micro_batch, c, valid_c, x, sizes, cut, micro_batch, wide, UNROLLED
         )
+        at_tc = t[:, None] * channels + c[None, :]
+        valid_tc = both(valid_t[:, None], valid_c[None, :])
+        tl.store(data_mean_ptr + at_tc, mean_tc, valid_tc)
+        tl.store(data_var_ptr + at_tc, var_tc, valid_tc)
         broken_t += _broken(mean_tc, var_tc, valid_c, var_ptr)
-    tl.store(new_ptr + 2 * channels + 1 + t, broken_t.to(wide), t * micro_batch < samples)
+    tl.store(new_ptr + 2 * channels + 1 + t, broken_t.to(wide), valid_t)
 
 
 @triton.jit
@@ -255,13 +261,10 @@ def scan_estimates(
     samples, channels, space,
     x_n, x_c,
     pieces, piece, micro_batch,
-    HAS_RATE: tl.constexpr, MOVES: tl.constexpr, ALONE: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    HAS_RATE: tl.constexpr, ALONE: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
     UNROLLED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Compute Algorithm 1's estimates after each micro-batch of m samples, ROWS micro-batches at a time.
-
-    Without MOVES, compute the moments of the micro-batches alone.
-    """
+    """Compute Algorithm 1's estimates after each micro-batch of m samples, ROWS micro-batches at a time."""
     begin(EARLY)
     wide: tl.constexpr = found_mean_ptr.dtype.element_ty
     c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
@@ -278,30 +281,31 @@ def scan_estimates(
         n_t = t[:, None] * micro_batch  # the first sample of each micro-batch
         valid_t = t * micro_batch < samples
         valid_tc = both(valid_t[:, None], valid_c[None, :])
-        mean_tc, var_tc = _pooled(x_ptr, parts_ptr, n_t, c, valid_c, x, sizes, cut, micro_batch, wide, UNROLLED)
-        tl.store(data_mean_ptr + t[:, None] * channels + c[None, :], mean_tc, valid_tc)
-        tl.store(data_var_ptr + t[:, None] * channels + c[None, :], var_tc, valid_tc)
-        if MOVES:
-            if ALONE:
-                taken_t = _broken(mean_tc, var_tc, valid_c, var_ptr) == 0
-            else:
-                taken_t = tl.load(new_ptr + 2 * channels + 1 + t, valid_t, 0) == 0
-            size_t = tl.minimum(samples - t * micro_batch, micro_batch)
-            left_out_t += tl.where(taken_t | (valid_t == 0), 0, size_t)
-            taken_tc = both(valid_tc, taken_t[:, None])
-            after_tc = _solve(last_mean_c, mean_tc, taken_tc, rate)
-            _repeat(found_mean_ptr, after_tc, n_t, c, valid_c, sizes, micro_batch)
-            tl.debug_barrier()  # the estimates before each micro-batch are those that other threads have stored
-            before_tc = tl.load(found_mean_ptr + (n_t - 1) * channels + c[None, :], both(valid_tc, n_t > 0), 0)
-            # Algorithm 1's line 2 measures around the estimate before this micro-batch.
-            distance_tc = mean_tc - tl.where(n_t > 0, before_tc, start_mean_c[None, :])
-            after_var_tc = _solve(last_var_c, tl.fma(distance_tc, distance_tc, var_tc), taken_tc, rate)
-            _repeat(found_var_ptr, after_var_tc, n_t, c, valid_c, sizes, micro_batch)
-            last_mean_c = tl.sum(tl.where((row == ROWS - 1)[:, None], after_tc, 0.0), 0)
-            last_var_c = tl.sum(tl.where((row == ROWS - 1)[:, None], after_var_tc, 0.0), 0)
-    if MOVES:
-        left_out = tl.sum(left_out_t, 0)
+        at_tc = t[:, None] * channels + c[None, :]
         if ALONE:
-            _write(last_mean_c, last_var_c, left_out, c, valid_c, mean_ptr, var_ptr, lost_ptr, samples)
+            mean_tc, var_tc = _pooled(x_ptr, parts_ptr, n_t, c, valid_c, x, sizes, cut, micro_batch, wide, UNROLLED)
+            tl.store(data_mean_ptr + at_tc, mean_tc, valid_tc)
+            tl.store(data_var_ptr + at_tc, var_tc, valid_tc)
+            taken_t = _broken(mean_tc, var_tc, valid_c, var_ptr) == 0
         else:
-            _leave(last_mean_c, last_var_c, left_out, c, valid_c, new_ptr, channels)
+            mean_tc = tl.load(data_mean_ptr + at_tc, valid_tc, 0)
+            var_tc = tl.load(data_var_ptr + at_tc, valid_tc, 0)
+            taken_t = tl.load(new_ptr + 2 * channels + 1 + t, valid_t, 0) == 0
+        size_t = tl.minimum(samples - t * micro_batch, micro_batch)
+        left_out_t += tl.where(taken_t | (valid_t == 0), 0, size_t)
+        taken_tc = both(valid_tc, taken_t[:, None])
+        after_tc = _solve(last_mean_c, mean_tc, taken_tc, rate)
+        _repeat(found_mean_ptr, after_tc, n_t, c, valid_c, sizes, micro_batch)
+        tl.debug_barrier()  # the estimates before each micro-batch are those that other threads have stored
+        before_tc = tl.load(found_mean_ptr + (n_t - 1) * channels + c[None, :], both(valid_tc, n_t > 0), 0)
+        # Algorithm 1's line 2 measures around the estimate before this micro-batch.
+        distance_tc = mean_tc - tl.where(n_t > 0, before_tc, start_mean_c[None, :])
+        after_var_tc = _solve(last_var_c, tl.fma(distance_tc, distance_tc, var_tc), taken_tc, rate)
+        _repeat(found_var_ptr, after_var_tc, n_t, c, valid_c, sizes, micro_batch)
+        last_mean_c = tl.sum(tl.where((row == ROWS - 1)[:, None], after_tc, 0.0), 0)
+        last_var_c = tl.sum(tl.where((row == ROWS - 1)[:, None], after_var_tc, 0.0), 0)
+    left_out = tl.sum(left_out_t, 0)
+    if ALONE:
+        _write(last_mean_c, last_var_c, left_out, c, valid_c, mean_ptr, var_ptr, lost_ptr, samples)
+    else:
+        _leave(last_mean_c, last_var_c, left_out, c, valid_c, new_ptr, channels)

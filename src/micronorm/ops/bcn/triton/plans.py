@@ -9,8 +9,8 @@ import torch
 
 from micronorm.ops.activation import Activation, ActivationKind
 from micronorm.ops.bcn.triton import backward, estimates, forward, sums, tiling
-from micronorm.ops.bcn.triton.launch import Launch
 from micronorm.ops.bcn.triton.layout import Affine, Estimates, Strides
+from micronorm.ops.launch import Launch
 from micronorm.ops.moments import compute_dtype
 from micronorm.ops.packed import numbers_size
 from micronorm.ops.runtime import processors
@@ -109,10 +109,10 @@ def _alike(layer: Layer, *strides: Strides | None) -> bool:
 
 
 class EstimatesLaunches(NamedTuple):
-    """The launches that derive statistics from the input; the first and the last only if there are many channels."""
+    """The launches that derive statistics from the input; None for those that are not needed."""
 
-    check: Launch | None
-    compute: Launch
+    pool: Launch | None
+    compute: Launch | None
     write: Launch | None
 
 
@@ -198,20 +198,21 @@ class Forward:
     def _new_estimates(self, micro_batch: int, moves: bool, has_rate: bool) -> EstimatesLaunches:
         layer, cut = self.layer, self.moments.cut[:2]
         batches = -(-layer.samples // max(micro_batch, 1))
-        rows, width = tiling.over_estimates(batches, layer.channels)
-        programs = -(-layer.channels // width)
+        rows, width = tiling.over_estimates(batches, layer.channels, scans=micro_batch > 0)
+        programs, every = -(-layer.channels // width), tiling.next_power(layer.channels)
         constants = {"ROWS": rows, "CHANNELS": width, "UNROLLED": min(tiling.next_power(cut[0]), 8)}
         constants |= {"HAS_RATE": has_rate, "MOVES": moves, "ALONE": programs == 1}
         scalars = (*layer.counts, *layer.strides[:2], *cut, *([micro_batch] if micro_batch else []))
         kernel = estimates.scan_estimates if micro_batch else estimates.batch_estimates
-        compute, check, write = Launch(kernel, programs, scalars, constants, 8), None, None
-        if programs > 1 and moves:
-            every = tiling.next_power(layer.channels)
+        pool, compute, write = None, Launch(kernel, programs, scalars, constants, 8), None
+        if micro_batch and not (moves and programs == 1):
+            tile = {"ROWS": 16, "CHANNELS": min(every, 128)}
+            pool = Launch(estimates.pool_batches, -(-batches // 16), scalars, constants | tile, 8)
+        if micro_batch and not moves:
+            compute = None
+        if moves and programs > 1:
             write = Launch(estimates.write_estimates, 1, layer.counts[:2], {"CHANNELS": every}, 8)
-            if micro_batch:
-                constants |= {"ROWS": 16, "CHANNELS": min(every, 128)}
-                check = Launch(estimates.check_batches, -(-batches // 16), scalars, constants, 8)
-        return EstimatesLaunches(check, compute, write)
+        return EstimatesLaunches(pool, compute, write)
 
 
 class Backward:

@@ -171,19 +171,20 @@ def estimates(
         rate = float(rate)
     pointer, values = (rate, (0.0, 0.0)) if isinstance(rate, Tensor) else (parts, _split_number(rate))
     mean, var = (r if r.is_contiguous() else r.contiguous() for r in running)
-    check, compute, write = plan.estimates(
+    pool, compute, write = plan.estimates(
         micro_batch, moves, isinstance(rate, Tensor), mean.dtype, var.dtype, pointer.dtype
     )
     batches = -(-samples // micro_batch) if micro_batch else 0
     shape = (samples, channels) if micro_batch else (channels,)
     found = Moments(x.new_empty(shape, dtype=wide), x.new_empty(shape, dtype=wide))
-    new = found.mean if write is None else x.new_empty(2 * channels + 1 + batches, dtype=wide)
+    new = found.mean if pool is None and write is None else x.new_empty(2 * channels + 1 + batches, dtype=wide)
     data = None
     if micro_batch:
         data = Moments(*(x.new_empty((batches, channels), dtype=wide) for _ in range(2)))
-    if check is not None:
-        check(x, parts, new, var)
-    compute(x, parts, *(data or ()), *found, new, mean, var, lost, pointer, values=values)
+    if pool is not None:
+        pool(x, parts, *(data or ()), new, var)
+    if compute is not None:
+        compute(x, parts, *(data or ()), *found, new, mean, var, lost, pointer, values=values)
     if write is not None:
         write(new, mean, var, lost)
     if moves:

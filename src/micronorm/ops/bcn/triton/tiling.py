@@ -148,7 +148,13 @@ SMALL_BYTES = 16 << 20
 SECTOR = 32  # bytes that are loaded together
 NUMBERS_TILE = 8192
 SAMPLES_TILE = 2048
+# For the kernels of estimates.py: elements of a tile, channels of a tile if there are several programs, and the most
+# channels of a single program. A processor executes one instruction of a warp at a time, so that a single program takes
+# as long as it has instructions: four times as many for 64 channels as for 16.
 ESTIMATES_TILE = 2048
+ESTIMATES_WIDTH = 8
+SCANNED_ALONE = 16
+POOLED_ALONE = 32
 # For `finish`, channels last: the most sums of pieces that each program reads, and the most elements of a piece.
 # Measured on one H200: 2×256×50×84, forward, takes 14.9 µs with 44 pieces, 7.9 with 15, 8.6 with 8, and 12.9 with 66
 # and no finish.
@@ -257,12 +263,14 @@ def over_samples(samples: int, columns: int) -> tuple[int, int]:
     return rows, min(next_power(columns), SAMPLES_TILE // rows, 64)
 
 
-def over_estimates(rows: int, channels: int) -> tuple[int, int]:
+def over_estimates(rows: int, channels: int, *, scans: bool) -> tuple[int, int]:
     """Return rows and channels of a tile of samples, or micro-batches, for the kernels of estimates.py.
 
-    One program takes all of up to 64 channels, which saves a launch. Otherwise tiles are narrow, to have more programs.
+    One program takes all of a few channels, which saves launches; fewer of them if it runs Algorithm 1, which takes it
+    longer. Otherwise tiles are narrow, to have more programs.
     """
-    width = next_power(channels) if channels <= 64 else 16
+    alone = channels <= (SCANNED_ALONE if scans else POOLED_ALONE)
+    width = next_power(channels) if alone else ESTIMATES_WIDTH
     return max(2, min(next_power(rows), ESTIMATES_TILE // width)), width
 
 

@@ -1,4 +1,4 @@
-"""One launch of a kernel."""
+"""One launch of a kernel. Importing this file imports Triton."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,8 +15,9 @@ _hook_active = launch_hook_check()
 class Launch:
     """A kernel with its grid and all arguments except the tensors, which are on the same device in every call.
 
-    `constants` may have more entries than the kernel has constants: those that it names are taken. A kernel may take
-    numbers that change from call to call: `values`, floats which follow the tensors.
+    `constants` may have more entries than the kernel has constants: those that it names are taken. EARLY, which says
+    whether the kernel may start before the one before it ends, is added here. A kernel may take numbers that change
+    from call to call: `values`, floats which follow the tensors.
 
     After the first call the compiled kernel is started directly, by addresses. Triton's own launch looks up the
     compiled kernel and queries the driver about every tensor, which takes longer than a small layer runs.
@@ -47,8 +48,9 @@ class Launch:
 
     def _launch_by_triton(self, tensors: tuple[Tensor, ...], values: tuple[float, ...], *, aligned: bool) -> None:
         """Launch by Triton's public interface, and keep the compiled kernel."""
-        early = starts_early(tensors[0].device)
-        self.constants["EARLY"] = early
+        early = "EARLY" in self.kernel.arg_names and starts_early(tensors[0].device)
+        if "EARLY" in self.kernel.arg_names:
+            self.constants["EARLY"] = early
         options: dict[str, Any] = {"num_warps": self.warps} | ({"launch_pdl": True} if early else {})
         compiled = self.kernel[self.grid](*tensors, *values, *self.scalars, **self.constants, **options)
         launcher = compiled_launcher(compiled) if aligned else None
