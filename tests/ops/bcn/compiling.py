@@ -25,7 +25,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime.driver import driver
 
-from micronorm.ops.bcn.triton import launch, plans, run
+from micronorm.ops import launch
+from micronorm.ops.bcn.triton import plans, run
 from micronorm.ops.bcn.triton.layout import Estimates
 from micronorm.ops.moments import Moments
 
