@@ -20,7 +20,8 @@ from training_step import allocator_memory, with_fast_pooling
 import micronorm as mn
 from micronorm.nn.per_step.shared_weights import SharedWeights
 from micronorm.ops.keyed import sample_keys
-from micronorm.recipes.rcnn import build_rcnn, parts_to_convert
+from micronorm.recipes.rcnn import build_rcnn
+from micronorm.recipes.recipe import parts_to_convert
 from micronorm.tasks.detection import detection_losses
 
 METHODS = {
