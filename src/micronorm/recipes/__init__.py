@@ -83,8 +83,8 @@ def unknown(message: str, name: str, known: Sequence[str], listed: Sequence[str]
     """Extend a message about an unknown name by the most similar known names; if none is similar, by all of `listed`.
 
     Example:
-        >>> unknown("no fruit 'aple'", "aple", ["apple", "pear"]), unknown("no fruit 'zz'", "zz", ["apple", "pear"])
-        ("no fruit 'aple'; near it: apple", "no fruit 'zz', nor one like it; there are apple, pear")
+        >>> unknown("no fruit 'aple'", "aple", ["apple", "fig"]), unknown("no fruit 'zz'", "zz", ["apple", "fig"])
+        ("no fruit 'aple'; near it: apple", "no fruit 'zz', nor one like it; there are apple, fig")
     """
     near = difflib.get_close_matches(name, known, n=5, cutoff=0.5)
     if near:
