@@ -14,6 +14,8 @@ from micronorm.convert.flow.execution import record
 from micronorm.convert.flow.graph import Flow, Node
 from micronorm.convert.flow.symbolic import trace_symbolically
 from micronorm.convert.surgery import restore_forwards
+from micronorm.nn.bcn import BatchChannelNorm
+from micronorm.nn.reparameterized import Reparameterized
 
 _LARGE = 16  # how much longer than usual the sides of the input are whose shapes are learned
 
@@ -112,12 +114,22 @@ def _guess_shapes(flow: Flow, stand_in: nn.Module, is_leaf: Callable[[nn.Module]
     runs: list[list[Node]] = [[]]
     with suppress(Exception), torch.device("meta"):
         stand_in.to("meta")
+        _skip_equations(stand_in, is_leaf)
         for _, inputs in chain(guesses(stand_in, scale=_LARGE), guesses(stand_in)):
             runs.append([])
             with suppress(Exception):
                 record(stand_in, is_leaf, *as_call(inputs), nodes=runs[-1])
                 break
     _learn_shapes(flow, Flow(max(runs, key=len), "execution"))
+
+
+def _skip_equations(stand_in: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> None:
+    """Let our layers return a tensor of the right shape only: even on the meta device their equations take long."""
+    for module in stand_in.modules():
+        if isinstance(module, BatchChannelNorm) and is_leaf(module):
+            module.forward = torch.empty_like  # type: ignore[method-assign]
+        elif isinstance(module, Reparameterized):
+            module.shared_weight = module.weight.detach()
 
 
 def _stand_in(model: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
