@@ -10,6 +10,9 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
 QUICK := tests/architecture tests/commit tests/contract tests/laws $(addprefix tests/ops/test_,batch.py group.py moments.py weight.py)
 
+# Tests start many processes, and without bytecode on disk each compiles the sources of torch anew: two seconds per start.
+unexport PYTHONDONTWRITEBYTECODE
+
 # The wheel pinned in constraints.txt carries pyright itself and node: no download, no notice of newer versions.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 

@@ -3,6 +3,7 @@
 import os
 import random
 import shlex
+import shutil
 import signal
 import sys
 import time
@@ -203,14 +204,21 @@ def command(*arguments: object) -> tuple[int, str]:
     return result.exit_code, " ".join(result.output.split())
 
 
-@pytest.fixture
-def out(tmp_path) -> Path:
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory) -> Path:
     """A run that was stopped after three of seven steps."""
-    code, said = command("--step-batch", 200, "--epochs", 1, "--steps", 3, "--save-every", 2, "--out", tmp_path / "run")
+    out = tmp_path_factory.mktemp("stopped") / "run"
+    code, said = command("--step-batch", 200, "--epochs", 1, "--steps", 3, "--save-every", 2, "--out", out)
     assert code == 0
     assert "3 steps; loss" in said
-    assert f"to continue: micronorm train digits/bcn-ws --out {tmp_path / 'run'} --resume" in said
-    return tmp_path / "run"
+    assert f"to continue: micronorm train digits/bcn-ws --out {out} --resume" in said
+    return out
+
+
+@pytest.fixture
+def out(tmp_path, stopped) -> Path:
+    """A copy of that run."""
+    return shutil.copytree(stopped, tmp_path / "run")
 
 
 def test_a_resumed_run_keeps_its_options_and_a_finished_one_is_left_alone(out):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import micronorm as mn
 from micronorm.convert.flow import Flow, one_element_per_channel, passes_scale
 from micronorm.convert.trace import trace_flow
+from micronorm.nn import BatchChannelNorm, WSConv2d, WSConvTranspose2d
 
 
 def is_leaf(module: nn.Module) -> bool:
@@ -178,6 +179,22 @@ def test_shapes_are_learned_from_a_guess_as_far_as_it_runs_and_nothing_is_comput
     assert len(flow.calls[model.norm][0].shape or ()) == dims + 2
     assert flow.calls[model.after][0].shape is None
     assert not model.conv.weight.is_meta
+
+
+def test_shapes_behind_our_layers_are_learned_without_their_equations(monkeypatch):
+    def compute(*_):
+        raise AssertionError("shapes follow without it")
+
+    layers = WSConv2d(3, 4, 3, padding=1), BatchChannelNorm(4, 2), WSConvTranspose2d(4, 5, 2, stride=2)
+    model = nn.Sequential(*layers)
+    for kind, name in zip(map(type, layers), ("effective_weight", "forward", "effective_weight"), strict=True):
+        monkeypatch.setattr(kind, name, compute)
+    flow = trace_flow(model, lambda module: module in layers)
+    assert flow.method == "fx"
+    shapes = [flow.calls[layer][0].shape for layer in layers]
+    side = (shapes[0] or (0,))[-1]
+    assert shapes == [(1, 4, side, side), (1, 4, side, side), (1, 5, 2 * side, 2 * side)]
+    assert "forward" not in vars(layers[1])
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
