@@ -112,7 +112,7 @@ def test_a_terminal_gets_colours(monkeypatch):
         (["resnet18"], "write timm:NAME, torchvision:NAME, recipe:NAME, package.module:factory or file.py:factory"),
         (["torchvision:resnet81"], "near it: resnet18"),
         (["timm:resnet81"], "near it: resnet"),
-        (["timm:" + "z" * 30], "and none of"),
+        (["timm:" + "z" * 30], "nor one like it"),
         (["factories_of_check:clear"], "near it: clean"),
         (["factories_of_check:number"], "got int"),
         (["factories_of_check:pair"], "got 2 values"),

@@ -9,7 +9,6 @@ activations.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import cast
 
 import torch
@@ -149,6 +148,9 @@ def lay_out(x: Tensor, layout: str) -> Tensor:
 RATE = 0.1  # a float, so that "sequential" needs no optimizer; its value does not change the operations
 MODES = ("step", "sequential", "batch")
 
+Build = Callable[[int, torch.dtype], nn.Module]
+"""Makes a layer from the number of channels and the dtype of the activations."""
+
 
 @dataclass(frozen=True)
 class NormMethod:
@@ -158,7 +160,7 @@ class NormMethod:
         key: name for `--method`.
         name: name in tables.
         mode: in which mode the layer is measured.
-        build: makes the layer, in that mode, from the number of channels and the dtype of the activations.
+        build: makes the layer, in that mode.
         is_ours: whether it is our layer.
         is_compiled: whether `torch.compile` compiles the layer.
     """
@@ -166,7 +168,7 @@ class NormMethod:
     key: str
     name: str
     mode: str
-    build: Callable[[int, torch.dtype], nn.Module]
+    build: Build
     is_ours: bool = False
     is_compiled: bool = False
 
@@ -209,10 +211,6 @@ def groups_for(channels: int) -> int:
     return BCN().groups_for(channels)
 
 
-def _group_norm(channels: int, dtype: torch.dtype) -> nn.GroupNorm:
-    return nn.GroupNorm(groups_for(channels), channels, dtype=dtype)
-
-
 def _bcn(mode: str) -> NormMethod:
     statistics = cast(Statistics, "step" if mode == "eval" else mode)
 
@@ -223,49 +221,48 @@ def _bcn(mode: str) -> NormMethod:
     return NormMethod(f"bcn-{mode}", "BCN+ReLU", mode, build, is_ours=True)
 
 
+def _then_relu(*norms: Build) -> Build:
+    return lambda channels, dtype: nn.Sequential(*(norm(channels, dtype) for norm in norms), nn.ReLU(inplace=True))
+
+
 def _batch(channels: int, dtype: torch.dtype) -> nn.Module:
-    return nn.Sequential(PlainBatchNorm(channels), nn.ReLU(inplace=True))
+    return PlainBatchNorm(channels)
 
 
 def _group(channels: int, dtype: torch.dtype) -> nn.Module:
-    return nn.Sequential(_group_norm(channels, dtype), nn.ReLU(inplace=True))
-
-
-def _batch_group(channels: int, dtype: torch.dtype) -> nn.Module:
-    return nn.Sequential(PlainBatchNorm(channels), _group_norm(channels, dtype), nn.ReLU(inplace=True))
+    return nn.GroupNorm(groups_for(channels), channels, dtype=dtype)
 
 
 OURS = tuple(_bcn(mode) for mode in (*MODES, "eval"))
-BN = NormMethod("bn", "BN>ReLU", "train", _batch)
-BN_COMPILED = NormMethod("bn-compiled", "BN>ReLU compiled", "train", _batch, is_compiled=True)
-GN = NormMethod("gn", "GN>ReLU", "train", _group)
-BN_GN = NormMethod("bn-gn", "BN>GN>ReLU", "train", _batch_group)
-BN_GN_COMPILED = NormMethod("bn-gn-compiled", "BN>GN>ReLU compiled", "train", _batch_group, is_compiled=True)
+_BN, _BN_GN = _then_relu(_batch), _then_relu(_batch, _group)
+BN = NormMethod("bn", "BN>ReLU", "train", _BN)
+BN_COMPILED = NormMethod("bn-compiled", "BN>ReLU compiled", "train", _BN, is_compiled=True)
+GN = NormMethod("gn", "GN>ReLU", "train", _then_relu(_group))
+BN_GN = NormMethod("bn-gn", "BN>GN>ReLU", "train", _BN_GN)
+BN_GN_COMPILED = NormMethod("bn-gn-compiled", "BN>GN>ReLU compiled", "train", _BN_GN, is_compiled=True)
 
 ON_CPU = (*OURS, BN, GN, BN_GN)
 ON_GPU = METHODS = (*OURS, BN, BN_COMPILED, GN, BN_GN, BN_GN_COMPILED)
 
 
-def _registered() -> list[NormMethod]:
-    """Return a method, norm then ReLU, for every registered norm spec."""
-    specs = [(name, spec) for name, spec in SPECS.items() if issubclass(spec, NormSpec)]
-
-    def build(spec: type[NormSpec], channels: int, dtype: torch.dtype) -> nn.Module:
-        return nn.Sequential(spec()(channels).to(dtype), nn.ReLU(inplace=True))
-
-    return [NormMethod(name.lower(), f"{name}>ReLU", "train", partial(build, spec)) for name, spec in specs]
+def _of_spec(name: str, spec: type[NormSpec]) -> NormMethod:
+    build = _then_relu(lambda channels, dtype: spec()(channels).to(dtype))
+    return NormMethod(name.lower(), f"{name}>ReLU", "train", build)
 
 
 def choose_methods(wanted: Sequence[str], *, on_gpu: bool, compiled: bool = True) -> list[NormMethod]:
     """Return the methods with these keys; without keys, the default methods of the device.
+
+    The keys of registered norm specs are their names in lower case.
 
     Example:
         >>> [method.label for method in choose_methods(["bcn-step", "bn"], on_gpu=False)]
         ['BCN+ReLU (step)', 'BN>ReLU (train)']
     """
     known = {method.key: method for method in METHODS}
-    for method in _registered():
-        known.setdefault(method.key, method)
+    for name, spec in SPECS.items():
+        if issubclass(spec, NormSpec):
+            known.setdefault(name.lower(), _of_spec(name, spec))
     for key in wanted:
         if key not in known:
             raise ValueError(f"no method {key!r}; there are {', '.join(known)}")

@@ -33,25 +33,19 @@ def observable_weights(model: nn.Module) -> dict[str, Any]:
 # --- norms -----------------------------------------------------------------------------------------------------------
 
 
-class NormSums:
-    """The moments of one norm's inputs and normalized channels, and its positive outputs, summed over forwards."""
+class NormSums(NormMoments):
+    """The moments and the positive outputs of one norm, summed over forwards."""
 
     def __init__(self, norm: NormLayer) -> None:
-        self.norm = norm
-        self._moments = NormMoments(norm)
+        super().__init__(norm)
         self._positive: Tensor | None = None
         self._outputs = 0  # per channel
 
-    @property
-    def is_empty(self) -> bool:
-        """Return whether no forward was added."""
-        return self._moments.count == 0
-
-    def add(self, x: Tensor, output: Tensor, *, alone: bool) -> None:
+    def add_forward(self, x: Tensor, output: Tensor, *, alone: bool) -> None:
         """Add one forward. `alone` says that the forward did not add a residual to the output."""
         x = self.norm.channels_first(x)
         data = _moments(x)
-        self._moments.add_input(x, data)
+        self.add_input(x, data)
         y = self.norm.channels_first(output) if alone else _own_output(self.norm, x, data)
         if y is not None and y.shape == x.shape:
             positive = count_positive(y)
@@ -60,13 +54,11 @@ class NormSums:
 
     def tensors(self) -> list[Tensor]:
         """Return what `row` needs, on the device."""
-        found = list(self._moments.moments)
-        return found if self._positive is None else [*found, self._positive]
+        return [*self.moments, *(() if self._positive is None else (self._positive,))]
 
     def row(self, numbers: Sequence[Tensor]) -> Row:
         """Return the row of kind "norm" of `micronorm.records`, given the numbers on the host."""
-        halves = self._moments.halves(numbers[:2])
-        row = norm_row(type(self.norm.module).__name__, self.norm.groups, *halves, eps=self.norm.eps)
+        row = norm_row(type(self.norm.module).__name__, self.norm.groups, *self.halves(numbers[:2]), eps=self.norm.eps)
         if len(numbers) > 2:
             active = numbers[2] / self._outputs
             row |= {
@@ -146,7 +138,7 @@ class StepRecorder:
             if not isinstance(x, Tensor) or not sums.norm.accepts(x) or _has_no_values(x):
                 return
             with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-                sums.add(x.detach(), output.detach(), alone=kwargs.get("residual") is None)
+                sums.add_forward(x.detach(), output.detach(), alone=kwargs.get("residual") is None)
             self.forwards += 1
 
         return observe
@@ -193,7 +185,7 @@ class StepRecorder:
         """
         self.computed = self.forwards
         self._scale = [] if scale is None else [scale]
-        self._tensors = {name: sums.tensors() for name, sums in self.norms.items() if not sums.is_empty}
+        self._tensors = {name: sums.tensors() for name, sums in self.norms.items() if sums.count}
         self._methods: dict[str, str] = {}
         for name, layer in self.weights.items() if weights else ():
             weight = layer.weight.detach()

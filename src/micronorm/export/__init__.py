@@ -4,7 +4,6 @@ The data flow that folding follows is recorded by `micronorm.convert`; the comma
 """
 
 from micronorm.export.fold import fold
-from micronorm.export.onnx import OnnxReport, onnx
-from micronorm.export.verify import verify
+from micronorm.export.onnx import OnnxReport, onnx, verify
 
 __all__ = ["OnnxReport", "fold", "onnx", "verify"]
