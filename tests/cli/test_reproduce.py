@@ -389,5 +389,5 @@ def test_a_run_that_was_stopped_goes_on_and_a_whole_one_is_ours_and_not_run_agai
 def test_a_data_set_that_is_not_there_is_told_of(tmp_path):
     result = run("quick", "--rows", "rn20-gn", "--data", str(tmp_path))
     assert result.exit_code == 1
-    assert "quick/rn20-gn could not be run: CIFAR-10 was looked for in" in result.stderr
+    assert "quick/rn20-gn could not be run: cannot find CIFAR-10 in" in result.stderr
     assert not (tmp_path / "runs").exists()

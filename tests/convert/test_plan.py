@@ -283,7 +283,7 @@ def test_wrapped_models_are_refused():
         ({"norm": mn.BCN}, TypeError, r"did you mean mn\.BCN\(\)\?"),
         ({"weight": nn.Conv2d}, TypeError, "weight must be a spec or None"),
         ({"absorb": True, "weight": mn.CWN()}, ValueError, "needs weight=mn.WS"),
-        ({"warm_steps": 5, "absorb": False}, ValueError, "only with absorb=True"),
+        ({"warm_steps": 5, "absorb": False}, ValueError, "needs absorb=True"),
         ({"warm_steps": 5, "norm": mn.GN()}, ValueError, "needs norm=mn.BCN"),
         ({"warm_steps": 5, "weight": mn.CWN()}, ValueError, "CWN drops"),
         ({"warm_steps": -1}, ValueError, "warm_steps must be at least 1"),

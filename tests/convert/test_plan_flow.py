@@ -152,7 +152,7 @@ def test_one_element_per_channel_is_judged_by_what_the_norm_is_given():
 
 
 def test_a_warm_start_at_another_eps_is_refused():
-    with pytest.raises(ValueError, match="at its own eps"):
+    with pytest.raises(ValueError, match="keeps the eps of the pretrained network"):
         mn.convert(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), mn.BCN(eps=1e-2), warm_steps=3)
 
 

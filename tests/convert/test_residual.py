@@ -141,7 +141,7 @@ def test_a_converted_network_can_be_given_the_zero_start():
 
 
 def test_a_warm_start_and_a_zero_start_contradict_each_other():
-    with pytest.raises(ValueError, match="use one"):
+    with pytest.raises(ValueError, match="use only one"):
         mn.plan(torchvision.models.resnet18(), warm_steps=10, zero_init_residual=True)
 
 

@@ -65,7 +65,10 @@ def broken(tree, name):
         ("empty", r"v1/100 must have the frames .* it has 0 and lacks 00001.jpg"),
         ("list", r"no list .*something-something-v1-train.csv"),
         ("class", r"train.csv, line 1: an ID, a semicolon and a class were expected, got '100;Pushing something'"),
-        ("labels", r"something-something-v1 was looked for in .*: a folder with something-something-v1-labels.csv"),
+        (
+            "labels",
+            r"cannot find something-something-v1 in .*; expected a folder with something-something-v1-labels.csv",
+        ),
         ("twice", r"something-something-v1-labels.csv has a class twice"),
     ],
 )

@@ -64,7 +64,7 @@ def test_an_unreadable_video_is_named(folder, tmp_path):
 
 
 def test_folders_without_videos_are_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"looked for in .* at least two folders, one per class"):
+    with pytest.raises(FileNotFoundError, match=r"cannot find .* at least two folders, one per class"):
         open_videos(tmp_path, fold=0)
     write_video(tmp_path / "one/a.mp4")
     write_video(tmp_path / "two/b.mp4")

@@ -106,7 +106,7 @@ def test_a_smaller_volume_lies_in_the_middle_of_its_patch():
         (lambda r: (r / "dataset.json").write_text("{"), ValueError, r"dataset\.json is not a JSON file"),
         (lambda r: (r / "dataset.json").write_text(json.dumps({"labels": {"1": "a"}, "training": []})), ValueError,
          r"dataset\.json must have labels, numbered from 0"),
-        (lambda r: (r / "dataset.json").unlink(), FileNotFoundError, "hippocampus was looked for in"),
+        (lambda r: (r / "dataset.json").unlink(), FileNotFoundError, "cannot find hippocampus in"),
     ],
 )  # fmt: skip
 def test_a_broken_set_is_refused_with_the_name_of_the_file(root, break_it, error, message):

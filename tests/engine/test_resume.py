@@ -326,8 +326,8 @@ def test_another_model_is_refused_and_left_as_it_is(tmp_path, other):
     before = contents(tmp_path)
     model = tiny_model(channels=6) if other == "wider" else tiny_model().append(torch.nn.Linear(3, 3))
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    names = r"'0.bias', \(4,\) there and \(6,\) here" if other == "wider" else "'7.bias', absent there and"
-    with pytest.raises(ValueError, match=f"is of another model: .* at first {names}"):
+    names = r"'0.bias': \(4,\) in the checkpoint, \(6,\) in" if other == "wider" else "'7.bias': absent in"
+    with pytest.raises(ValueError, match=f"is of another model: .* the first is {names}"):
         run(tmp_path, resume=True, model=model)
     assert contents(tmp_path) == before
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
@@ -349,7 +349,7 @@ def test_other_samples_are_refused_before_and_after_the_first_checkpoint(tmp_pat
     kill_at(step, tmp_path)
     before = contents(tmp_path)
     monkeypatch.setattr(MemorySamples, "__len__", lambda samples: 19)
-    with pytest.raises(ValueError, match="holds a run of 20 training samples, here are 19"):
+    with pytest.raises(ValueError, match="holds a run of 20 training samples, but the data set has 19"):
         run(tmp_path, resume=True)
     assert contents(tmp_path) == before
 

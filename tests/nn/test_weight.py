@@ -84,7 +84,7 @@ def test_a_spec_builds_the_counterpart_around_the_same_parameters(method):
 
 
 def test_a_spec_refuses_what_it_has_no_counterpart_for():
-    with pytest.raises(TypeError, match=r"no counterpart for ReLU; it knows Conv1d.*Linear"):
+    with pytest.raises(TypeError, match=r"no counterpart for ReLU; it has those for Conv1d.*Linear"):
         mn.WS()(nn.ReLU())
     with pytest.raises(TypeError, match="WSConv2d"):
         mn.WS()(mn.nn.WSConv2d(3, 4, 3))

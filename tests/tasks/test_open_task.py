@@ -48,7 +48,7 @@ def test_the_data_of_every_recipe_are_data_of_its_task():
         ("classification", "imagenet", {"download": True}, "imagenet has no option --download"),
         ("classification", "imagenet", {"verify": False}, "imagenet has no option --unverified"),
         ("segmentation", "shapes", {"size": 64}, "shapes has no option --size: leave it out; .* are none"),
-        ("segmentation", "label_maps", {}, "label maps are yours: give their folder with --data"),
+        ("segmentation", "label_maps", {}, "label_maps reads your own data: give its folder with --data"),
         ("instances", "nuclei", {"size": 64}, "nuclei has no option --size"),
         ("video", "motion", {"workers": 1}, "motion has no option --workers"),
         ("video", "motion", {"classes": 9}, r"motion has 10 classes \(right, left, …\), the model 9 outputs"),

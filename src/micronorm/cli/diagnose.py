@@ -39,7 +39,7 @@ def diagnose(
     ] = None,
     data: Annotated[
         str | None,
-        typer.Option(help="A folder of pictures, digits, or random. Use images like those of its training."),
+        typer.Option(help="A folder of pictures, digits, or random. Use images like the training images."),
     ] = None,
     images: Annotated[int, typer.Option(min=1, help="The number of images; at least 32 to judge channels.")] = 128,
     size: Annotated[int | None, typer.Option(min=1, help="The height and width of the images.")] = None,

@@ -51,7 +51,7 @@ def fold(
 ) -> None:
     """Fold a trained checkpoint into plain layers, and write them as a state dict, as ONNX, or both.
 
-    A run directory says itself what was trained. For a state dict, --model, --norm, --groups, --weight and --statistics
+    A run directory records what was trained. For a state dict, --model, --norm, --groups, --weight and --statistics
     describe the model it was saved from. The metadata of a .safetensors file may name its model: a recipe, or a model
     of timm or torchvision, but no code of yours. A model that already has layers of micronorm is not converted again.
 

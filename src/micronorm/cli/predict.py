@@ -39,7 +39,7 @@ def predict(
 ) -> None:
     """Apply the trained network of a run to image files.
 
-    The answers are the most probable classes, label maps, or boxes and masks, depending on what was trained. All of
+    It predicts the most probable classes, label maps, or boxes and masks, depending on the run. All of
     them are in predictions.json; label maps, boxes and masks are drawn as pictures, too.
 
     Exit code 0: all images were predicted. 1: an image could not be read. 2: a name or an option is wrong.

@@ -78,7 +78,7 @@ def train(
 ) -> None:
     """Train a recipe into a run directory, which `micronorm report` turns into a page.
 
-    The first options replace what the recipe says. Several GPUs: torchrun --nproc-per-node 4 -m micronorm train
+    The first group of options overrides the recipe. Several GPUs: torchrun --nproc-per-node 4 -m micronorm train
     RECIPE. Ctrl-C and SIGTERM finish the step or stop the evaluation, save a checkpoint and print the command that
     continues the run. A step that runs out of memory is repeated in smaller pieces.
 

@@ -290,7 +290,7 @@ def _warn_of_partly_held(layers: Mapping[str, BatchChannelNorm], held: set[int])
             found.append(f"{name!r} ({', '.join(missing)})")
     if found:
         warnings.warn(
-            f"the optimizer holds some parameters of {len(found)} BatchChannelNorm layers and not others, at first "
+            f"the optimizer holds some parameters of {len(found)} BatchChannelNorm layers but not all, such as "
             f"{found[0]}; was it made before the model was converted? Build it from model.parameters() afterwards.",
             stacklevel=4,
         )

@@ -178,7 +178,7 @@ def plan(
     check_flag("zero_init_residual", zero_init_residual)
     if zero_init_residual and warm_steps:
         raise ValueError(
-            "warm_steps starts as the pretrained network, zero_init_residual without its branches: use one"
+            "warm_steps starts as the pretrained network, zero_init_residual starts its branches at zero: use only one"
         )
     absorb = _check_options(norm, weight, absorb=absorb, warm_steps=warm_steps)
     planner = Planner(
@@ -245,7 +245,7 @@ def _check_options(norm: NormSpec | None, weight: WeightSpec | None, *, absorb: 
         raise ValueError("norm=None and weight=None leave nothing to convert")
     if absorb and not isinstance(weight, WS):
         raise ValueError(
-            f"absorb=True keeps what weight standardization takes away; it needs weight=mn.WS(), got {weight}"
+            f"absorb=True stores the means and scales that WS removes; it needs weight=mn.WS(), got {weight}"
         )
     if not warm_steps:
         return bool(absorb)
@@ -253,13 +253,9 @@ def _check_options(norm: NormSpec | None, weight: WeightSpec | None, *, absorb: 
     if not isinstance(norm, BCN):
         raise ValueError(f"warm_steps blends from BatchNorm to BCN; it needs norm=mn.BCN(), got {norm}")
     if norm.eps != BCN().eps:
-        raise ValueError(
-            f"warm_steps starts as the pretrained network, at its own eps; mn.BCN(eps={norm.eps}) is another"
-        )
+        raise ValueError(f"warm_steps keeps the eps of the pretrained network; leave out eps={norm.eps} of mn.BCN")
     if absorb is False and isinstance(weight, WS):
-        raise ValueError(
-            "warm_steps starts as the pretrained network, which standardized convolutions do only with absorb=True"
-        )
+        raise ValueError("warm_steps starts as the pretrained network, which needs absorb=True; leave out absorb=False")
     if isinstance(weight, CWN):
         raise ValueError("warm_steps starts as the pretrained network, but CWN drops its kernels' means; use mn.WS()")
     return isinstance(weight, WS)

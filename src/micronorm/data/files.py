@@ -63,7 +63,9 @@ def find_root(
     found = next((root for place in places for name in names if holds(root := place / name)), None)
     if found is None:
         searched = " and ".join(str(place.absolute()) for place in places)
-        raise FileNotFoundError(f"{title} was looked for in {searched}, and in {', '.join(children)} below: {layout}")
+        raise FileNotFoundError(
+            f"cannot find {title} in {searched}, or in {', '.join(children)} below; expected {layout}"
+        )
     return found
 
 
@@ -115,7 +117,7 @@ def read_lines(path: Path) -> list[str]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} must be text in UTF-8 ({error}); save it so") from error
+        raise ValueError(f"{path} must be text in UTF-8 ({error}); save it as UTF-8") from error
     if not "".join(lines).strip():
         raise ValueError(f"{path} is empty")
     return lines

@@ -130,7 +130,7 @@ def open_label_maps(folder: Path | str | None, *, size: int | None = None, worke
         ValueError: no folder is given, a file is broken, or there are more labels than classes and void.
     """
     if folder is None:
-        raise ValueError("label maps are yours: give their folder with --data")
+        raise ValueError("label_maps reads your own data: give its folder with --data")
     root = Path(folder)
     train, test = (pair_files(root / part / "images", root / part / "masks") for part in ("train", "val"))
     names, void = _find_classes(root / "classes.txt", _find_labels([*train, *test]))

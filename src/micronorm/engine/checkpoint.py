@@ -269,8 +269,8 @@ def _check_model(step: Step, state: Mapping[str, Any]) -> None:
         name, shapes = different[0], (theirs.get(different[0]), mine.get(different[0]))
         was, now = ("absent" if shape is None else str(tuple(shape)) for shape in shapes)
         raise OtherRun(
-            f"is of another model: {len(different)} tensors differ, at first {name!r}, {was} there and "
-            f"{now} here; build the model it was made with, or start a new run"
+            f"is of another model: {len(different)} tensors differ, the first is {name!r}: {was} in the "
+            f"checkpoint, {now} in the model; build the model it was made with, or start a new run"
         )
 
 

@@ -269,8 +269,8 @@ def _check_facts(was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     samples = was["data"].get("train")
     if samples not in (None, now["data"]["train"]):  # a step's number says which samples it takes
         raise OtherRun(
-            f"holds a run of {samples} training samples, here are {now['data']['train']}: its steps would take other "
-            "samples; use the same data, or another --out"
+            f"holds a run of {samples} training samples, but the data set has {now['data']['train']}; use the same "
+            "data, or another --out"
         )
 
 

@@ -143,7 +143,7 @@ class BatchChannelNorm(BatchChannelNormState):
         check_count("micro_batch (samples per micro-batch)", self.micro_batch)
         if self.micro_batch != 1 and self.statistics != "sequential":
             raise ValueError(
-                f'micro_batch={self.micro_batch} is for statistics="sequential"; "{self.statistics}" has no use for it'
+                f'micro_batch={self.micro_batch} is for statistics="sequential"; leave it out with "{self.statistics}"'
             )
         check_flag("bias_correction", self.bias_correction)
         check_flag("affine", self.affine)

@@ -148,8 +148,8 @@ class BatchChannelNormState(Fingerprinted, WideBuffers):
         if not self.training:
             return super()._replicate_for_data_parallel()  # type: ignore[misc]
         raise RuntimeError(
-            "nn.DataParallel with several GPUs runs replicas that are thrown away after each forward, and what "
-            "BatchChannelNorm gathered with them. Use torch.nn.parallel.DistributedDataParallel."
+            "nn.DataParallel with several GPUs deletes its replicas after each forward, and with them the statistics "
+            "that BatchChannelNorm collected. Use torch.nn.parallel.DistributedDataParallel."
         )
 
 
@@ -181,9 +181,9 @@ def warn_of_zero_weights(names: Sequence[str]) -> None:
     """Warn once about the named layers, whose weight is all zero. Do nothing if `names` is empty."""
     if names:
         warnings.warn(
-            f"the weight of {list_names(names)} is all zero: its groups have no variance, and gradients are divided by "
-            "sqrt(eps), multiplied by hundreds. For a residual branch that starts at zero leave weight at one and zero "
-            "group_weight (zero_init_residual=False in torchvision, zero_init_last=False in timm).",
+            f"the weight of {list_names(names)} is all zero: its groups have no variance, and gradients become "
+            "hundreds of times too large. To start a residual branch at zero, leave weight at one and set group_weight "
+            "to zero (zero_init_residual=False in torchvision, zero_init_last=False in timm).",
             UserWarning,
             stacklevel=3,
         )

@@ -139,9 +139,9 @@ def run(function: Callable, *args: object) -> Any:
         return getattr(torch.ops.micronorm, function.__name__)(*args)
     if functorch_transforms_active():
         raise RuntimeError(
-            "a BatchChannelNorm in training mode keeps statistics of what it sees, and transforms of torch.func (grad, "
-            'vmap, jvp, ...) let no layer keep anything; call model.eval() for them, which in "step" mode changes no '
-            "output, or freeze the layer by layer.requires_grad_(False)"
+            "a BatchChannelNorm in training mode collects statistics, which transforms of torch.func (grad, vmap, jvp, "
+            '...) do not allow; call model.eval(), which in "step" mode changes no output, or freeze the layer with '
+            "layer.requires_grad_(False)"
         )
     return function(*args)
 
@@ -158,8 +158,8 @@ def _gathering_window(counter: Tensor, group_elements: int) -> Window | None:
     if group_elements < _FEW_ELEMENTS and not window.warned:
         window.warned = True
         warnings.warn(
-            f"{window.describe()} normalizes over groups of {group_elements} elements: little but their signs is left. "
-            "Use fewer groups where maps are this small.",
+            f"{window.describe()} normalizes over groups of {group_elements} elements: this keeps little but their "
+            "signs. Use fewer groups for maps as small as this.",
             UserWarning,
             stacklevel=2,
         )

@@ -28,7 +28,7 @@ def check_input(x: Tensor, num_channels: int, name: str) -> None:
             )
         )
     if 0 in shape[2:]:
-        raise ValueError(f"{name} takes an empty batch but no empty map, got shape {tuple(shape)}; drop such inputs")
+        raise ValueError(f"{name} accepts an empty batch but no empty map, got shape {tuple(shape)}; drop such inputs")
 
 
 def check_residual(residual: Tensor, x: Tensor) -> None:
@@ -38,7 +38,7 @@ def check_residual(residual: Tensor, x: Tensor) -> None:
     if residual.shape != x.shape:
         raise ValueError(
             f"residual must have the shape of the input, {tuple(x.shape)}, got {tuple(residual.shape)}; "
-            "what broadcasts is added afterwards"
+            "to add a tensor that broadcasts, add it after the norm"
         )
 
 

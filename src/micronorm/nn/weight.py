@@ -113,7 +113,7 @@ def _counterpart(layer: nn.Module, prefix: str, **options: Any) -> Any:
     kind = counterpart_kind(layer)
     if kind is None:
         known = ", ".join(k.__name__ for k in PLAIN)
-        raise TypeError(f"{prefix} has no counterpart for {type(layer).__name__}; it knows {known}")
+        raise TypeError(f"{prefix} has no counterpart for {type(layer).__name__}; it has those for {known}")
     made = recast(layer, globals()[prefix + kind])
     made._standardize(**options)
     return made

@@ -81,7 +81,7 @@ class Classification:
         """Return the mean loss, and the errors "top1" and, if it was counted, "top5" in per cent."""
         count = sums["count"]
         if not count:
-            raise ValueError("there are no figures of 0 samples")
+            raise ValueError("0 samples have no score; score at least one batch")
         figures = {"loss": sums["loss"] / count, "top1": 100 * sums["wrong"] / count}
         return {**figures, "top5": 100 * sums["wrong5"] / count} if "wrong5" in sums else figures
 

@@ -374,7 +374,7 @@ def test_keys_that_are_no_int64_vector_are_refused(keys):
 
 @pytest.mark.parametrize("shape", [(4, 3), (7, 3), ()])
 def test_an_input_whose_rows_are_no_samples_is_refused(shape):
-    with pytest.raises(ValueError, match=r"counts samples.*3 keys are in force"), dropout_keys(keys_of(3)):
+    with pytest.raises(ValueError, match=r"same number of rows for each sample.*3 keys"), dropout_keys(keys_of(3)):
         KeyedDropout(0.5)(torch.ones(shape))
 
 

@@ -71,7 +71,7 @@ def dropout_keys(keys: Tensor) -> Iterator[None]:
         True
     """
     if torch.compiler.is_compiling():
-        raise RuntimeError("dropout_keys stands around the compiled function, not inside it")
+        raise RuntimeError("open `with dropout_keys(keys):` around the compiled function, not inside it")
     if keys.dtype != torch.int64 or keys.ndim != 1:
         raise ValueError(
             f"keys must be int64 with one axis, one per sample; got {keys.dtype} of shape {tuple(keys.shape)}. "
@@ -208,7 +208,7 @@ def dropped(x: Tensor, axes: int, p: float, stream: int, had_keys: Tensor) -> Te
     """Return the mask of what to drop: bool over the first `axes` axes of x, the other axes of size 1."""
     if not _in_force:
         pass_without_keys(had_keys)
-        raise RuntimeError("a graph compiled with keys in force ran without: call it inside `with dropout_keys(keys):`")
+        raise RuntimeError("a graph compiled with keys ran without them: call it inside `with dropout_keys(keys):`")
     declaration = _in_force[-1]
     calls = declaration.calls.setdefault(stream, [])
     if inside_backward():
@@ -229,9 +229,9 @@ def _draws_per_sample(x: Tensor, axes: int, *, samples: int) -> int:
     rows = x.shape[0] if x.ndim else 1
     if rows % samples if samples else rows:
         raise ValueError(
-            f"the first axis of an input to keyed dropout counts samples, or equally many rows of each; got shape "
-            f"{tuple(x.shape)} where {samples} keys are in force. Declare the keys of this very micro-batch; a layer "
-            "whose rows are no samples (sequence first, regions of interest) cannot be keyed."
+            f"keyed dropout needs the same number of rows for each sample in the first axis, got shape "
+            f"{tuple(x.shape)} and {samples} keys. Give this micro-batch's keys; a layer whose rows are not samples "
+            "(sequence first, regions of interest) cannot be keyed."
         )
     return rows // samples * math.prod(x.shape[1:axes]) if samples else 0
 

@@ -53,8 +53,8 @@ def recompute(model: nn.Module, *, filter: Callable[[nn.Module, str], bool] | No
     able = {module: name for name, module in model.named_modules() if _can_be_recomputed(module)}
     if not able:
         raise ValueError(
-            f"{type(model).__name__} has no BatchChannelNorm, whose output could be computed again, and no "
-            "mn.nn.GroupNorm on a device with kernels; convert the model first, mn.convert(model), or move it there"
+            f"{type(model).__name__} has no BatchChannelNorm to recompute, and no mn.nn.GroupNorm on a device with "
+            "kernels; call mn.convert(model) first, or move the model to a GPU"
         )
     excluded = frozenset(module for module, name in able.items() if filter is not None and not filter(module, name))
     if len(excluded) == len(able):
@@ -96,8 +96,8 @@ class Recomputation:
         """
         if self._last is None:
             raise RuntimeError(
-                "nothing to report: since mn.recompute the model has not been called in grad mode, or by compiled code "
-                "only, which decides itself what it keeps"
+                "nothing to report: since mn.recompute the model has not been called in grad mode, or only as compiled "
+                "code, on which recompute has no effect"
             )
         return self._last
 
