@@ -93,6 +93,20 @@ def test_batch_norms_get_the_unbiased_variance():
     assert_close_to_max(norm.running_mean, x.mean((0, 2, 3)), tol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "norm", [mn.BN(micro_batch=2), mn.BRN(micro_batch=1), mn.SN()], ids=lambda norm: type(norm).__name__
+)
+def test_norms_by_micro_batches_get_the_moments_of_all_elements(norm):
+    layer, x = norm(4).double(), torch.randn(5, 4, 3, 3, dtype=torch.float64)
+    mn.calibrate(layer, x.split([2, 3]))
+    by_channel = x.transpose(0, 1).flatten(1)
+    assert_close_to_max(layer.running_mean, by_channel.mean(1), tol=1e-13)
+    # Each layer's own kind of running variance: a batch of all samples, absorbed whole, gives the same.
+    layer.micro_batch, layer.momentum, running = None, 1.0, layer.running_var.clone()
+    layer.train()(x)
+    assert_close_to_max(layer.running_var, running, tol=1e-13)
+
+
 def test_batches_may_be_pairs_or_anything_with_a_forward_of_ones_own():
     x, labels = samples(torch.float32)
     model = SmallResNet()

@@ -133,6 +133,14 @@ def merge_cases(rank: int, world: int) -> dict[str, Any]:
     optimizer.step()
     results["zero redundancy"] = net[0].running_mean
 
+    norm, optimizer = layer()  # rank 1 alone trains on with a copy
+    for k in range(3):
+        if k == 2 and rank == 1:
+            norm, optimizer = copy.deepcopy((norm, optimizer))
+        norm(x)
+        optimizer.step()
+    results["a copy on one rank"] = norm.running_mean
+
     net = torch.nn.Sequential(*(mn.nn.BatchChannelNorm(2, 1) for _ in range(rank + 1)))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     try:

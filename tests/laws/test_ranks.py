@@ -71,6 +71,7 @@ def test_merging_follows_counts_groups_skips_and_refuses_different_lists():
         assert torch.equal(result["skipped on one rank"], torch.zeros(2))
         assert torch.equal(result["joined the next step"], torch.full((2,), 2.0))
         assert torch.equal(result["zero redundancy"], torch.full((2,), 2.0))
+        assert torch.equal(result["a copy on one rank"], torch.full((2,), 2.0))
         assert "different lists" in result["different lists"]
         assert "rank 0: 1 layers, rank 1: 2 layers" in result["different lists"]
 

@@ -107,6 +107,16 @@ def test_a_copy_measures_from_its_estimates_so_that_data_far_from_zero_keep_thei
     torch.testing.assert_close(twin.running_var, norm.running_var, rtol=1e-12, atol=0)
 
 
+def test_a_copy_of_a_parametrized_layer_gathers_for_itself():
+    norm = nn.utils.parametrize.register_parametrization(BatchChannelNorm(4, 2, rate=0.5), "weight", nn.Identity())
+    twin, x = copy.deepcopy(norm), torch.randn(3, 4, 5, 5)
+    for layer in (twin, norm):
+        layer(x).sum().backward()
+        torch.optim.SGD(layer.parameters(), lr=0.1).step()
+    assert twin.running_mean.any()
+    assert torch.equal(twin.running_mean, norm.running_mean)
+
+
 # --- blend -----------------------------------------------------------------------------------------------------------
 
 

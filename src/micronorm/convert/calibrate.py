@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from micronorm.convert.surgery import eval_mode
+from micronorm.nn.batch import GhostBatchNorm
 from micronorm.nn.bcn import BatchChannelNorm
+from micronorm.nn.running import RunningNorm
 from micronorm.ops.moments import Moments, merge, moments, pool
 from micronorm.ops.private_api import BatchNormBase, tree_map
 
@@ -37,7 +39,8 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, forward: Forward | No
     give the same images each time; the batches of an iterator are kept in memory.
 
     Args:
-        model: any model with BatchChannelNorm or torch's BatchNorm layers.
+        model: any model with layers that have running statistics: BatchChannelNorm, torch's BatchNorm, GhostBatchNorm,
+            BatchRenorm or SwitchableNorm. A layer that trains on micro-batches gets the moments of all elements, too.
         batches: the inputs: tensors, or tuples or lists whose first entry is the input (images and labels of a loader).
         forward: forward(model, batch) calls the model on other kinds of batches.
 
@@ -62,7 +65,7 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, forward: Forward | No
     norms: dict[Any, str] = {
         module: name
         for name, module in model.named_modules()
-        if isinstance(module, BatchChannelNorm | BatchNormBase) and module.running_mean is not None
+        if isinstance(module, BatchChannelNorm | BatchNormBase | RunningNorm) and module.running_mean is not None
     }
     if not norms:
         raise ValueError("no layer with running statistics in the model; there is nothing to calibrate")
@@ -213,13 +216,13 @@ def _merged(parts: Sequence[Counted]) -> Counted:
 
 
 def _write(norm: Any, name: str, parts: Sequence[Counted]) -> None:
-    """Set the statistics to the merged moments, with the unbiased variance for BatchNorm and the biased one for BCN.
+    """Set the statistics to the merged moments, with the unbiased variance for BatchNorm, else the biased one.
 
     Raises:
         ValueError: they are not finite in the layer's dtype.
     """
     count, data = _merged(parts)
-    unbiased = not isinstance(norm, BatchChannelNorm) and count > 1
+    unbiased = isinstance(norm, BatchNormBase | GhostBatchNorm) and count > 1
     var = data.var * (count / (count - 1) if unbiased else 1)
     for buffer, new in ((norm.running_mean, data.mean), (norm.running_var, var)):
         if not new.to(buffer.dtype).isfinite().all():

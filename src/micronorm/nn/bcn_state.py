@@ -1,5 +1,6 @@
 """The state of a BatchChannelNorm: how its parameters, estimates and window are reset, copied, saved and loaded."""
 
+import copy
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -78,6 +79,14 @@ class BatchChannelNormState(Fingerprinted, WideBuffers):
         state = self.__dict__.copy()
         del state["_window"]  # a copy gets a window of its own
         return state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        new = memo[id(self)] = self.__new__(type(self))
+        # Not self.__getstate__: torch.nn.utils.parametrize replaces it by one that raises.
+        new.__setstate__(copy.deepcopy(BatchChannelNormState.__getstate__(self), memo))
+        # Otherwise a rank that alone trains on with a copy would compare itself with ranks that do not.
+        new._window.agreements.update(self._window.agreements)
+        return new
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
