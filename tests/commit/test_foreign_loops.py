@@ -59,6 +59,7 @@ def test_optimizers_of_torch_commit(model, name):
     assert any((v != 0).all() for v in estimates(trained).values())
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True to a scalar")  # LBFGS of torch 2.8
 def test_lbfgs_commits_once_per_step_by_all_its_evaluations():
     norm = mn.nn.BatchChannelNorm(4, 2, rate=0.5).double()
     optimizer = torch.optim.LBFGS(norm.parameters(), lr=0.1, max_iter=4)

@@ -98,7 +98,8 @@ def test_a_compiled_frozen_teacher_is_named_too_and_compiled_once():
     teacher = torch.compile(copy.deepcopy(model["norm"]).requires_grad_(False), backend=counter, fullgraph=True)
     with pytest.warns(UserWarning, match=r"the running estimates do not move.*teacher.*average its buffers") as caught:
         train(model, sgd(*model.parameters()), also=lambda y: teacher(y.detach()))
-    assert (len(caught), counter.frame_count) == (1, 1)
+    ours = [warning for warning in caught if "running estimates" in str(warning.message)]  # compilers warn, too
+    assert (len(ours), counter.frame_count) == (1, 1)
 
 
 def test_what_moves_or_is_meant_to_stay_is_not_named(monkeypatch):

@@ -72,7 +72,7 @@ def test_what_follows_has_the_bits_of_the_operations_in_a_row(kind, with_residua
     norm, act = GroupNorm(2, 6), check_activation(kind, 0.2)
     x, r = torch.randn(2, 2, 6, 5, 3)
     y = norm(x, residual=r if with_residual else None, activation=kind, negative_slope=0.2)
-    assert torch.equal(y, act(norm(x) + r if with_residual else norm(x)))
+    assert torch.equal(y, act.apply(norm(x) + r if with_residual else norm(x)))
 
 
 def test_a_norm_with_activation_hands_it_to_the_norm_unless_somebody_looks_between():

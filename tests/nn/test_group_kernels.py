@@ -62,7 +62,7 @@ def exact(norm, x, residual=None, activation=None, slope=0.01):
     if norm.weight is not None:
         weight, bias = (p.double().view(-1, *[1] * (x.ndim - 2)) for p in (norm.weight, norm.bias))
         y = y * weight + bias
-    return check_activation(activation, slope)(y if residual is None else y + residual.double())
+    return check_activation(activation, slope).apply(y if residual is None else y + residual.double())
 
 
 @pytest.mark.parametrize("shape, groups", SIZES, ids=str)

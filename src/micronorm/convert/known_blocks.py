@@ -305,7 +305,7 @@ def _is_supported(x: Tensor, window: PoolWindow) -> bool:
 def _window(pool: Any) -> PoolWindow | None:
     """Return the windows of an nn.MaxPool2d, or None if the kernels do not support them."""
     kernel, padding, dilation = (_pair(size) for size in (pool.kernel_size, pool.padding, pool.dilation))
-    stride = kernel if isinstance(pool.stride, list | tuple) and not pool.stride else _pair(pool.stride)
+    stride = kernel if isinstance(pool.stride, (list, tuple)) and not pool.stride else _pair(pool.stride)
     if kernel is None or stride is None or padding is None or dilation != (1, 1) or pool.return_indices:
         return None
     # torch raises an error for other sizes and paddings.
@@ -316,7 +316,7 @@ def _window(pool: Any) -> PoolWindow | None:
 
 def _pair(size: Any) -> tuple[int, int] | None:
     """Return a size along both axes, or None if it is not one or two integers."""
-    sizes = size if isinstance(size, list | tuple) else (size,)
+    sizes = size if isinstance(size, (list, tuple)) else (size,)
     if not 1 <= len(sizes) <= 2 or not all(isinstance(s, int) for s in sizes):
         return None
     return sizes[0], sizes[-1]

@@ -210,7 +210,7 @@ class BatchChannelNorm(BatchChannelNormState):
         options: dict[str, Any] = {"groups": self.num_groups, "eps": self._eps, "blend": self.blend}
         if backend == "reference":
             y = batch_channel_norm_reference(x, estimates, *affine, **options)
-            return activation(y if residual is None else y + residual)
+            return activation.apply(y if residual is None else y + residual)
         relu_inside = activation.kind is ActivationKind.RELU and residual is None
         recorder, numbers = active(self), []
         y = batch_channel_norm(
@@ -220,7 +220,7 @@ class BatchChannelNorm(BatchChannelNormState):
             recorder.remember(y, partial(elementwise, relu=relu_inside), (x,), tuple(numbers))
         if relu_inside or (residual is None and activation.kind is ActivationKind.IDENTITY):
             return y
-        result = activation(y if residual is None else y + residual)
+        result = activation.apply(y if residual is None else y + residual)
         if recorder is not None:
             sources = (x,) if residual is None else (x, residual)
             recorder.remember(result, partial(_repeat, activation, len(sources)), sources, tuple(numbers))
@@ -230,7 +230,7 @@ class BatchChannelNorm(BatchChannelNormState):
         if residual is not None and not (activation.keeps_sign and residual.dtype == x.dtype):
             # The kernels cannot add this residual: their backward reads the activation's derivative from the sign of
             # the output, and a sum of two dtypes has the wider one.
-            return activation(self._normalize_by_kernel(x, IDENTITY, None) + residual)
+            return activation.apply(self._normalize_by_kernel(x, IDENTITY, None) + residual)
         elements = x.numel() // (x.shape[0] * self.num_channels)
         running_mean, running_var, blend, *affine = self._tensors()
         training = self.training and (self.statistics == "batch" or self._gathers())
@@ -320,7 +320,7 @@ class BatchChannelNorm(BatchChannelNormState):
 def _repeat(activation: Activation, sources: int, x: Tensor, *rest: Tensor) -> Tensor:
     """Compute act(BCN(x) + residual) again by the operations of the one-pass forward; `rest`: residual and numbers."""
     residual, numbers = rest[: sources - 1], rest[sources - 1 :]
-    return activation(sum(residual, elementwise(x, *numbers, relu=False)))
+    return activation.apply(sum(residual, elementwise(x, *numbers, relu=False)))
 
 
 @dataclass(frozen=True)

@@ -87,13 +87,13 @@ class GroupNorm(Fingerprinted, nn.GroupNorm):
             return self._by_kernel(input, act, residual)
         # Not F.group_norm, which raises an error for one value per group.
         y = torch.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
-        return act(y if residual is None else y + residual)
+        return act.apply(y if residual is None else y + residual)
 
     def _by_kernel(self, x: Tensor, activation: Activation, residual: Tensor | None) -> Tensor:
         if residual is not None and not (activation.keeps_sign and residual.dtype == x.dtype):
             # The kernels cannot add this residual: their backward reads the activation's derivative from the sign of
             # the output, and a sum of two dtypes has the wider one.
-            return activation(self._by_kernel(x, IDENTITY, None) + residual)
+            return activation.apply(self._by_kernel(x, IDENTITY, None) + residual)
         options = {"groups": self.num_groups, "eps": self.eps, "activation": activation, "residual": residual}
         y, numbers = group_norm_fused(x, self.weight, self.bias, **options)
         recorder = active(self)

@@ -73,7 +73,8 @@ def norm_act(
     if isinstance(x, Tensor) and can_fuse(norm) and (residual is None or _is_like(residual, x)):
         if residual is None and activation.kind is ActivationKind.IDENTITY:
             return norm(x)
-        return norm(x, residual=residual, activation=activation.kind, negative_slope=activation.slope)
+        # The plain string: torch.compile of torch 2.8 and older does not find a StrEnum among the keys of a dict.
+        return norm(x, residual=residual, activation=activation.kind.value, negative_slope=activation.slope)
     y = norm(x)
     if residual is not None and inplace:
         y += residual

@@ -37,7 +37,7 @@ class Activation(NamedTuple):
         slope: the slope of leaky_relu for negative inputs.
 
     Example:
-        >>> Activation(ActivationKind.LEAKY_RELU, 0.25)(torch.tensor([-4.0, 2.0])).tolist()
+        >>> Activation(ActivationKind.LEAKY_RELU, 0.25).apply(torch.tensor([-4.0, 2.0])).tolist()
         [-1.0, 2.0]
     """
 
@@ -51,8 +51,11 @@ class Activation(NamedTuple):
             return self.slope > 0
         return self.kind != ActivationKind.SILU
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return the activation of x, computed by torch's own functions."""
+    def apply(self, x: Tensor) -> Tensor:
+        """Return the activation of x, computed by torch's own functions.
+
+        Not `__call__`: torch.compile of torch 2.8 and older does not trace a call of a named tuple.
+        """
         if self.kind == ActivationKind.RELU:
             return torch.relu(x)
         if self.kind == ActivationKind.LEAKY_RELU:
@@ -81,7 +84,8 @@ def check_activation(kind: str | None, slope: float = 0.01) -> Activation:
     """
     if kind not in KINDS:
         raise ValueError(f"activation must be None or one of {ACTIVATIONS}, got {kind!r}")
-    if isinstance(slope, bool) or not isinstance(slope, int | float):
+    # A tuple: torch.compile of torch 2.8 and older does not trace `int | float`.
+    if isinstance(slope, bool) or not isinstance(slope, (int, float)):
         raise TypeError(f"negative_slope must be a number, got {slope!r}")
     if not math.isfinite(slope):
         raise ValueError(f"negative_slope must be finite, got {slope!r}")

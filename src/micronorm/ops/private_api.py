@@ -2,8 +2,8 @@
 
 Private interfaces may change in any release. They are collected here so that a change breaks one file;
 `tests/ops/test_private_api.py` has a test for each, and finds private names in other files. Attributes of torch's
-objects (`Tensor._version`, `Node._saved_…`, `Module._buffers`) are used where they are needed. Tested with torch 2.11
-and Triton 3.6.
+objects (`Tensor._version`, `Node._saved_…`, `Module._buffers`) are used where they are needed. docs/laws.md
+lists the versions of torch and Triton that the tests passed with.
 
 If a release removes an interface, importing this file raises an ImportError that names it. Those that are read by
 `getattr` with a default have a fallback instead, and so has the launch of compiled kernels.

@@ -197,7 +197,7 @@ def test_group_normalization_by_the_kernels_is_torchs(
     extra = residual if added else None
     ours, _ = group_norm_fused(x, weight, bias, groups=groups, activation=act, residual=extra)
     theirs = torch.group_norm(x, groups, weight, bias)
-    theirs = act(theirs + residual if added else theirs)
+    theirs = act.apply(theirs + residual if added else theirs)
     found, expected = ((y, *torch.autograd.grad(y, sources, g)) for y in (ours, theirs))
     for a, b in zip(found, expected, strict=True):
         assert_close_to_max(a, b, tol=tolerance("one_step", torch.float64), scale=max(1.0, b.abs().max().item()))
