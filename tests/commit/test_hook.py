@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import micronorm as mn
+from micronorm.ops.private_api import TorchDispatchMode
 from tests.tolerances import assert_close_to_max
 
 
@@ -399,3 +400,25 @@ def test_a_commit_resets_the_guard():
         norm(torch.randn(1, 2, 2, 2))
         optimizer.step()
     assert norm._window.forwards == 0
+
+
+class CountedCalls(TorchDispatchMode):
+    calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_commit_makes_as_many_torch_calls_for_many_layers_as_for_few():
+    calls = []
+    for count in (2, 20):
+        norms = nn.ModuleList(layer() for _ in range(count))
+        optimizer = torch.optim.SGD(norms.parameters(), lr=0.1)  # without gradients, its step calls nothing
+        optimizer.step()  # makes what later ones reuse
+        for norm in norms:
+            norm(data())
+        with CountedCalls() as counted:
+            optimizer.step()
+        calls.append(counted.calls)
+    assert calls[0] == calls[1] < 100

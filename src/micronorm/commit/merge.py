@@ -113,7 +113,7 @@ def _rates(windows: Sequence[Window], layers: Sequence[BatchChannelNorm]) -> tup
     return torch.where(seen_l > 0, rate_l / seen_l, 0.0), seen_l
 
 
-def _advance(layers: Sequence[BatchChannelNorm], taken: Sequence[Tensor], seen_l: Tensor | None) -> None:
+def _advance(layers: Sequence[BatchChannelNorm], taken: list[Tensor], seen_l: Tensor | None) -> None:
     """Write the weights of bias correction, if given, and move the blends, of the layers whose commit was taken."""
     if seen_l is not None:
         weights = [layer.estimates_weight for layer in layers]

@@ -150,7 +150,7 @@ NUMBERS_TILE = 8192
 SAMPLES_TILE = 2048
 # For the kernels of estimates.py: elements of a tile, channels of a tile if there are several programs, and the most
 # channels of a single program. A processor executes one instruction of a warp at a time, so that a single program takes
-# as long as it has instructions: four times as many for 64 channels as for 16.
+# as long as it has instructions: more than twice as many for 64 channels as for 16.
 ESTIMATES_TILE = 2048
 ESTIMATES_WIDTH = 8
 SCANNED_ALONE = 16
