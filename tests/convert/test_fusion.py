@@ -333,7 +333,7 @@ def test_transforms_of_torch_func_follow_a_converted_network_in_eval():
             assert_close_to_max(actual, parameter.grad, tol=tolerance("folded", torch.float64), scale=largest)
 
 
-@pytest.mark.skipif(torch.__version__ < "2.7", reason="torch 2.6 exports neither this forward nor a free batch size")
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="torch 2.6 exports no free batch size")
 def test_a_fused_network_exports():
     model = converted(Residual)[0].eval()
     program = torch.export.export(model, (IMAGE,), dynamic_shapes=({0: torch.export.Dim("n", min=1, max=16)},))
