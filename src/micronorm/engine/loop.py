@@ -27,7 +27,7 @@ from micronorm.engine.meter import Meter
 from micronorm.engine.optimization import set_learning_rate
 from micronorm.engine.parallel import Flags, open_ranks
 from micronorm.engine.sampling import Sampler
-from micronorm.engine.settings import Execution, Outcome, Settings, describe
+from micronorm.engine.settings import Execution, Outcome, Settings, describe, describe_layers
 from micronorm.engine.signals import Signals
 from micronorm.engine.state import run_state
 from micronorm.engine.step import ShardOutOfMemory, Step, StepInputs, StepResult
@@ -128,6 +128,7 @@ class _TrainingRun:
         self.recomputation: Recomputation | None = None
         self.already_complete = False
         self.randomness = describe_randomness(model, key_dropout(model))
+        self.layers = describe_layers(model)  # before shards change the names of classes
         self.step = Step(model, task, settings, execution, self.parallel)
         self.execute_step = GraphedStep(self.step, settings.step_batch) if execution.cuda_graph else self.step
         self.average = None if settings.ema is None else MovingAverage(self.step, settings.ema)
@@ -167,6 +168,7 @@ class _TrainingRun:
             "settings": describe(self.settings),
             "execution": describe(self.execution) | {"ranks": self.parallel.world, "device": str(self.device)},
             "data": {"train": len(self.task.train), "test": len(self.task.test)},
+            "layers": self.layers,
             "chance": self.randomness or "keyed by sample",
             **facts,
         }
