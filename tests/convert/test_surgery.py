@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+import micronorm as mn
 from micronorm.convert.surgery import adopt_hooks, names_of, replace
 
 
@@ -39,3 +40,25 @@ def test_adopted_hooks_run_on_the_new_module_and_their_handles_remove_them():
     after.remove()
     new(torch.ones(1))
     assert seen == ["before", "after"]
+
+
+def test_layers_that_a_forward_finds_in_attributes_are_replaced_there_too():
+    class Hidden(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.BatchNorm2d(8), nn.BatchNorm2d(8)])
+            conv, first, second, third = self.layers
+            self.in_a_list, self.in_a_tuple, self.in_a_dict = [conv], (first,), {"norm": second}
+            self.method = third.forward
+
+        def forward(self, x):
+            for layer in (*self.in_a_list, *self.in_a_tuple, *self.in_a_dict.values(), self.method):
+                x = layer(x)
+            return x
+
+    model = mn.convert(Hidden())
+    x, layers = torch.randn(2, 3, 8, 8), model.layers
+    assert torch.equal(model.eval()(x), layers[3](layers[2](layers[1](layers[0](x)))))
+    folded = mn.fold(model)
+    torch.testing.assert_close(folded(x), model(x))
+    assert not any(isinstance(layer, mn.nn.BatchChannelNorm) for layer in (*folded.in_a_tuple, folded.method.__self__))

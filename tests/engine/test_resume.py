@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import micronorm as mn
 from micronorm import records
 from micronorm.commit.snapshot import RandomState
 from micronorm.data.samples import MemorySamples
@@ -333,12 +334,26 @@ def test_another_model_is_refused_and_left_as_it_is(tmp_path, other):
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize("step", [1, 5])
+def test_a_model_that_trains_otherwise_is_refused_before_and_after_the_first_checkpoint(tmp_path, step):
+    kill_at(step, tmp_path)
+    before, others = contents(tmp_path), [tiny_model() for _ in range(3)]
+    others[0][1] = mn.nn.BatchChannelNorm(4, 2, statistics="batch")
+    others[1][1].rate = 0.1
+    others[2][5].p = 0.5
+    for model, name in zip(others, ("statistics='batch'", "rate=0.1", "p=0.5"), strict=True):
+        with pytest.raises(ValueError, match=rf"a model with other layers: .*{name}.*: None → 1; build the model"):
+            run(tmp_path, resume=True, model=model)
+    assert contents(tmp_path) == before
+    assert run(tmp_path, resume=True).finished
+
+
 def test_a_model_of_the_same_tensors_and_another_function_is_refused(tmp_path):
     kill_at(5, tmp_path)
     before, model = contents(tmp_path), tiny_model()
-    model[1].eps = 1e-3
+    model[0].center = False
     with pytest.raises(
-        ValueError, match=r"^step-\S+ is of another model: .*eps=1e-05.* but the model has .*eps=0\.001"
+        ValueError, match=r"^step-\S+ is of another model: .*center=True.* but the model has .*center=False"
     ):
         run(tmp_path, resume=True, model=model)
     assert contents(tmp_path) == before

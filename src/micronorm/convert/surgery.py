@@ -45,11 +45,24 @@ def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
 
 
 def replace(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """Put each new module in every place of the old one. Return the model, or the new module that replaces it."""
+    """Put each new module in every place of the old one. Return the model, or the new module that replaces it.
+
+    The places are submodules and attributes: a forward may call a layer through a list of its own, or a bound method.
+    """
+
+    def renewed(value: Any) -> Any:
+        if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module) and value.__self__ in replacements:
+            return getattr(replacements[value.__self__], value.__name__, value)
+        if type(value) is tuple:
+            return tuple(map(renewed, value))
+        return replacements.get(value, value) if isinstance(value, nn.Module) else value
+
     for parent in list(model.modules()):
-        for name, child in parent._modules.items():
-            if child is not None and child in replacements:
-                parent._modules[name] = replacements[child]
+        holders: list[Any] = [vars(parent), *vars(parent).values()]
+        for holder in (h for h in holders if isinstance(h, dict | list)):
+            for key, value in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
+                if (new := renewed(value)) is not value:
+                    holder[key] = new
     return replacements.get(model, model)
 
 

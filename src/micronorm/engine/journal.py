@@ -197,8 +197,8 @@ class Journal:
         After an error a model that is not sharded is as it was before.
 
         Raises:
-            OtherRun: the folder holds a run of other settings, another definition or number of samples than `facts`,
-                or of another model.
+            OtherRun: the folder holds a run of other settings, another definition, other layers or another number of
+                samples than `facts`, or of another model.
             CheckpointError: the checkpoint is damaged.
         """
         if self.folder is None:
@@ -265,6 +265,12 @@ def _check_facts(was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
                 f"with revision {was['revision'] or 'of micronorm that began it'}, or move the folder away (or give "
                 "another --out) to train the present recipe"
             )
+    changed = changes(was.get("layers", now["layers"]), now["layers"])
+    if changed:
+        raise OtherRun(
+            f"holds a run of a model with other layers: {', '.join(changed)}; build the model it was made with, or use "
+            "another --out"
+        )
     _check_settings(was["settings"], now["settings"])
     samples = was["data"].get("train")
     if samples not in (None, now["data"]["train"]):  # a step's number says which samples it takes

@@ -26,7 +26,7 @@ from micronorm.engine.journal import Journal
 from micronorm.engine.optimization import set_learning_rate
 from micronorm.engine.parallel import Flags, open_ranks
 from micronorm.engine.sampling import Sampler, StepInputs
-from micronorm.engine.settings import Execution, Outcome, Settings, describe
+from micronorm.engine.settings import Execution, Outcome, Settings, describe, describe_layers
 from micronorm.engine.step import ShardOutOfMemory, Step, StepResult
 from micronorm.engine.task import Listener, Task, check_task
 from micronorm.nn.per_step.recompute import Recomputation, recompute
@@ -127,6 +127,7 @@ class _TrainingRun:
         self.recomputation: Recomputation | None = None
         self.already_complete = False
         self.randomness = describe_randomness(model, key_dropout(model))
+        self.layers = describe_layers(model)  # before shards change the names of classes
         self.step = Step(model, task, settings, execution, self.parallel)
         self.execute_step = GraphedStep(self.step, settings.step_batch) if execution.cuda_graph else self.step
         self.average = None if settings.ema is None else MovingAverage(self.step, settings.ema)
@@ -166,6 +167,7 @@ class _TrainingRun:
             "settings": describe(self.settings),
             "execution": describe(self.execution) | {"ranks": self.parallel.world, "device": str(self.device)},
             "data": {"train": len(self.task.train), "test": len(self.task.test)},
+            "layers": self.layers,
             "chance": self.randomness or "keyed by sample",
             **facts,
         }

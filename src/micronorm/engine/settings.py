@@ -1,12 +1,14 @@
 """The settings of a run, which say what it computes, and its execution, which changes speed and memory only."""
 
 import reprlib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from micronorm.engine.optimization import OptimizerSpec, ParameterGroup, Schedule
 
@@ -162,6 +164,28 @@ def _plain(item: Any) -> Any:
     if isinstance(item, (list, tuple)):
         return [_plain(v) for v in item]
     return item if item is None or isinstance(item, (bool, int, float, str)) else str(item).removeprefix("torch.")
+
+
+_LAYER_OPTIONS = (
+    *("statistics", "rate", "micro_batch", "bias_correction", "momentum", "schedule", "eps"),
+    *("p", "drop_prob", "dropout"),
+)
+
+
+def describe_layers(model: nn.Module) -> dict[str, int]:
+    """Return the options of layers that change a training but no tensor, with the number of layers that have them.
+
+    Example:
+        >>> describe_layers(nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), nn.BatchNorm2d(8)))
+        {'BatchNorm2d(momentum=0.1, eps=1e-05)': 2}
+    """
+
+    def options(layer: nn.Module) -> str:
+        values = ((name, getattr(layer, name, None)) for name in _LAYER_OPTIONS)
+        plain = [f"{name}={v!r}" for name, v in values if isinstance(v, (int, float, str)) or is_dataclass(v)]
+        return f"{type(layer).__name__}({', '.join(plain)})" if plain else ""
+
+    return dict(Counter(filter(None, map(options, model.modules()))))
 
 
 def changes(was: Any, now: Any, name: str = "") -> list[str]:
