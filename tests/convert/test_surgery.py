@@ -1,3 +1,5 @@
+from typing import Any
+
 """Replacing modules in a model."""
 
 import torch
@@ -59,6 +61,6 @@ def test_layers_that_a_forward_finds_in_attributes_are_replaced_there_too():
     model = mn.convert(Hidden())
     x, layers = torch.randn(2, 3, 8, 8), model.layers
     assert torch.equal(model.eval()(x), layers[3](layers[2](layers[1](layers[0](x)))))
-    folded = mn.fold(model)
+    folded: Any = mn.fold(model)
     torch.testing.assert_close(folded(x), model(x))
     assert not any(isinstance(layer, mn.nn.BatchChannelNorm) for layer in (*folded.in_a_tuple, folded.method.__self__))
