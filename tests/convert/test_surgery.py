@@ -1,6 +1,6 @@
-from typing import Any
-
 """Replacing modules in a model."""
+
+from typing import Any
 
 import torch
 from torch import nn
