@@ -1,6 +1,8 @@
 """The public names, frozen: one that appears or goes is a decision, with a line in the CHANGELOG."""
 
 import importlib
+import inspect
+import re
 
 import pytest
 
@@ -103,3 +105,23 @@ def test_every_public_name_exists_and_has_a_docstring(module):
     namespace = importlib.import_module(module)
     undocumented = [name for name in namespace.__all__ if not (getattr(namespace, name).__doc__ or "").strip()]
     assert undocumented == []
+
+
+@pytest.mark.parametrize("module", ["micronorm", "micronorm.nn"])
+def test_docstrings_have_arguments_returns_raises_and_an_example_in_this_order(module):
+    namespace = importlib.import_module(module)
+    for name in namespace.__all__:
+        value = getattr(namespace, name)
+        text = inspect.getdoc(value) or ""
+        if not callable(value) or re.search(r"as in `WSConv2d`", text):
+            continue
+        sections = re.findall(r"^(Args|Returns|Raises|Example):$", text, re.MULTILINE)
+        assert sections == [s for s in ("Args", "Returns", "Raises", "Example") if s in sections], name
+        assert "Example" in sections, name
+        if inspect.isfunction(value):
+            assert "Returns" in sections, name
+        if "those of `mn.plan`" not in text:
+            missing = [
+                p for p in inspect.signature(value).parameters if not re.search(rf"^    {p}: ", text, re.MULTILINE)
+            ]
+            assert set(missing) <= {"kwargs"}, name

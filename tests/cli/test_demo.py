@@ -311,5 +311,5 @@ def test_importing_the_command_line_loads_nothing_heavy():
 def test_help_fills_the_lines_of_a_narrow_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     text, _, _ = invoke("train", "--help").output.partition("Arguments")
-    paragraph = text[text.index("The first options") : text.index("Exit code")].strip().splitlines()
+    paragraph = text[text.index("The first group") : text.index("Exit code")].strip().splitlines()
     assert all(len(line.strip()) > 60 for line in paragraph[:-1])

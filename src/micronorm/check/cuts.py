@@ -46,6 +46,12 @@ def check_cuts(model: nn.Module, batch: tuple, loss: Callable[[nn.Module, tuple]
     Returns:
         A printable report, which is true if the step does not depend on the cut. `findings` are in execution order.
 
+    Raises:
+        TypeError: if an argument has the wrong type, or the loss returns something else than tensors and a count.
+        ValueError: if the batch has fewer than two samples or parts of different lengths, if nothing trains (eval mode,
+            frozen or lazy parameters), or if the model cannot be copied or the loss has no gradient.
+        Exception: whatever the loss raises on the whole batch.
+
     Example:
         >>> import torch.nn.functional as F
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(288, 5))

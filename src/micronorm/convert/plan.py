@@ -157,6 +157,9 @@ def plan(
         zero_init_residual: start the last norm of each residual branch at zero (BCN: `group_weight`, others: `weight`),
             so that each block starts as its shortcut. Deep networks that train from scratch need it.
 
+    Returns:
+        A plan that prints as a table with a reason for each layer. `plan.apply()` converts the model.
+
     Raises:
         TypeError: if an argument has the wrong type.
         ValueError: if options contradict each other, the model is wrapped, nothing would change, or
@@ -209,7 +212,10 @@ def convert(
     fuse: bool = True,
     zero_init_residual: bool = False,
 ) -> Model:
-    """Convert `model` in place and return it. Arguments and errors are those of `mn.plan`.
+    """Convert `model` in place. Arguments and errors are those of `mn.plan`.
+
+    Returns:
+        The model, or the new layer if the model itself is a layer that was replaced.
 
     Example:
         >>> convert(nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16)))

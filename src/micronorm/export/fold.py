@@ -58,6 +58,9 @@ def fold(model: nn.Module, *, example_inputs: Any = None) -> nn.Module:
         example_inputs: inputs to run the model on if torch.fx cannot trace it: a tuple of arguments, a dictionary of
             keyword arguments, or the one argument. They must take the path through the model that you will use.
 
+    Returns:
+        The new model, in eval mode.
+
     Raises:
         ValueError: a layer has no counterpart in torch (SwitchableNorm, FilterResponseNorm, EvoNorm, ChannelsLast), a
             layer is in mid-warm-up, or the model has no layer of micronorm.

@@ -14,12 +14,19 @@ from micronorm.ops.batch import Running, batch_norm
 class GhostBatchNorm(RunningNorm):
     """Batch normalization over small micro-batches, computed for all of them at once.
 
-    It takes the arguments of `RunningNorm`. In training the N samples of x (N×C×…) stand for ⌈N/m⌉ successive forwards
-    of m = `micro_batch` samples. The last may have fewer. y = γ (x − μ_t)/sqrt(σ²_t + eps) + β with the moments of
-    micro-batch t. Output, gradients, running statistics, num_batches_tracked and state-dict keys are those of
-    nn.BatchNorm2d called on each micro-batch in turn. A single element per channel, for which torch raises an error,
-    has variance 0. Evaluation is that of BatchNorm2d. On CUDA devices kernels compute the training forwards of
-    channels_last inputs if m divides N.
+    In training the N samples of x (N×C×…) stand for ⌈N/m⌉ successive forwards of m = `micro_batch` samples. The last
+    may have fewer. y = γ (x − μ_t)/sqrt(σ²_t + eps) + β with the moments of micro-batch t. Output, gradients, running
+    statistics, num_batches_tracked and state-dict keys are those of nn.BatchNorm2d called on each micro-batch in turn.
+    A single element per channel, for which torch raises an error, has variance 0. Evaluation is that of BatchNorm2d. On
+    CUDA devices kernels compute the training forwards of channels_last inputs if m divides N.
+
+    Args:
+        num_channels: C.
+        micro_batch: m; None for all samples of a forward.
+        eps: added to the variance, inside the root.
+        momentum: the share of the new batch in the running statistics; None for the average of all batches.
+        device: as in torch.nn.
+        dtype: as in torch.nn.
 
     Example:
         >>> import torch
@@ -42,6 +49,11 @@ TORCH_LAYERS: dict[int, type[nn.Module]] = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d
 @dataclass(frozen=True)
 class BN(NormSpec):
     """Batch normalization: torch's own layer, or with `micro_batch` the GhostBatchNorm of that many samples.
+
+    Args:
+        micro_batch: the number of samples that share their moments; None for all samples of a forward.
+        eps: added to the variance, inside the root.
+        momentum: the share of the new batch in the running statistics; None for the average of all batches.
 
     Example:
         >>> type(BN()(8)).__name__

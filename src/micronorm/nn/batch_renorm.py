@@ -60,12 +60,15 @@ class BatchRenorm(RunningNorm):
     are averaged, and σ_B is biased. running_var holds σ² − eps, so that evaluation is batch normalization and state
     dicts of nn.BatchNorm2d can be loaded.
 
-    It takes the arguments of `RunningNorm` and the `schedule`. With `micro_batch=m` the N samples stand for ⌈N/m⌉
-    successive forwards of m samples, as in `GhostBatchNorm`: output, gradients and running statistics are those of a
-    loop over the micro-batches.
-
     A forward that activation checkpointing repeats reads the statistics from before the layer last moved them, so
     gradients are exact if each backward directly follows its own forward.
+
+    Args:
+        num_channels: C.
+        momentum: the share of the new batch in the running statistics.
+        schedule: the limits of the correction at each step.
+        options: `micro_batch`, `eps`, `device` and `dtype` of `GhostBatchNorm`. With `micro_batch=m` output, gradients
+            and running statistics are those of a loop over the micro-batches.
 
     Example:
         >>> norm = BatchRenorm(8, schedule=RenormSchedule(warmup=10, r_until=20, d_until=30))
@@ -110,10 +113,14 @@ class BatchRenorm(RunningNorm):
 
 @dataclass(frozen=True)
 class BRN(NormSpec):
-    """Batch renormalization, see `mn.nn.BatchRenorm`; `micro_batch=m` treats a batch as successive batches of m.
+    """Batch renormalization; see `mn.nn.BatchRenorm`.
 
-    `schedule` limits the correction at each step. The default is for the paper's 40,000 steps or more; shorter
-    trainings need another one.
+    Args:
+        eps: added to the variance, inside the root.
+        momentum: the share of the new batch in the running statistics.
+        schedule: the limits of the correction at each step. The default is for the paper's 40,000 steps or more;
+            shorter trainings need another one.
+        micro_batch: treat a batch as successive batches of so many samples; None for one batch.
 
     Example:
         >>> BRN()(8).schedule.warmup

@@ -325,10 +325,16 @@ def _repeat(activation: Activation, sources: int, x: Tensor, *rest: Tensor) -> T
 
 @dataclass(frozen=True)
 class BCN(GroupedSpec):
-    """Batch-Channel Normalization, with the arguments of `mn.nn.BatchChannelNorm`.
+    """Batch-Channel Normalization; see `mn.nn.BatchChannelNorm`.
 
-    Instead of `num_groups` it has `groups` and `min_channels_per_group`, from which `mn.functional.choose_groups`
-    chooses a number for each layer. It has no `backend`, `activation`, `device` and `dtype`.
+    Args:
+        groups: the number of groups. A layer whose channels do not divide into so many gets fewer.
+        min_channels_per_group: a group must have at least so many channels for `groups` to be taken.
+        statistics: `"step"`, `"sequential"` or `"batch"`: which estimates a training forward normalizes with.
+        rate: how far the estimates move: `"lr"`, the learning rate, or a float in [0, 1].
+        eps: added to both variances, inside the roots.
+        micro_batch: the number of samples in one micro-batch of `"sequential"`.
+        bias_correction: for `"step"`: the first windows set the estimates, without the initial values (0, 1).
 
     Example:
         >>> BCN(groups=32)(48).num_groups

@@ -41,8 +41,14 @@ class _Norm(Fingerprinted, nn.Module):
 class FilterResponseNorm(_Norm):
     """Divide each channel of each sample by its root mean square, then apply a learned threshold; x is N×C×….
 
-    y = γ x/sqrt(ν² + ε) + β with ν²_nc = mean over space of x². With `tlu` the output is max(y, τ), which replaces
-    the activation. On 1×1 maps x/sqrt(x² + ε) is nearly a sign.
+    y = γ x/sqrt(ν² + ε) + β with ν²_nc = mean over space of x². On 1×1 maps x/sqrt(x² + ε) is nearly a sign.
+
+    Args:
+        num_channels: C.
+        eps: added to ν², inside the root.
+        tlu: return max(y, τ), which replaces the activation.
+        device: as in torch.nn.
+        dtype: as in torch.nn.
 
     Example:
         >>> FilterResponseNorm(8)(torch.randn(2, 8, 4, 4)).min() >= 0
@@ -78,7 +84,14 @@ class FilterResponseNorm(_Norm):
 class EvoNorm(_Norm):
     """Compute y = x·sigmoid(v·x)/sqrt(σ²_ng + eps)·γ + β; σ² is the variance of a sample's group of channels; N×C×….
 
-    It replaces normalization and activation. `num_groups` must divide the channels; None chooses it.
+    It replaces normalization and activation.
+
+    Args:
+        num_channels: C.
+        num_groups: the number of groups, which must divide C; None chooses it.
+        eps: added to the variance, inside the root.
+        device: as in torch.nn.
+        dtype: as in torch.nn.
 
     Example:
         >>> EvoNorm(8, 2)(torch.randn(2, 8, 4, 4)).shape
@@ -115,7 +128,9 @@ class EvoNorm(_Norm):
 class FRN(NormSpec):
     """Filter response normalization; see `mn.nn.FilterResponseNorm`.
 
-    With `tlu` it contains the activation, so no other follows.
+    Args:
+        eps: added to the mean square, inside the root.
+        tlu: contain the activation, so that no other follows.
 
     Example:
         >>> FRN()(8)
@@ -130,6 +145,11 @@ class FRN(NormSpec):
 @dataclass(frozen=True)
 class EvoNormS0(GroupedSpec):
     """EvoNorm-S0; see `mn.nn.EvoNorm`. It contains the activation, so no other follows.
+
+    Args:
+        groups: the number of groups. A layer whose channels do not divide into so many gets fewer.
+        min_channels_per_group: a group must have at least so many channels for `groups` to be taken.
+        eps: added to the variance, inside the root.
 
     Example:
         >>> EvoNormS0()(64)

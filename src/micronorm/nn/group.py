@@ -111,6 +111,11 @@ class GroupNorm(Fingerprinted, nn.GroupNorm):
 class GN(GroupedSpec):
     """Group normalization: `mn.nn.GroupNorm`, y = γ_c (x − M_ng)/sqrt(S²_ng + eps) + β_c over C/G channels and space.
 
+    Args:
+        groups: the number of groups. A layer whose channels do not divide into so many gets fewer.
+        min_channels_per_group: a group must have at least so many channels for `groups` to be taken.
+        eps: added to the variance, inside the root.
+
     Example:
         >>> GN(groups=32)(48).num_groups
         12
@@ -123,6 +128,9 @@ class GN(GroupedSpec):
 @dataclass(frozen=True)
 class LN(NormSpec):
     """Layer normalization over all channels and space of a sample, affine per channel: group normalization with G = 1.
+
+    Args:
+        eps: added to the variance, inside the root.
 
     Example:
         >>> LN()(48).num_groups
@@ -140,6 +148,9 @@ class LN(NormSpec):
 @dataclass(frozen=True)
 class IN(LN):
     """Instance normalization over the space of each channel, affine per channel: group normalization with G = C.
+
+    Args:
+        eps: added to the variance, inside the root.
 
     Example:
         >>> IN()(48).num_groups

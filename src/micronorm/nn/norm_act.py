@@ -174,6 +174,11 @@ class BatchChannelNormAct(BatchChannelNorm):
 class NormAct(nn.Module):
     """Any norm, then dropout, then an activation: y = act(drop(norm(x))).
 
+    Args:
+        norm: the norm.
+        drop: the layer between norm and activation, or None.
+        act: the activation, or None.
+
     Example:
         >>> layer = NormAct(nn.GroupNorm(4, 16), act=nn.SiLU())
         >>> layer(torch.randn(1, 16, 8, 8)).shape
@@ -205,6 +210,9 @@ class NormAct(nn.Module):
 class ChannelsLast(nn.Module):
     """Apply a norm over axis 1 to an input N×…×C whose channels are the last axis.
 
+    Args:
+        norm: the norm.
+
     Example:
         >>> ChannelsLast(nn.GroupNorm(4, 16))(torch.randn(1, 49, 16)).shape
         torch.Size([1, 49, 16])
@@ -222,6 +230,13 @@ def norm_act_layer(spec: NormSpec, act_layer: Act = nn.ReLU) -> Callable[..., nn
     """Return a function that builds norm-act layers, for the `norm_layer=` of timm's models that expect one.
 
     timm accepts only types and functions there, and does not pass its activation to a function.
+
+    Args:
+        spec: the norm spec.
+        act_layer: builds the activation; give that of the model.
+
+    Returns:
+        A function of the number of channels, which takes the other arguments of timm's norm-act layers as well.
 
     Example:
         >>> from micronorm.nn import BCN

@@ -95,6 +95,12 @@ class WeightSpec(ABC):
     """Build the reparameterized counterpart of a convolution or linear layer: `mn.WS()(conv)`.
 
     The counterpart holds the same parameter objects, so an optimizer made before still updates them.
+
+    Example:
+        >>> from micronorm.nn import WS
+        >>> conv = nn.Conv2d(3, 8, 3)
+        >>> WS()(conv).weight is conv.weight
+        True
     """
 
     @abstractmethod
@@ -115,9 +121,24 @@ def register(spec: Spec) -> Spec:
     `micronorm diagnose` watch its layers if their class has `num_channels` and a method `normalized(x)`, which returns
     the output without weight and bias.
 
+    Args:
+        spec: a subclass of NormSpec or WeightSpec.
+
+    Returns:
+        The same class.
+
     Raises:
         TypeError: if `spec` is not a subclass of NormSpec or WeightSpec.
         ValueError: if micronorm itself has a spec of that name.
+
+    Example:
+        >>> @register
+        ... @dataclass(frozen=True)
+        ... class NoNorm(NormSpec):
+        ...     def __call__(self, num_channels, *, dims=2):
+        ...         return nn.Identity()
+        >>> SPECS.pop("NoNorm") is NoNorm
+        True
     """
     if not (isinstance(spec, type) and issubclass(spec, NormSpec | WeightSpec)):
         raise TypeError(f"register a subclass of mn.NormSpec or mn.nn.WeightSpec, got {spec!r}")

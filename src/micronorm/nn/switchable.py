@@ -14,12 +14,15 @@ from micronorm.ops.switchable import switchable_norm
 
 
 class SwitchableNorm(Fingerprinted, RunningNorm):
-    """Normalize by a learned mixture of instance, layer and batch moments; x is N×C×…. Arguments as in `RunningNorm`.
+    """Normalize by a learned mixture of instance, layer and batch moments; x is N×C×….
 
     y = γ (x − μ)/sqrt(σ² + eps) + β with μ = Σ_k softmax(mean_weight)_k μ_k and σ² = Σ_k softmax(var_weight)_k σ²_k
     over k in (instance, layer, batch). The batch moments are those of micro-batches of `micro_batch` samples, or of the
-    whole batch (None). Evaluation uses their moving averages, with the biased variance. `momentum` is the share of the
-    new batch, as in torch.
+    whole batch (None). Evaluation uses their moving averages, with the biased variance.
+
+    Args:
+        num_channels: C.
+        options: `micro_batch`, `eps`, `momentum`, `device` and `dtype` of `GhostBatchNorm`.
 
     Example:
         >>> norm = SwitchableNorm(8)
@@ -51,7 +54,11 @@ class SwitchableNorm(Fingerprinted, RunningNorm):
 class SN(NormSpec):
     """Switchable normalization; see `mn.nn.SwitchableNorm`.
 
-    `micro_batch` samples share the batch moments. With None the whole batch does, and a step depends on the cut.
+    Args:
+        micro_batch: the number of samples that share the batch moments. With None the whole batch does, and a step
+            depends on the cut.
+        eps: added to the variance, inside the root.
+        momentum: the share of the new batch in the running statistics; None for the average of all batches.
 
     Example:
         >>> SN(micro_batch=2)(8)

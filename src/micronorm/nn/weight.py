@@ -17,13 +17,17 @@ from micronorm.nn.spec import WeightSpec
 
 
 class WSConv1d(_WS, _Conv, nn.Conv1d):
-    """torch.nn.Conv1d, its weight standardized over the fan-in of each output channel."""
+    """torch.nn.Conv1d with its weight standardized as in `WSConv2d`."""
 
 
 class WSConv2d(_WS, _Conv, nn.Conv2d):
     """torch.nn.Conv2d with its weight standardized over the fan-in of each output channel.
 
-    It takes the arguments of torch.nn.Conv2d, and `center`, `scale` and `eps` of `mn.functional.weight_standardize`.
+    Args:
+        args: as in torch.nn.Conv2d, like the other keyword arguments.
+        center: subtract the mean.
+        scale: divide by the deviation; without `center` by the root mean square.
+        eps: added to the variance, inside the root.
 
     Example:
         >>> import torch
@@ -34,27 +38,27 @@ class WSConv2d(_WS, _Conv, nn.Conv2d):
 
 
 class WSConv2dSame(_WS, _SameConv, nn.Conv2d):
-    """timm's Conv2dSame (TensorFlow's SAME padding), its weight standardized over the fan-in of each output channel."""
+    """timm's Conv2dSame (TensorFlow's SAME padding) with its weight standardized as in `WSConv2d`."""
 
 
 class WSConv3d(_WS, _Conv, nn.Conv3d):
-    """torch.nn.Conv3d, its weight standardized over the fan-in of each output channel."""
+    """torch.nn.Conv3d with its weight standardized as in `WSConv2d`."""
 
 
 class WSConvTranspose1d(_WS, _ConvTranspose, nn.ConvTranspose1d):
-    """torch.nn.ConvTranspose1d, its weight standardized over the fan-in of each output channel."""
+    """torch.nn.ConvTranspose1d with its weight standardized as in `WSConv2d`."""
 
 
 class WSConvTranspose2d(_WS, _ConvTranspose, nn.ConvTranspose2d):
-    """torch.nn.ConvTranspose2d, its weight standardized over the fan-in of each output channel."""
+    """torch.nn.ConvTranspose2d with its weight standardized as in `WSConv2d`."""
 
 
 class WSConvTranspose3d(_WS, _ConvTranspose, nn.ConvTranspose3d):
-    """torch.nn.ConvTranspose3d, its weight standardized over the fan-in of each output channel."""
+    """torch.nn.ConvTranspose3d with its weight standardized as in `WSConv2d`."""
 
 
 class WSLinear(_WS, _Linear, nn.Linear):
-    """torch.nn.Linear, its weight standardized over the fan-in of each output channel."""
+    """torch.nn.Linear with its weight standardized as in `WSConv2d`."""
 
 
 # The layers of WN and CWN are built by their specs, mn.WN()(layer); here they get their names, WNConv2d and so on.
@@ -132,6 +136,11 @@ def recast(layer: nn.Module, kind: type[nn.Module]) -> Any:
 @dataclass(frozen=True)
 class WS(WeightSpec):
     """Weight Standardization; see `mn.functional.weight_standardize`.
+
+    Args:
+        center: subtract the mean over the fan-in of each output channel.
+        scale: divide by the deviation; without `center` by the root mean square.
+        eps: added to the variance, inside the root.
 
     Example:
         >>> WS()(nn.Conv2d(3, 8, 3))
