@@ -78,7 +78,7 @@ def test_a_run_killed_at_any_step_and_resumed_ends_with_the_same_digest(tmp_path
 
 
 def test_a_run_killed_again_and_again_has_every_row_and_every_event_once(tmp_path, reference, monkeypatch):
-    # TensorBoard reads files in the order of their names. Those of one second differ in a counter of this process alone,
+    # TensorBoard reads files in the order of their names. Within one second a counter of this process tells them apart,
     # and 10 comes before 9.
     writer = pytest.importorskip("tensorboard.summary.writer.event_file_writer")
     monkeypatch.setattr(writer, "_global_uid", writer.AtomicCounter(0))
