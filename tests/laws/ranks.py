@@ -37,6 +37,7 @@ def _rank(rank: int, world: int, folder: str, timeout: float, function: Callable
     torch.save(result, Path(folder) / f"{rank}.pt")
     if function is not never_steps:  # its group is broken, as it means to show
         dist.barrier()  # a rank that leaves early would close the others' connections
+        dist.destroy_process_group()  # a thread of gloo's that runs at the exit would abort the process
 
 
 def train_ddp(rank: int, world: int, scenarios: list[dict]) -> list[dict[str, torch.Tensor]]:
