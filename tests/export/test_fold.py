@@ -218,6 +218,16 @@ def test_a_layer_half_warm_is_refused_with_what_is_missing():
     assert_folds(model, image())
 
 
+def test_an_averaged_layer_that_lags_behind_its_model_is_refused_with_the_rest():
+    model = pair()
+    model[1].warm(4)
+    model[1].blend.fill_(1 - 2e-5)
+    with pytest.raises(
+        ValueError, match=r"has blend = 1 - 2e-05, as an averaged copy .*: call layer\.blend\.fill_\(1\)"
+    ):
+        mn.fold(model)
+
+
 def test_a_layer_that_has_not_begun_to_warm_up_vanishes_into_its_convolution():
     model = pair()
     model[1].warm(4)

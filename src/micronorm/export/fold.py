@@ -112,12 +112,14 @@ def _refuse_unknown(model: nn.Module) -> None:
         if type(module) not in _KNOWN:
             faults.append(f"{label} has no counterpart in torch")
         elif isinstance(module, BatchChannelNorm) and not (is_batch_norm(module) or module.blend.item() == 1):
-            blend = module.blend.item()
-            missing = round((1 - blend) * module.warm_steps)
+            rest = 1 - module.blend.item()
+            missing = round(rest * module.warm_steps)
             faults.append(
-                f"{label} is still warming up: blend = {blend:.4g}, "
-                f"{missing} of warm_steps = {module.warm_steps} commits are missing"
-                + (" (an averaged copy lags behind its model: layer.blend.fill_(1))" if not missing else "")
+                f"{label} is still warming up: blend = {1 - rest:.4g}, {missing} of warm_steps = {module.warm_steps} "
+                "commits are missing"
+                if missing
+                else f"{label} has blend = 1 - {rest:.0e}, as an averaged copy lags behind its model: call "
+                "layer.blend.fill_(1) for each norm"
             )
     if faults:
         more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
