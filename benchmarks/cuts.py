@@ -8,6 +8,7 @@ import shlex
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from digits_runs import ROOT, distance, provenance, run, weights
@@ -37,12 +38,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "cuts.csv")
     options = parser.parse_args(argv)
     cuts = [CUTS[1], CUTS[3]] if options.quick else CUTS
-    steps, epochs = (2, 1) if options.quick else (options.steps, options.epochs)
+    steps = 2 if options.quick else options.steps
     with tempfile.TemporaryDirectory() as folder:
         runs = CutRuns(Path(folder))
         runs.compare("float64", steps, cuts)
         runs.compare("float32", 1, cuts[:1] if options.quick else cuts)
-        runs.drift(epochs, cuts[:1] if options.quick else [CUTS[0], CUTS[2], CUTS[3]])
+        if options.quick:
+            runs.drift(cuts[:1], steps=steps)
+        else:
+            runs.drift([CUTS[0], CUTS[2], CUTS[3]], epochs=options.epochs)
     write_csv(options.out, runs.rows)
     options.out.with_suffix(".md").write_text(page(runs.rows))
     print(f"{options.out} and {options.out.with_suffix('.md').name} written")
@@ -64,16 +68,16 @@ class CutRuns:
             out = self._train(cut, dtype, steps=steps)
             self._add(cut, dtype, steps, distance(weights(out), weights(expected)), limit=LIMITS[dtype])
 
-    def drift(self, epochs: int, cuts: list[tuple[int, int, str]]) -> None:
+    def drift(self, cuts: list[tuple[int, int, str]], **length: Any) -> None:
         """Train float32 runs to the end; the control shows how much training amplifies rounding."""
-        whole = self._train(WHOLE, "float32", epochs=epochs)
-        control = self._train(WHOLE, "float32", epochs=epochs, nudged=True)
+        whole = self._train(WHOLE, "float32", **length)
+        control = self._train(WHOLE, "float32", **length, nudged=True)
         steps = records.read(whole).steps[-1]["step"]
         self._add(WHOLE, "float32", steps, 0.0, error=_error(whole))
         far = distance(weights(control), weights(whole))
         self._add(WHOLE, "float32", steps, far, error=_error(control), note="one-ulp control")
         for cut in cuts:
-            out = self._train(cut, "float32", epochs=epochs)
+            out = self._train(cut, "float32", **length)
             self._add(cut, "float32", steps, distance(weights(out), weights(whole)), error=_error(out))
 
     def _train(

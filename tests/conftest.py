@@ -12,6 +12,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Inductor would start processes to compile in, which all import torch, and `make test` runs one per core already.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 import torch._dynamo
 from hypothesis import register_random, settings
 

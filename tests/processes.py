@@ -13,12 +13,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PRELOADED = ("micronorm.cli", "micronorm.tasks.classification", "sklearn.datasets", "torch.utils.tensorboard")
+PRELOADED = (
+    "micronorm.cli",
+    "micronorm.tasks.classification",
+    "sklearn.datasets",
+    "torch.utils.tensorboard",
+    "torch._dynamo",  # which the first optimizer imports
+    "torch.distributed.fsdp",
+    "tests.engine.ranks",
+)
 TIMEOUT = 120.0
 
 
@@ -33,12 +42,18 @@ def _import_path() -> Iterator[None]:
         os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
 
 
-def start(function: Callable[..., Any], *args: Any, log: Path, ranks: int = 1) -> Sequence[BaseProcess]:
-    """Start function(*args) in a process, or in one per rank; what they print goes to `log`."""
+def forks() -> ForkServerContext:
+    """Start the process that others are forked from, once; return what starts them."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED, __name__])
     with _import_path():
         forkserver.ensure_running()
+    return context
+
+
+def start(function: Callable[..., Any], *args: Any, log: Path, ranks: int = 1) -> Sequence[BaseProcess]:
+    """Start function(*args) in a process, or in one per rank; what they print goes to `log`."""
+    context = forks()
     variables: list[dict[str, str]] = [{}]
     if ranks > 1:
         group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(_free_port())}

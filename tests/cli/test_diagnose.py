@@ -240,7 +240,7 @@ TEN = ["resnet18", "resnet50", "resnet50_gn", "resnetv2_50x1_bit", "densenet121"
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TEN)
 def test_ten_stock_networks_of_timm_with_random_weights_are_not_accused(name):
-    result = invoke(f"timm:{name}", "--images", "64", "--size", "128")
+    result = invoke(f"timm:{name}", "--images", "32", "--size", "96")
     assert result.exit_code == 0, result.output
 
 

@@ -12,6 +12,9 @@ import micronorm as mn
 from micronorm.cli import app, plan
 from micronorm.cli.printing import TargetError
 from micronorm.cli.targets import norm_spec, weight_spec
+from micronorm.recipes.networks import NETWORKS
+from micronorm.recipes.rcnn import build_rcnn
+from tests.tasks.detectors import OPTIONS
 
 
 def run(*arguments: str):
@@ -122,7 +125,9 @@ def test_a_norm_of_ones_own_is_named_by_its_module_or_file(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("name", ["label_maps", "image_folders", "objects"])
-def test_a_recipe_for_data_of_ones_own_is_planned_without_a_number_of_classes(name):
+def test_a_recipe_for_data_of_ones_own_is_planned_without_a_number_of_classes(name, monkeypatch):
+    # The plan of a detector runs it on an image.
+    monkeypatch.setitem(NETWORKS, "maskrcnn-resnet50", partial(build_rcnn, (1, 1, 1, 1), masks=True, **OPTIONS))
     result = run(f"recipe:{name}")
     assert result.exit_code == 0
     assert " 0 norms left" in result.output

@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations, prune
 
 import micronorm as mn
 from micronorm.convert.plan import Plan
+from tests.networks import SmallResNet
 
 
 def small(*, bias: bool = True) -> nn.Sequential:
@@ -222,9 +223,9 @@ def test_fan_in_one_stays_plain():
 )
 @pytest.mark.parametrize("weight", [mn.WS(), mn.WN(), mn.CWN(), None])
 def test_every_spec_converts_a_network_that_then_trains(spec, weight):
-    model = mn.convert(torchvision.models.resnet18(num_classes=3), spec, weight)
+    model = mn.convert(SmallResNet(nn.BatchNorm2d), spec, weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    loss = model(torch.randn(2, 3, 64, 64)).square().sum()
+    loss = model(torch.randn(2, 3, 8, 8)).square().sum()
     loss.backward()
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
     optimizer.step()

@@ -37,7 +37,8 @@ def trained_like(model: nn.Module) -> nn.Module:
 
 def resnet(norm: str) -> nn.Module:
     torch.manual_seed(0)
-    model = trained_like(torchvision.models.resnet18(norm_layer=NORMS.get(norm, nn.BatchNorm2d), num_classes=10))
+    block, norm_layer = torchvision.models.resnet.BasicBlock, NORMS.get(norm, nn.BatchNorm2d)
+    model = trained_like(torchvision.models.ResNet(block, [1, 1, 1, 1], num_classes=10, norm_layer=norm_layer))
     return nn.SyncBatchNorm.convert_sync_batchnorm(model) if norm == SYNC else model
 
 
@@ -104,8 +105,9 @@ def test_timms_standardized_convolutions_go_on_as_ours(name, options):
     theirs = sum(type(m).__name__ in ("StdConv2d", "StdConv2dSame") for m in model.modules())
     expected = outputs(model)
     model = mn.convert(model, norm=None)
-    ours = sum(isinstance(m, mn.nn.WSConv2d | mn.nn.WSConv2dSame) for m in model.modules())
-    assert ours == theirs > 0
+    ours = [m for m in model.modules() if isinstance(m, mn.nn.WSConv2d | mn.nn.WSConv2dSame)]
+    assert len(ours) == theirs > 0
+    assert {layer.eps for layer in ours} <= {1e-8, 1e-6}
     assert_close_to_max(outputs(model), expected, tol=ROUNDING)
 
 

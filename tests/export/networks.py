@@ -32,9 +32,13 @@ def randomized(model: Any, seed: int = 0) -> Any:
 def trained(model: Any, *inputs: Tensor) -> Any:
     """The model after one step of training, with which the estimates have moved; in place."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    estimates = [module.running_mean for module in model.modules() if isinstance(module, mn.nn.BatchChannelNorm)]
+    before = [mean.clone() for mean in estimates]
     model.train()
     first_tensor(model(*inputs)).square().mean().backward()
+    assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
     optimizer.step()
+    assert not any(map(torch.equal, estimates, before))
     return model
 
 

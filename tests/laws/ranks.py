@@ -1,8 +1,7 @@
 """What runs in the processes of `test_ranks`: one rank of a gloo group, and the launcher."""
 
 import contextlib
-import copy
-import os
+import pickle
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,23 +16,24 @@ from torch.distributed.algorithms import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.networks import SAMPLES, pieces, samples
+from tests.processes import forks
 
 
 def launch(function: Callable, world: int, *args: Any, timeout: float = 60) -> list[Any]:
     """Run function(rank, world, *args) on `world` gloo ranks; what each returned, or the first error."""
+    forks()
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(
-            _rank, args=(world, folder, timeout, function, args), nprocs=world, join=True, start_method="spawn"
-        )
+        # As bytes: tensors would arrive in shared memory, and every rank trains its own.
+        given = (world, folder, timeout, function, pickle.dumps(args))
+        mp.start_processes(_rank, args=given, nprocs=world, join=True, start_method="forkserver")
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(world)]
 
 
-def _rank(rank: int, world: int, folder: str, timeout: float, function: Callable, args: tuple) -> None:
+def _rank(rank: int, world: int, folder: str, timeout: float, function: Callable, args: bytes) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
-    # The launcher's tensors arrive in shared memory; every rank trains its own copy.
-    result = function(rank, world, *copy.deepcopy(args))
+    result = function(rank, world, *pickle.loads(args))
     torch.save(result, Path(folder) / f"{rank}.pt")
     if function is not never_steps:  # its group is broken, as it means to show
         dist.barrier()  # a rank that leaves early would close the others' connections
@@ -200,7 +200,7 @@ def group_cases(rank: int, world: int) -> dict[str, Any]:
     return results
 
 
-def never_steps(rank: int, world: int) -> str:
+def never_steps(rank: int, world: int, flag: str) -> str:
     """Rank 1 never steps: the others end in the group's timeout, whose message names the layers."""
     import micronorm as mn
 
@@ -214,11 +214,11 @@ def never_steps(rank: int, world: int) -> str:
             optimizer.step()
         except RuntimeError as error:
             message = str(error)
-        Path(os.environ["MICRONORM_TEST_FLAG"]).touch()
+        Path(flag).touch()
     else:
         import time
 
-        while not Path(os.environ["MICRONORM_TEST_FLAG"]).exists():
+        while not Path(flag).exists():
             time.sleep(0.05)
     return message
 

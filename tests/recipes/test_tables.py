@@ -1,6 +1,5 @@
 """Every row against the paper: its figure, its network, its layers, how it is trained."""
 
-from functools import cache
 from typing import Any
 
 import pytest
@@ -273,12 +272,18 @@ def test_samples_share_a_forward_as_the_row_means_it(name, norm, micro_batch, un
     assert (recipe.settings.unit, recipe.settings.largest) == (unit, largest)
 
 
-@cache
-def built(name: str) -> nn.Module:
-    """Without values: a ResNet-101 is drawn in a second, and there are many."""
-    recipe = recipes.find(name)
-    with torch.device("meta"):
-        return recipe.equip(build_network(recipe.network, classes=recipe.classes or 2))
+NETWORKS: dict[tuple[Any, ...], nn.Module] = {}
+
+
+def built(recipe: recipes.Recipe) -> nn.Module:
+    """Without values: a ResNet-101 is drawn in a second, and there are many. Rows of one method share their network."""
+    classes = recipe.classes or 2
+    key = (recipe.network, classes, recipe.norm, recipe.weight, recipe.zero_start)
+    if key not in NETWORKS:
+        with torch.device("meta"):
+            network = build_network(recipe.network, classes=classes)
+        NETWORKS[key] = recipe.equip(network)
+    return NETWORKS[key]
 
 
 WEIGHTS = {spec: type(spec()(nn.Conv2d(3, 3, 3))) for spec in (mn.WS, mn.WN, mn.CWN)} | {type(None): nn.Conv2d}
@@ -286,7 +291,7 @@ WEIGHTS = {spec: type(spec()(nn.Conv2d(3, 3, 3))) for spec in (mn.WS, mn.WN, mn.
 
 @pytest.mark.parametrize("recipe", [r for r in RUNNABLE if r.table not in ELSEWHERE], ids=name_of)
 def test_every_layer_is_of_the_method_and_the_classifier_is_plain(recipe):
-    network = built(recipe.name)
+    network = built(recipe)
     wanted = type((recipe.norm or mn.BN())(64))
     norms = [module for module in network.modules() if hasattr(module, "weight") and module.weight.ndim == 1]
     per_pixel = (*getattr(network, "classifiers", ()), getattr(network, "classifier", None))
@@ -306,7 +311,7 @@ def test_every_layer_is_of_the_method_and_the_classifier_is_plain(recipe):
     "row, center, scale", [("gn-mean", True, False), ("gn-std", False, True), ("gn-ws", True, True)]
 )
 def test_the_halves_of_ws_are_told_apart(row, center, scale):
-    layers = [m for m in built(f"ind_abl/{row}").modules() if isinstance(m, mn.nn.WSConv2d)]
+    layers = [m for m in built(recipes.find(f"ind_abl/{row}")).modules() if isinstance(m, mn.nn.WSConv2d)]
     assert {(layer.center, layer.scale) for layer in layers} == {(center, scale)}
 
 
@@ -322,7 +327,7 @@ def test_the_halves_of_ws_are_told_apart(row, center, scale):
 def test_groups_are_the_papers(recipe):
     """min{32, C/4} for the narrow CIFAR networks, 32 everywhere else."""
     narrow = recipe.network in ("cifar-resnet20", "cifar-resnet56", "cifar-resnet110")
-    norms = {name: module for name, module in built(recipe.name).named_modules() if hasattr(module, "num_groups")}
+    norms = {name: module for name, module in built(recipe).named_modules() if hasattr(module, "num_groups")}
     assert norms
     pooled: Any = norms.pop("pyramid.convs.4.2", None)  # DeepLabV3: one element per channel, so groups of 16 channels
     assert pooled is None or pooled.num_groups == 16
