@@ -1,6 +1,7 @@
 """What runs in the processes of `test_ranks`: one rank of a gloo group, and the launcher."""
 
 import contextlib
+import copy
 import pickle
 import tempfile
 from collections.abc import Callable
