@@ -95,8 +95,8 @@ def build(row: dict[str, Any], device: torch.device, tiny: bool) -> tuple[Callab
 
 
 def main() -> None:
-    options = parse_arguments(__doc__, {"layout": list(LAYOUTS)})
-    keys = [{"method": method, "layout": layout} for layout in options.layout for method in METHODS]
+    options = parse_arguments(__doc__, {"layout": list(LAYOUTS), "method": list(METHODS)})
+    keys = [{"method": method, "layout": layout} for layout in options.layout for method in options.method]
     run("volume_step.py", options, keys, build, base=TORCH, suffix="torch")
 
 
