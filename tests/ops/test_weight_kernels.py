@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
 
 from micronorm.functional import weight_standardize, weight_standardize_many
@@ -240,6 +241,22 @@ def test_compiled_code_has_no_break_and_the_same_results(device):
     expected, actual = (torch.autograd.grad(f(*weights), weights) for f in (loss, compiled))
     for a, b in zip(actual, expected, strict=True):
         assert_close_to_max(a, b, tol=tolerance("gradient", torch.float32))
+
+
+@pytest.mark.parametrize("shape", [(32, 1, 3, 3, 3), (1, 1, 3, 3), (8, 1, 1, 3, 3)], ids=str)
+def test_compilers_expect_the_strides_that_the_operators_return(shape, device):
+    operators, options = torch.ops.micronorm, (True, True)
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}[len(shape)]
+    w = weight(shape, torch.float32, device).to(memory_format=last)
+
+    def strides(w):
+        what, stats = operators.weight_standardize_many([w], *options, 1e-5, torch.bfloat16)
+        (dw,) = operators.weight_standardize_many_backward([what.float()], [w], stats, *options)
+        return what.stride(), dw.stride()
+
+    with FakeTensorMode() as mode:
+        expected = strides(mode.from_tensor(w))
+    assert strides(w) == expected == (w.stride(), w.stride())
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------

@@ -195,7 +195,16 @@ def _operator(weights: Sequence[Tensor], center: bool, scale: bool, eps: float, 
 def _(weights: Sequence[Tensor], center: bool, scale: bool, eps: float, dtype: torch.dtype) -> list[Tensor]:
     first = weights[0]
     stats = first.new_empty(3, sum(w.shape[0] for w in weights), dtype=compute_dtype(first.dtype))
-    return [*(torch.empty_like(w, dtype=dtype) for w in weights), stats]
+    return [*(_like(w, dtype) for w in weights), stats]
+
+
+def _like(w: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return an empty tensor with the strides of w.
+
+    `torch.empty_like` of a fake tensor gives axes of size 1 other strides than that of a real tensor does. Convolutions
+    choose the memory format of their output by these strides if the weight has one input channel.
+    """
+    return w.new_empty_strided(w.shape, w.stride(), dtype=dtype)
 
 
 @torch.library.custom_op(
@@ -213,7 +222,7 @@ def _operator_backward(
 
 @_operator_backward.register_fake
 def _(grads: Sequence[Tensor], weights: Sequence[Tensor], stats: Tensor, center: bool, scale: bool) -> list[Tensor]:
-    return [torch.empty_like(w) for w in weights]
+    return [_like(w, w.dtype) for w in weights]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
