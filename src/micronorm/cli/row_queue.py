@@ -18,6 +18,7 @@ from micronorm.engine.settings import Execution
 from micronorm.recipes import Recipe
 from micronorm.recipes.recipe import DATA
 from micronorm.recipes.run import Variation, run_recipe
+from micronorm.tasks import open_task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +49,16 @@ class RowQueue:
         """
         minutes = self.execution.minutes
         deadline = None if minutes is None else time.monotonic() + 60 * minutes
-        places = {recipe.name: self._place(recipe) for recipe in missing if recipe.unavailable is None}
+        without_data = self._without_data([recipe for recipe in missing if recipe.unavailable is None])
+        places = {
+            recipe.name: self._place(recipe)
+            for recipe in missing
+            if recipe.unavailable is None and recipe.name not in without_data
+        }
         for recipe in missing:
             if recipe.name in places:
                 say(self.console, self._announcement(recipe, places[recipe.name]))
-            elif recipe.name in required:
+            elif recipe.unavailable is not None and recipe.name in required:
                 say(self.console, f"{recipe.name} cannot be run: {recipe.unavailable}.")
         failed = {recipe.name for recipe in missing} - set(places)
         if places and confirm and not typer.confirm(f"Train {'these rows' if len(places) > 1 else 'this row'} now?"):
@@ -72,6 +78,21 @@ class RowQueue:
                 failed.add(recipe.name)
                 typer.echo(f"micronorm reproduce: {recipe.name} could not be run: {why}", err=True)
         return failed
+
+    def _without_data(self, recipes: Sequence[Recipe]) -> set[str]:
+        """Open each data set once. Return the names of the recipes whose data cannot be opened, and print why."""
+        groups: dict[tuple[str, str], list[Recipe]] = {}
+        for recipe in recipes:
+            groups.setdefault((recipe.task, recipe.data), []).append(recipe)
+        found = set[str]()
+        for (task, data), members in groups.items():
+            try:
+                open_task(task, data, self.data)
+            except (OSError, ImportError, ValueError) as fault:
+                rows = ", ".join(recipe.row for recipe in members)
+                typer.echo(f"micronorm reproduce: {one_line(fault)}. Rows that need it: {rows}", err=True)
+                found |= {recipe.name for recipe in members}
+        return found
 
     def _announcement(self, recipe: Recipe, out: Path) -> str:
         settings = self.variation.apply(recipe.settings)
