@@ -15,6 +15,7 @@ from micronorm.report.runs import (
     NamedRun,
     by_epoch,
     by_step,
+    detail_of,
     epochs_done,
     is_recall,
     is_rounded,
@@ -115,7 +116,7 @@ def _planned_epochs(record: Record) -> float | None:
     return definition.get("epochs", numbers(record.facts["settings"]).get("epochs"))
 
 
-def results(runs: Sequence[NamedRun], limit: int) -> Section:
+def results(runs: Sequence[NamedRun]) -> Section:
     """Return the last figures of every run as a table."""
     figures = {run.name: last_figures(run.record) for run in runs}
     # The six recalls of COCO for boxes and for masks would push the rest off the page; they are in the record.
@@ -146,7 +147,7 @@ def _rounded(value: float | None, key: str) -> float | None:
 _SHOWN_ELSEWHERE = ("format", "name")
 
 
-def facts(runs: Sequence[NamedRun], limit: int) -> Section:
+def facts(runs: Sequence[NamedRun]) -> Section:
     """Return the facts that all runs share, then those of each run."""
     flat = {
         run.name: _flatten({key: value for key, value in run.record.facts.items() if key not in _SHOWN_ELSEWHERE})
@@ -192,7 +193,7 @@ _AS_RECIPE = "as the recipe says"
 _HEADER = ["row", "figure", "paper", "ours", "over seeds", "runs", "ours − paper", "remark"]
 
 
-def paper(runs: Sequence[NamedRun], limit: int) -> Section:
+def paper(runs: Sequence[NamedRun]) -> Section:
     """Return a table for each of the paper's tables. Runs that differ from their recipe in the same way share a row."""
     groups: dict[tuple[str, str], list[NamedRun]] = {}
     for run in runs:
@@ -250,7 +251,7 @@ def _object(record: Record, name: str) -> dict[str, Any]:
 Points = list[tuple[float, float]]
 
 
-def training(runs: Sequence[NamedRun], limit: int) -> Section:
+def training(runs: Sequence[NamedRun]) -> Section:
     """Return loss and main figure by epoch, loss and learning rate by step."""
     key = main_figure(runs)
     records = [run.record for run in runs]
@@ -264,10 +265,10 @@ def training(runs: Sequence[NamedRun], limit: int) -> Section:
     # The rate of a cosine schedule ends near 0: its last steps would fill a logarithmic scale. The first evaluations of
     # a figure that grows would, too.
     linear = {"learning-rate"} | (set() if key in LOWER_IS_BETTER else {f"test-{slug(key)}"})
-    return _curves_section("training", "Training", curves, runs, limit, absent=absent, linear=linear)
+    return _curves_section("training", "Training", curves, runs, absent=absent, linear=linear)
 
 
-def resources(runs: Sequence[NamedRun], limit: int) -> Section:
+def resources(runs: Sequence[NamedRun]) -> Section:
     """Return samples per second, memory if the device reports it, and the micro-batch size if it changed."""
     memory = [[(x, y / 2**30) for x, y in by_step(run.record, "memory")] for run in runs]
     sizes = [by_step(run.record, "micro_batch") for run in runs]
@@ -279,7 +280,7 @@ def resources(runs: Sequence[NamedRun], limit: int) -> Section:
     }
     absent = "No step recorded its seconds. micronorm train records them."
     about = "" if any(memory) else "Memory is recorded on GPUs only."
-    return _curves_section("resources", "Memory and speed", curves, runs, limit, about=about, absent=absent)
+    return _curves_section("resources", "Memory and speed", curves, runs, about=about, absent=absent)
 
 
 def _curves_section(
@@ -287,7 +288,6 @@ def _curves_section(
     heading: str,
     curves: dict[tuple[str, str, str], list[Points]],
     runs: Sequence[NamedRun],
-    limit: int,
     *,
     about: str = "",
     absent: str,
@@ -303,7 +303,7 @@ def _curves_section(
             continue
         lines = [Line(run.name, run.colour, points, run.style) for run, points in zip(runs, found, strict=True)]
         log = False if name in linear else None
-        chart = line_chart(name, lines, caption=caption, x_label=x_label, limit=limit, log=log)
+        chart = line_chart(name, lines, caption=caption, x_label=x_label, limit=detail_of(runs), log=log)
         if chart is None:
             empty.append(caption)
         else:

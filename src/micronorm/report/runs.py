@@ -80,6 +80,11 @@ def legend_of(shown: Sequence[NamedRun], runs: Sequence[NamedRun]) -> list[Legen
     return [LegendEntry(run.name, run.colour, run.style) for run in shown] if len(runs) > 1 else []
 
 
+def detail_of(runs: Sequence[NamedRun]) -> int:
+    """Return how many points a line has at most: fewer on a page of many runs, which would grow too large."""
+    return min(400, max(40, 8000 // len(runs)))
+
+
 def title_of(figure: str) -> str:
     """Return a recorded figure's name for readers."""
     return _TITLES.get(figure, figure.replace("_", " ")) + " %" * (figure in PERCENT)
