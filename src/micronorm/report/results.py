@@ -16,7 +16,6 @@ from micronorm.report.runs import (
     by_epoch,
     by_step,
     detail_of,
-    epochs_done,
     is_recall,
     is_rounded,
     last_figures,
@@ -72,48 +71,16 @@ def _describe_one(run: NamedRun, key: str) -> str:
 
 
 def _describe_several(runs: Sequence[NamedRun], finite: dict[str, float], key: str) -> str:
-    # Figures that are printed with the same digits count as equal: readers could not tell which is lowest.
-    by_value: dict[str, list[str]] = {}
-    for name in sorted(finite, key=lambda name: finite[name]):
-        by_value.setdefault(_format(finite[name], key), []).append(name)
-    (low, lowest), (high, highest) = next(iter(by_value.items())), list(by_value.items())[-1]
-    named = _figure_name(key)
+    lower = key in LOWER_IS_BETTER
+    value = _format((min if lower else max)(finite.values()), key)
+    # Figures that are printed with the same digits count as equal: readers could not tell which is better.
+    best = [name for name in finite if _format(finite[name], key) == value]
+    text = f"{'Lowest' if lower else 'Highest'} {_figure_name(key)} of {count(len(finite), 'run')}: "
+    text += f"{' and '.join(best)} with {value}."
     recipes = [run.record.facts["recipe"] for run in runs]
-    tail = " One seed each." if len(set(recipes)) == len(recipes) else ""
-    tail += _compare_lengths([run for run in runs if run.name in finite])
-    if len(finite) == 1:
-        return f"{lowest[0]}: {low} {named}."
-    if len(by_value) == 1:
-        return f"All {len(finite)} runs: {low} {named}.{tail}"
-    ends = [("Lowest", _join(lowest), low), ("Highest", _join(highest), high)]
-    (first, best, value), (last, worst, other) = ends if key in LOWER_IS_BETTER else reversed(ends)
-    text = f"{first} {named} of {len(finite)} runs: {best} with {value}"
-    return f"{text}; {last.lower()}: {worst} with {other}.{tail}"
-
-
-def _join(names: Sequence[str]) -> str:
-    return " and ".join(names) if len(names) < 3 else f"{len(names)} runs"
-
-
-def _compare_lengths(runs: Sequence[NamedRun]) -> str:
-    """Return a sentence if runs trained for different lengths, or for less than their recipes say."""
-    planned = [_planned_epochs(run.record) for run in runs]
-    done = [epochs_done(run.record) for run in runs]
-    short = any(wanted is not None and 0 < epochs < wanted for epochs, wanted in zip(done, planned, strict=True))
-    lengths: dict[str, list[str]] = {}
-    for run, epochs, wanted in zip(runs, done, planned, strict=True):
-        by_epochs = count(epochs, "epoch") if wanted is None else f"{epochs} of {wanted:g} epochs"
-        lengths.setdefault(by_epochs if short else count(last_step(run.record), "step"), []).append(run.name)
-    if len(lengths) > 1:
-        texts = (f"{length} ({', '.join(names)})" for length, names in lengths.items())
-        return f" The runs trained for different lengths: {'; '.join(texts)}."
-    return f" No run completed its recipe: {next(iter(lengths))}." if short else ""
-
-
-def _planned_epochs(record: Record) -> float | None:
-    """Return the epochs of the recipe, or those of the run's settings."""
-    definition = numbers(record.facts.get("definition"))
-    return definition.get("epochs", numbers(record.facts["settings"]).get("epochs"))
+    text += " One seed each." if len(set(recipes)) == len(recipes) else ""
+    steps = sorted(last_step(run.record) for run in runs if run.name in finite)
+    return text + (f" The runs took {steps[0]:,} to {steps[-1]:,} steps." if steps[0] < steps[-1] else "")
 
 
 def results(runs: Sequence[NamedRun]) -> Section:

@@ -125,11 +125,6 @@ def speed_by_step(record: Record) -> list[tuple[float, float]]:
     return [(row["step"], row["samples"] / row["seconds"]) for row in rows if row["seconds"] > 0]
 
 
-def epochs_done(record: Record) -> int:
-    """Return the number of epochs after which the run was last evaluated."""
-    return max((row["epoch"] + 1 for row in record.epochs if is_number(row.get("epoch"))), default=0)
-
-
 def last_step(record: Record) -> int:
     """Return the number of recorded steps."""
     return max((row["step"] for row in (*record.steps[-1:], *record.epochs[-1:])), default=0)
