@@ -14,19 +14,16 @@ from typer.testing import CliRunner
 import micronorm
 from micronorm.cli import app, doctor
 from micronorm.ops import runtime
-from tests.data.miniature import write_binary
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def one_device(monkeypatch, tmp_path):
-    """Show the tests a CPU only and a folder without data, so that results are the same on every machine."""
+def one_device(monkeypatch):
+    """Show the tests a CPU only, so that results are the same on every machine."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     # The tests run with Triton's interpreter, which users do not have.
     monkeypatch.setattr(runtime, "_problems", {("cpu", None): "kernels need a CUDA device"})
-    monkeypatch.setattr(doctor, "search_folders", lambda data: [data or tmp_path / "data"])
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
@@ -104,16 +101,6 @@ def test_the_test_leaves_torch_s_random_numbers_alone():
 
 
 @pytest.mark.usefixtures("untested")
-def test_data_are_found_in_the_folder_given_or_said_to_be_missing(tmp_path):
-    place = write_binary(tmp_path / "sets", 10)
-    found = findings("--data", str(tmp_path / "sets"))["data"]
-    assert found == {"looked_in": [str(tmp_path / "sets")], "found": {"cifar10": str(place)}}
-    output = invoke("--data", str(tmp_path / "sets")).output
-    assert f"cifar10    {place}" in output
-    assert "cifar100   not found" in output
-
-
-@pytest.mark.usefixtures("untested")
 def test_what_is_not_installed_comes_with_the_command_that_installs_it(monkeypatch):
     real = doctor.package_version
     monkeypatch.setattr(doctor, "package_version", lambda name: None if name == "onnxscript" else real(name))
@@ -162,7 +149,7 @@ def test_every_result_is_one_whole_line_and_a_file_gets_no_colour(monkeypatch):
     assert "\x1b[31m  cpu  failed" in CliRunner().invoke(app, ["doctor"], color=True).stdout
 
 
-@pytest.mark.parametrize("arguments", [["--data", "no/such/folder"], ["--no-such-option"]])
+@pytest.mark.parametrize("arguments", [["--no-such-option"], ["--data"]])
 def test_misuse_ends_with_2(arguments):
     result = invoke(*arguments)
     assert result.exit_code == 2

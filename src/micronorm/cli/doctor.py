@@ -1,11 +1,8 @@
 """`micronorm doctor`: show what is installed and where kernels run, and test one training step on each device."""
 
-import contextlib
 import re
 from collections.abc import Sequence
-from functools import partial
 from importlib import metadata
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -13,10 +10,7 @@ import typer
 
 from micronorm.check import check_cuts
 from micronorm.cli.check import summed_cross_entropy
-from micronorm.cli.printing import CommandFailed, TargetError, one_line, print_json
-from micronorm.data.cifar import find_cifar
-from micronorm.data.files import search_folders
-from micronorm.data.folders import find_folders
+from micronorm.cli.printing import CommandFailed, one_line, print_json
 from micronorm.engine.environment import environment, package_version
 from micronorm.nn import BatchChannelNorm
 from micronorm.nn.backends import explain_backend
@@ -26,28 +20,21 @@ TOLERANCE = 1e-10  # of gradients against those of the plain equations, in float
 
 
 def doctor(
-    data: Annotated[Path | None, typer.Option(help="The folder of data sets. Default: ./data and ~/data.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
-    """Show versions, the machine, where kernels run, and the data sets found; then test a step on each device.
+    """Show versions, the machine and where kernels run; then test a step on each device.
 
     The test checks that a step of a small network does not depend on how its images are split, and that its gradients
     are those of the plain equations.
 
     Exit code 0: no test failed. 1: one failed, and is named. 2: an option is wrong.
     """
-    if data is not None and not data.is_dir():
-        raise TargetError(f"--data must be a folder, got {data}")
     devices = [torch.device("cpu")]
     if torch.cuda.is_available():
         devices.append(torch.device("cuda", torch.cuda.current_device()))
     found: dict[str, Any] = {
         "environment": environment(),
         "packages": {extra: {name: package_version(name) for name in names} for extra, names in packages().items()},
-        "data": {
-            "looked_in": [str(folder.absolute()) for folder in search_folders(data)],
-            "found": {name: str(path) for name, path in find_data(data).items()},
-        },
     }
     torch.set_num_threads(1)  # tensors this small gain nothing from a second thread
     found["devices"] = [_examine(device) for device in devices]
@@ -68,27 +55,6 @@ def packages() -> dict[str, list[str]]:
         if name is not None:
             found.setdefault(extra[1] if extra else "", []).append(name[0])
     found.pop("dev", None)
-    return found
-
-
-def find_data(folder: Path | str | None = None) -> dict[str, Path]:
-    """Return the paths of "cifar10", "cifar100" and "imagenet" below `folder`, or below ./data and ~/data.
-
-    Files are not read.
-
-    Example:
-        >>> find_data("no/such/folder")
-        {}
-    """
-    finders = {
-        "cifar10": partial(find_cifar, classes=10),
-        "cifar100": partial(find_cifar, classes=100),
-        "imagenet": find_folders,
-    }
-    found = {}
-    for name, finder in finders.items():
-        with contextlib.suppress(FileNotFoundError):
-            found[name] = finder(folder)
     return found
 
 
@@ -130,7 +96,7 @@ def check_step(device: torch.device) -> str:
 
 
 def _print(found: dict[str, Any]) -> None:
-    own, data = found["environment"], found["data"]
+    own = found["environment"]
     revision = f", revision {own['revision']}" if own["revision"] else ""
     required, *extras = found["packages"].items()
     versions = {"micronorm": f"{own['micronorm']}{revision}", "python": own["python"], **required[1]}
@@ -139,14 +105,11 @@ def _print(found: dict[str, Any]) -> None:
         missing = [name for name, version in names.items() if version is None]
         state = f"pip install {' '.join(missing)}" if missing else "installed"
         optional.append((extra, ", ".join(f"{name} {version or '–'}" for name, version in names.items()), state))
-    known = {**dict.fromkeys(("cifar10", "cifar100", "imagenet"), "not found"), **data["found"]}
-    places = {"digits": "comes with scikit-learn", **known, "looked in": ", ".join(data["looked_in"])}
     backends = [(row["device"], row["backend"], row["reason"]) for row in found["devices"]]
     tests = [(row["device"], "passed" if row["passed"] else "failed", row["detail"]) for row in found["devices"]]
     _print_section("Versions", [(name, version or "not installed") for name, version in versions.items()])
     _print_section("Machine", _machine(own))
     _print_section("Optional", optional)
-    _print_section("Data", list(places.items()))
     _print_section("BCN is computed by", backends)
     _print_section("Test of a step", tests)
 
