@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from micronorm.records import STEPS, Run
-from micronorm.report import Lead, Table, write_page
+from micronorm.report import Lead, write_page
+from micronorm.report.html import table_html
 from micronorm.report.results import verdict
 from micronorm.report.runs import read_runs
 from tests.report.build import EVIL, begin, full_run
@@ -35,9 +36,7 @@ def test_results_charts_tables_and_facts_are_on_the_page(tmp_path):
         make_run(tmp_path / "b", name="BCN+WS", epochs=2, command="micronorm train other", outcome={"finished": False}),
         make_run(tmp_path / "c", name="BN", epochs=1),
     ]
-    text, parsed = page(
-        tmp_path, runs, title="The title", tables=[Table("A table", ["a", "b"], [["x", 1]], "About it.")]
-    )
+    text, parsed = page(tmp_path, runs, title="The title")
     rows = table_rows(text)
     assert rows["run"] == ["test error", "test loss", "steps", "seconds", "seed", "state"]
     assert rows["GN"] == ["10.5", "0.25", "3", "1.5", "0", "finished"]
@@ -46,8 +45,6 @@ def test_results_charts_tables_and_facts_are_on_the_page(tmp_path):
     words = " ".join(parsed.text)
     for expected in (
         "The title",
-        "A table",
-        "About it.",
         "Training loss",
         "Test error",
         "micronorm train other",
@@ -89,7 +86,6 @@ def test_text_from_runs_is_text_wherever_it_stands(tmp_path):
             tmp_path,
             runs,
             title=EVIL,
-            tables=[Table(EVIL, [EVIL, "b"], [[EVIL, EVIL]], EVIL)],
             left_out=[EVIL],
         )
         assert_harmless(text, parsed)
@@ -222,10 +218,9 @@ def test_the_loss_of_an_epoch_without_a_row_is_the_mean_over_samples_of_its_step
     assert "<title>GN, 1: 2.5</title>" in text
 
 
-def test_small_values_are_not_hidden_by_large_ones(tmp_path):
+def test_small_values_are_not_hidden_by_large_ones():
     numbers = [[1, 123.456, 3e-7], [2, 1.5, 123456.0], [3, None, math.inf]]
-    text, _ = page(tmp_path, [make_run(tmp_path / "a")], tables=[Table("Numbers", ["n", "near", "far"], numbers)])
-    rows = table_rows(text)
+    rows = table_rows(table_html(["n", "near", "far"], numbers))
     assert [rows[key] for key in "123"] == [["123.5", "3e-07"], ["1.5", "1.235e+05"], ["–", "inf"]]
 
 
@@ -279,8 +274,6 @@ def test_what_cannot_be_put_on_a_page_is_refused(tmp_path):
         write_page(tmp_path / "page.html", runs=[])
     with pytest.raises(FileNotFoundError, match="holds no run"):
         write_page(tmp_path / "page.html", runs=[tmp_path])
-    with pytest.raises(ValueError, match="table 'x': 1 cells under 2 headings"):
-        Table("x", ["a", "b"], [[1]])
     assert not (tmp_path / "page.html").exists()
 
 

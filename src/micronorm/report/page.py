@@ -13,16 +13,23 @@ from pathlib import Path
 from micronorm.records import write_atomically
 from micronorm.report.charts import bar_chart
 from micronorm.report.diagnostics import channels, shares
-from micronorm.report.html import Section, Table, absent_html, count, is_finite, table_html
+from micronorm.report.html import Section, absent_html, count, is_finite
 from micronorm.report.plots import DARK, LIGHT
 from micronorm.report.predictions import predictions
 from micronorm.report.results import facts, paper, resources, results, training, verdict
 from micronorm.report.runs import NamedRun, Runs, last_figures, main_figure, read_runs
 
-FIRST: tuple[Callable[[Sequence[NamedRun]], Section], ...] = (results, paper, training)
-"""The sections before the caller's tables."""
-LAST = (channels, shares, resources, predictions, facts)
-"""The sections after them."""
+SECTIONS: tuple[Callable[[Sequence[NamedRun]], Section], ...] = (
+    results,
+    paper,
+    training,
+    channels,
+    shares,
+    resources,
+    predictions,
+    facts,
+)
+"""The sections of a page in their order."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,6 @@ def write_page(
     runs: Runs,
     title: str = "Runs",
     lead: Lead | None = None,
-    tables: Sequence[Table] = (),
     left_out: Sequence[str] = (),
 ) -> Path:
     """Write a page about run directories, and return its path.
@@ -63,7 +69,6 @@ def write_page(
             their fact `name`, else by their recipe; equal names get the folder's name or a number added.
         title: the page's heading.
         lead: the first screen; without it the page begins with the results in a sentence.
-        tables: further tables, shown after the training curves.
         left_out: why some runs are not on the page, a line each.
 
     Raises:
@@ -84,11 +89,7 @@ def write_page(
         >>> folder.cleanup()
     """
     named = _read(runs)
-    given = [
-        Section(f"table-{k}", table.caption, table.about, body=table_html(table))
-        for k, table in enumerate(tables, start=1)
-    ]
-    sections = [*(make(named) for make in FIRST), *given, *(make(named) for make in LAST)]
+    sections = [make(named) for make in SECTIONS]
     # A recorded command line may hold bytes that are no text; they become question marks.
     page = _page_html(title, named, sections, lead, left_out).encode("utf-8", "replace")
     file = Path(target)
@@ -109,7 +110,7 @@ def write_plots(folder: str | os.PathLike[str], *, runs: Runs) -> list[Path]:
 def sections_of(runs: Runs) -> list[Section]:
     """Return the sections of a page about the runs."""
     named = _read(runs)
-    return [make(named) for make in (*FIRST, *LAST)]
+    return [make(named) for make in SECTIONS]
 
 
 def _read(runs: Runs) -> list[NamedRun]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from micronorm.records import Record, is_number
 from micronorm.report.charts import Line, line_chart
-from micronorm.report.html import Section, Table, count, format_duration, format_value, slug, table_html
+from micronorm.report.html import Section, count, format_duration, format_value, slug, table_html
 from micronorm.report.runs import (
     LOWER_IS_BETTER,
     PERCENT,
@@ -102,7 +102,7 @@ def results(runs: Sequence[NamedRun]) -> Section:
         for run in runs
     ]
     colours = [run.colour for run in runs] if len(runs) > 1 else ()
-    return Section("results", "Results", body=table_html(Table("Results", header, rows), colours=colours))
+    return Section("results", "Results", body=table_html(header, rows, colours=colours))
 
 
 def _rounded(value: float | None, key: str) -> float | None:
@@ -176,10 +176,7 @@ def paper(runs: Sequence[NamedRun]) -> Section:
         for name, theirs in numbers(members[0].record.facts["paper"]).items():
             ours = [found[name] for found in figures if name in found]
             tables.setdefault(table, []).append([row or recipe, *_compare(name, theirs, ours), remark or _AS_RECIPE])
-    parts = [
-        f"<h3>{escape(f'Table {table}')}</h3>{table_html(Table(table, _HEADER, rows))}"
-        for table, rows in tables.items()
-    ]
+    parts = [f"<h3>{escape(f'Table {table}')}</h3>{table_html(_HEADER, rows)}" for table, rows in tables.items()]
     return Section("paper", "The paper and our runs", body="".join(parts))
 
 
