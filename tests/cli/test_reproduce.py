@@ -36,7 +36,7 @@ def trained(monkeypatch):
     """`micronorm train` replaced by what it leaves behind; returns the list of its calls."""
     calls = []
 
-    def run_recipe(recipe, *, out, variation, execution, data, workers, resume, listener, command):
+    def run_recipe(recipe, *, out, variation, execution, data, workers, task, resume, listener, command):
         calls.append(
             (
                 recipe.name,
@@ -59,7 +59,7 @@ def trained(monkeypatch):
         return SimpleNamespace(finished=not stopped, steps=12, signal=signal.SIGTERM if stopped else None)
 
     monkeypatch.setattr(row_queue, "run_recipe", run_recipe)
-    monkeypatch.setattr(row_queue, "open_task", lambda task, data, folder: None)
+    monkeypatch.setattr(row_queue, "open_task", lambda task, data, folder, **options: None)
     return calls
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -14,6 +15,7 @@ from micronorm import records
 from micronorm.cli.printing import FAILED, TrainingProgress, as_options, one_line, say
 from micronorm.cli.train import execution_options
 from micronorm.engine.loop import Diverged
+from micronorm.engine.parallel import own_device
 from micronorm.engine.settings import Execution
 from micronorm.recipes import Recipe
 from micronorm.recipes.recipe import DATA
@@ -49,12 +51,8 @@ class RowQueue:
         """
         minutes = self.execution.minutes
         deadline = None if minutes is None else time.monotonic() + 60 * minutes
-        without_data = self._without_data([recipe for recipe in missing if recipe.unavailable is None])
-        places = {
-            recipe.name: self._place(recipe)
-            for recipe in missing
-            if recipe.unavailable is None and recipe.name not in without_data
-        }
+        tasks = self._open_data([recipe for recipe in missing if recipe.unavailable is None])
+        places = {recipe.name: self._place(recipe) for recipe in missing if recipe.name in tasks}
         for recipe in missing:
             if recipe.name in places:
                 say(self.console, self._announcement(recipe, places[recipe.name]))
@@ -73,25 +71,27 @@ class RowQueue:
                     say(self.console, f"The minutes are over before {recipe.name}; the same command continues with it.")
                     raise typer.Exit(FAILED)
                 execution = replace(execution, minutes=left)
-            why = self._train(recipe, places[recipe.name], execution)
+            why = self._train(recipe, places[recipe.name], execution, tasks[recipe.name])
             if why is not None:
                 failed.add(recipe.name)
                 typer.echo(f"micronorm reproduce: {recipe.name} could not be run: {why}", err=True)
         return failed
 
-    def _without_data(self, recipes: Sequence[Recipe]) -> set[str]:
-        """Open each data set once. Return the names of the recipes whose data cannot be opened, and print why."""
-        groups: dict[tuple[str, str], list[Recipe]] = {}
+    def _open_data(self, recipes: Sequence[Recipe]) -> dict[str, Any]:
+        """Open each data set once, print why if it cannot be opened, and return the data by the name of the recipe."""
+        groups: dict[tuple[str, str, int], list[Recipe]] = {}
         for recipe in recipes:
-            groups.setdefault((recipe.task, recipe.data), []).append(recipe)
-        found = set[str]()
-        for (task, data), members in groups.items():
+            groups.setdefault((recipe.task, recipe.data, recipe.classes), []).append(recipe)
+        found: dict[str, Any] = {}
+        for (task, data, classes), members in groups.items():
+            options = {"classes": classes or None, "device": own_device(None), "workers": self.workers}
             try:
-                open_task(task, data, self.data)
+                opened = open_task(task, data, self.data, **options)
             except (OSError, ImportError, ValueError) as fault:
                 rows = ", ".join(recipe.row for recipe in members)
                 typer.echo(f"micronorm reproduce: {one_line(fault)}. Rows that need it: {rows}", err=True)
-                found |= {recipe.name for recipe in members}
+                continue
+            found |= {recipe.name: opened for recipe in members}
         return found
 
     def _announcement(self, recipe: Recipe, out: Path) -> str:
@@ -116,7 +116,7 @@ class RowQueue:
             place = first.with_name(f"{first.name}-{number}")
         return place
 
-    def _train(self, recipe: Recipe, out: Path, execution: Execution) -> str | None:
+    def _train(self, recipe: Recipe, out: Path, execution: Execution, task: Any) -> str | None:
         """Train one row as `micronorm train` does. A stopped run ends the command.
 
         Returns:
@@ -133,6 +133,7 @@ class RowQueue:
                 execution=execution,
                 data=self.data,
                 workers=self.workers,
+                task=task,
                 resume=(out / records.FACTS).exists(),
                 listener=TrainingProgress(self.console),
                 command=shlex.join(["micronorm", "train", recipe.name, *options]),
