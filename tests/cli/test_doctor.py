@@ -117,6 +117,11 @@ def test_the_packages_are_those_that_the_project_names():
     assert {extra: set(names) for extra, names in doctor.packages().items()} == expected
 
 
+def test_a_package_that_is_not_installed_names_torch_alone(monkeypatch):
+    monkeypatch.setattr(doctor.metadata, "requires", lambda name: doctor.metadata.distribution("no-such-package"))
+    assert doctor.packages() == {"": ["triton", "torch"]}
+
+
 def names_of(requirements: list[str]) -> set[str]:
     return {requirement.partition(">")[0] for requirement in requirements}
 

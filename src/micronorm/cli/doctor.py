@@ -50,7 +50,11 @@ def doctor(
 def packages() -> dict[str, list[str]]:
     """Return the packages that micronorm needs, under "", and those of each of its extras. Triton comes with torch."""
     found: dict[str, list[str]] = {"": ["triton"]}
-    for requirement in metadata.requires("micronorm") or ():
+    try:
+        requirements = metadata.requires("micronorm") or []
+    except metadata.PackageNotFoundError:  # it runs from its source without being installed
+        requirements = ["torch"]
+    for requirement in requirements:
         name, extra = re.match(r"[\w.-]+", requirement), re.search(r"extra == .(\w+)", requirement)
         if name is not None:
             found.setdefault(extra[1] if extra else "", []).append(name[0])
