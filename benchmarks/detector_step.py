@@ -118,7 +118,7 @@ def build(row: dict[str, Any], device: torch.device, tiny: bool) -> tuple[Detect
 def main() -> None:
     options = parse_arguments(__doc__, {"method": list(METHODS)})
     keys = [{"method": method} for method in options.method]
-    run("detector_step.py", options, keys, build, base="frozen BN", suffix="frozen_bn")
+    run("detector_step.py", options, [keys], build, base="frozen BN", suffix="frozen_bn")
 
 
 if __name__ == "__main__":

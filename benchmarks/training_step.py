@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import micronorm as mn
+from micronorm.bench.timing import Captured
 from micronorm.convert import pool_by_kernel
 from micronorm.nn.bcn import Statistics
 from micronorm.nn.per_step.shared_weights import SharedWeights
@@ -46,32 +47,40 @@ TINY = (Workload("resnet18", 2, (64, 64)), Workload("cifar-resnet20", 4, (16, 16
 
 @dataclass(frozen=True)
 class StepMethod:
-    """What a step computes: BatchNorm or ours, which statistics, weights shared or not, recomputation, compiled."""
+    """What a step computes: BatchNorm or ours, with which statistics; and how.
+
+    Weights are shared or not, activations recomputed or not, and images taken at once or one at a time (`literal`).
+    """
 
     name: str
-    is_ours: bool = False
+    is_ours: bool = True
     shares: bool = False
     recomputes: bool = False
-    compiled: bool = False
+    literal: bool = False
     statistics: Statistics = "step"
 
 
-BN = StepMethod("BN")
-BN_COMPILED = StepMethod("BN compiled", compiled=True)
-PLAIN = StepMethod("BCN+WS", is_ours=True)
-BY_STATISTICS = {
-    "step": PLAIN,
-    "batch": StepMethod("BCN+WS batch", is_ours=True, statistics="batch"),
-    "sequential": StepMethod("BCN+WS sequential", is_ours=True, statistics="sequential"),
+BN = StepMethod("BN", is_ours=False)
+METHODS = {
+    method.name: method
+    for method in (
+        BN,
+        StepMethod("BCN+WS"),
+        StepMethod("BCN+WS shared", shares=True),
+        StepMethod("BCN+WS recompute", recomputes=True),
+        StepMethod("BCN+WS shared recompute", shares=True, recomputes=True),
+        StepMethod("BCN+WS batch", statistics="batch"),
+        StepMethod("BCN+WS sequential", statistics="sequential"),
+        StepMethod("BCN+WS one at a time", literal=True),
+        StepMethod("BCN+WS shared one at a time", shares=True, literal=True),
+    )
 }
-SHARED = StepMethod("BCN+WS shared", is_ours=True, shares=True)
-SHARED_COMPILED = StepMethod("BCN+WS shared compiled", is_ours=True, shares=True, compiled=True)
 
 
 class TrainingStep:
     """A model, its optimizer and a batch; a call takes one step."""
 
-    def __init__(self, workload: Workload, method: StepMethod, device: torch.device) -> None:
+    def __init__(self, workload: Workload, method: StepMethod, device: torch.device, *, compiled: bool = False) -> None:
         self.workload, self.method, self.device = workload, method, device
         self.memory_before = allocator_memory(device)
         torch.manual_seed(0)
@@ -79,9 +88,7 @@ class TrainingStep:
         self.model: nn.Module = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.recomputation: Any = mn.recompute(self.model) if method.recomputes else None
         self.weights = SharedWeights(self.model) if method.shares else None
-        self.call: Callable[..., torch.Tensor] = (
-            torch.compile(self.model, dynamic=False) if method.compiled else self.model
-        )
+        self.call: Callable[..., torch.Tensor] = torch.compile(self.model, dynamic=False) if compiled else self.model
         on_gpu = device.type == "cuda"
         rate: Any = torch.tensor(0.01, device=device) if on_gpu else 0.01
         self.optimizer = torch.optim.SGD(
@@ -95,6 +102,9 @@ class TrainingStep:
         self.loss = torch.zeros((), device=device)
 
     def __call__(self) -> None:
+        if self.method.literal:
+            self.literal()
+            return
         self.optimizer.zero_grad(set_to_none=True)
         with self._shared(torch.bfloat16):  # as the engine does for a step of one forward: no layer casts its weight
             self.loss.copy_(self.backward(self.images, self.labels))
@@ -117,6 +127,24 @@ class TrainingStep:
             for image, label in zip(self.images.split(1), self.labels.split(1), strict=True):
                 self.backward(image, label)
         self.optimizer.step()
+
+    def capture(self) -> Callable[[], object]:
+        """Return the step as a CUDA graph; one image at a time, the graph of an image and that of the update."""
+        if not self.method.literal:
+            self.optimizer.zero_grad(set_to_none=True)
+            return Captured(self)
+        image, label = self.images[:1].clone(), self.labels[:1].clone()
+        one_image = Captured(lambda: self.backward(image, label))  # adds to the gradients, which the update clears
+        update = Captured(lambda: (self.optimizer.step(), self.optimizer.zero_grad(set_to_none=False)))
+
+        def call() -> None:
+            for k in range(self.workload.samples):
+                image.copy_(self.images[k : k + 1])
+                label.copy_(self.labels[k : k + 1])
+                one_image()
+            update()
+
+        return call
 
 
 def build_model(workload: Workload, method: StepMethod) -> nn.Module:

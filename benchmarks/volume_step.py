@@ -14,12 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from step_rounds import parse_arguments, run
+from step_rounds import parse_arguments, prepare, run
 from torch import nn
 from training_step import allocator_memory
 
 import micronorm as mn
-from micronorm.bench.timing import Captured, warm_up
+from micronorm.bench.timing import Captured
 from micronorm.recipes.networks import ResidualUNet3d
 from micronorm.tasks.volumes import Volumes
 
@@ -66,6 +66,11 @@ class VolumeStep:
         (loss.sum / loss.count).backward()
         self.optimizer.step()
 
+    def capture(self) -> Callable[[], object]:
+        """Return the step as a CUDA graph."""
+        self.optimizer.zero_grad(set_to_none=True)
+        return Captured(self)
+
 
 _RESIDUAL_ENCODER = ((32, 64, 128, 256, 320, 320), (1, 3, 4, 6, 6, 6), 128)
 
@@ -81,23 +86,13 @@ def use_instance_norm(network: nn.Module) -> None:
 def build(row: dict[str, Any], device: torch.device, tiny: bool) -> tuple[Callable[[], object], float | None]:
     """Return what to time for a row, and the peak of its memory in MB."""
     step = VolumeStep(row["method"], row["layout"], row["route"], device, tiny=tiny)
-    if device.type != "cuda":
-        step()
-        return step, None
-    warm_up(step)
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    step.optimizer.zero_grad(set_to_none=True)
-    call: Callable[[], object] = Captured(step) if row["route"] == "captured" else step
-    call()
-    torch.cuda.synchronize()
-    return call, (torch.cuda.max_memory_allocated() - step.memory_before) / 1e6
+    return prepare(step, captured=row["route"] == "captured")
 
 
 def main() -> None:
     options = parse_arguments(__doc__, {"layout": list(LAYOUTS), "method": list(METHODS)})
     keys = [{"method": method, "layout": layout} for layout in options.layout for method in options.method]
-    run("volume_step.py", options, keys, build, base=TORCH, suffix="torch")
+    run("volume_step.py", options, [keys], build, base=TORCH, suffix="torch")
 
 
 if __name__ == "__main__":

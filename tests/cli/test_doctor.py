@@ -1,9 +1,11 @@
-"""`micronorm doctor`: what it says, and that a self-test which fails is named and ends with 1."""
+"""`micronorm doctor`: what it says, and that a test of a step which fails is named and ends with 1."""
 
 import json
 import tomllib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,27 +13,23 @@ from typer.testing import CliRunner
 
 import micronorm
 from micronorm.cli import app, doctor
-from micronorm.nn import SPECS, bcn
 from micronorm.ops import runtime
-from tests.data.miniature import write_binary
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def one_device(monkeypatch, tmp_path):
-    """Show the tests a CPU only and a folder without data, so that results are the same on every machine."""
+def one_device(monkeypatch):
+    """Show the tests a CPU only, so that results are the same on every machine."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     # The tests run with Triton's interpreter, which users do not have.
     monkeypatch.setattr(runtime, "_problems", {("cpu", None): "kernels need a CUDA device"})
-    monkeypatch.setattr(doctor, "search_folders", lambda data: [data or tmp_path / "data"])
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
 def untested(monkeypatch):
-    """Run no self-tests, for tests that do not depend on them."""
-    monkeypatch.setattr(doctor, "self_tests", lambda devices: {})
+    """Test no step, for tests that do not depend on it."""
+    monkeypatch.setattr(doctor, "check_step", lambda device: "not tested")
 
 
 def invoke(*arguments: str):
@@ -44,14 +42,15 @@ def findings(*arguments: str) -> dict:
     return json.loads(result.stdout)
 
 
-def test_a_sound_machine_ends_with_0_and_every_test_says_what_it_found():
+def test_a_sound_machine_ends_with_0_and_says_what_the_test_found():
     found = findings()
     assert found["ok"] is True
-    passed = {test["name"]: test["passed"] for test in found["self_tests"]}
-    assert passed == {"law (cpu)": True, "BCN against its equations (cpu, auto)": True}
-    assert all(test["detail"] for test in found["self_tests"])
+    (cpu,) = found["devices"]
+    assert (cpu["device"], cpu["backend"], cpu["passed"]) == ("cpu", "one-pass", True)
+    assert cpu["reason"].endswith("; kernels need a CUDA device")
+    assert cpu["detail"].startswith("steps agree within")
     assert found["environment"]["micronorm"] == micronorm.__version__
-    assert found["packages"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
+    assert found["packages"][""]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
 
 
 def break_law(monkeypatch):
@@ -59,9 +58,12 @@ def break_law(monkeypatch):
     monkeypatch.setattr(doctor, "find", lambda name: broken)
 
 
-def scale_form(monkeypatch, factor: float = 1 + 1e-6):
-    right = bcn.batch_channel_norm
-    monkeypatch.setattr(bcn, "batch_channel_norm", lambda x, *args, **options: right(x, *args, **options) * factor)
+def scale_gradients(monkeypatch, factor: float = 1 + 1e-6):
+    right = torch.autograd.grad
+    calls = iter((1.0, factor))
+    monkeypatch.setattr(doctor, "check_cuts", lambda *_: SimpleNamespace(ok=True, worst=0.0))
+    scaled = lambda *args: [gradient * scale for scale in [next(calls)] for gradient in right(*args)]  # noqa: E731
+    monkeypatch.setattr(torch.autograd, "grad", scaled)
 
 
 def refuse_law(monkeypatch):
@@ -72,90 +74,52 @@ def refuse_law(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "damage, name, detail",
+    "damage, detail",
     [
-        (break_law, "law (cpu)", "THE STEP DEPENDS ON THE SPLIT"),
-        (scale_form, "BCN against its equations (cpu, auto)", "differ from the plain equations"),
-        (refuse_law, "law (cpu)", "RuntimeError: no check"),
+        (break_law, "THE STEP DEPENDS ON THE SPLIT"),
+        (scale_gradients, "gradients differ from those of the plain equations by 1.0e-06"),
+        (partial(scale_gradients, factor=torch.nan), "gradients differ from those of the plain equations by nan"),
+        (refuse_law, "RuntimeError: no check"),
     ],
 )
-def test_what_is_broken_is_named_and_ends_with_1(monkeypatch, damage, name, detail):
+def test_what_is_broken_is_named_and_ends_with_1(monkeypatch, damage, detail):
     damage(monkeypatch)
     result = invoke("--json")
     assert result.exit_code == 1
     found = json.loads(result.stdout)
     assert found["ok"] is False
-    failed = {test["name"]: test["detail"] for test in found["self_tests"] if not test["passed"]}
-    assert list(failed) == [name]
-    assert detail in failed[name]
-    assert result.stderr == f"micronorm doctor: failed: {name}\n"
+    (cpu,) = found["devices"]
+    assert not cpu["passed"]
+    assert detail in cpu["detail"]
+    assert result.stderr == "micronorm doctor: the test of a step failed on cpu\n"
 
 
-def test_nan_is_a_failure(monkeypatch):
-    scale_form(monkeypatch, torch.nan)
-    with pytest.raises(ArithmeticError, match="differ from the plain equations by nan"):
-        doctor.check_form("auto", CPU)
-
-
-def test_every_kernel_is_compared_on_a_device_that_runs_kernels(monkeypatch):
-    monkeypatch.setattr(doctor, "kernel_problem", lambda kind, index: None if kind == "cuda" else "no kernels")
-    names = list(doctor.self_tests([CPU, torch.device("cuda")]))
-    kernels = [f"BCN against its equations (cuda, {kernel})" for kernel in doctor.KERNELS]
-    assert names == [
-        "law (cpu)",
-        "BCN against its equations (cpu, auto)",
-        "law (cuda)",
-        "BCN against its equations (cuda, auto)",
-        *kernels,
-    ]
-
-
-def test_the_self_tests_leave_torch_s_random_numbers_alone():
+def test_the_test_leaves_torch_s_random_numbers_alone():
     before = torch.get_rng_state()
-    for test in doctor.self_tests([CPU]).values():
-        test()
+    doctor.check_step(CPU)
     assert torch.equal(before, torch.get_rng_state())
-
-
-@pytest.mark.usefixtures("untested")
-def test_every_layer_is_listed_with_what_computes_it():
-    layers = {row["spec"]: row for row in findings()["layers"]}
-    assert list(layers) == list(SPECS)
-    assert (layers["GN"]["layer"], layers["GN"]["backend"]) == ("GroupNorm", "torch")
-    assert layers["WS"]["backend"] == "operations"
-    assert layers["BCN"]["backend"] == "one-pass"
-    for name in ("BCN", "GN", "LN", "IN", "WS"):
-        assert layers[name]["reason"].endswith("; kernels need a CUDA device"), name
-    for name in ("BN", "SN", "WN"):  # for which there are none
-        assert "kernels" not in layers[name]["reason"]
-
-
-@pytest.mark.usefixtures("untested")
-def test_data_are_found_in_the_folder_given_or_said_to_be_missing(tmp_path):
-    place = write_binary(tmp_path / "sets", 10)
-    found = findings("--data", str(tmp_path / "sets"))["data"]
-    assert found == {"looked_in": [str(tmp_path / "sets")], "found": {"cifar10": str(place)}}
-    output = invoke("--data", str(tmp_path / "sets")).output
-    assert f"cifar10    {place}" in output
-    assert "cifar100   not found" in output
 
 
 @pytest.mark.usefixtures("untested")
 def test_what_is_not_installed_comes_with_the_command_that_installs_it(monkeypatch):
     real = doctor.package_version
     monkeypatch.setattr(doctor, "package_version", lambda name: None if name == "onnxscript" else real(name))
-    extras = {next(iter(extra["packages"])): extra for extra in findings()["extras"]}
-    assert extras["onnx"]["packages"]["onnxscript"] is None
-    assert extras["onnx"]["install"] == "pip install onnx onnxruntime onnxscript"
-    assert extras["tensorboard"]["install"] is None
-    assert "onnxscript –" in invoke().output
+    assert findings()["packages"]["onnx"]["onnxscript"] is None
+    output = invoke().output
+    assert "onnxscript –" in output
+    assert "pip install onnxscript\n" in output
 
 
-def test_the_extras_are_those_of_the_package():
+def test_the_packages_are_those_that_the_project_names():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))["project"]
-    extras = [names_of(needed) for name, needed in project["optional-dependencies"].items() if name != "dev"]
-    assert {name for packages, _ in doctor.EXTRAS for name in packages} == set().union(*extras)
-    assert set(doctor._REQUIRED) == names_of(project["dependencies"])
+    extras = {name: names_of(needed) for name, needed in project["optional-dependencies"].items() if name != "dev"}
+    expected = {"": {*names_of(project["dependencies"]), "triton"}, **extras}
+    assert {extra: set(names) for extra, names in doctor.packages().items()} == expected
+
+
+def test_a_package_that_is_not_installed_names_torch_alone(monkeypatch):
+    monkeypatch.setattr(doctor.metadata, "requires", lambda name: doctor.metadata.distribution("no-such-package"))
+    assert doctor.packages() == {"": ["triton", "torch"]}
 
 
 def names_of(requirements: list[str]) -> set[str]:
@@ -178,19 +142,19 @@ def test_the_machine_is_described(monkeypatch, gpu):
 
 
 def test_every_result_is_one_whole_line_and_a_file_gets_no_colour(monkeypatch):
-    def fail() -> str:
+    def fail(device: torch.device) -> str:
         raise ValueError("a long story " * 20)
 
-    monkeypatch.setattr(doctor, "self_tests", lambda devices: {"fake": fail})
+    monkeypatch.setattr(doctor, "check_step", fail)
     plain = invoke()
     assert plain.exit_code == 1
-    (line,) = (line for line in plain.stdout.splitlines() if line.startswith("  fake"))
+    (line,) = (line for line in plain.stdout.splitlines() if line.startswith("  cpu  failed"))
     assert line.count("a long story") == 20
     assert "\x1b" not in plain.stdout
-    assert "\x1b[31m  fake" in CliRunner().invoke(app, ["doctor"], color=True).stdout
+    assert "\x1b[31m  cpu  failed" in CliRunner().invoke(app, ["doctor"], color=True).stdout
 
 
-@pytest.mark.parametrize("arguments", [["--data", "no/such/folder"], ["--no-such-option"]])
+@pytest.mark.parametrize("arguments", [["--no-such-option"], ["--data"]])
 def test_misuse_ends_with_2(arguments):
     result = invoke(*arguments)
     assert result.exit_code == 2

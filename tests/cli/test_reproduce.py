@@ -36,7 +36,7 @@ def trained(monkeypatch):
     """`micronorm train` replaced by what it leaves behind; returns the list of its calls."""
     calls = []
 
-    def run_recipe(recipe, *, out, variation, execution, data, workers, resume, listener, command):
+    def run_recipe(recipe, *, out, variation, execution, data, workers, task, resume, listener, command):
         calls.append(
             (
                 recipe.name,
@@ -59,6 +59,7 @@ def trained(monkeypatch):
         return SimpleNamespace(finished=not stopped, steps=12, signal=signal.SIGTERM if stopped else None)
 
     monkeypatch.setattr(row_queue, "run_recipe", run_recipe)
+    monkeypatch.setattr(row_queue, "open_task", lambda task, data, folder, **options: None)
     return calls
 
 
@@ -386,8 +387,11 @@ def test_a_run_that_was_stopped_goes_on_and_a_whole_one_is_ours_and_not_run_agai
     assert "To run" not in run("digits", "--rows", "gn", "--runs", "kept").output
 
 
-def test_a_data_set_that_is_not_there_is_told_of(tmp_path):
-    result = run("quick", "--rows", "rn20-gn", "--data", str(tmp_path))
+def test_a_data_set_that_is_not_there_is_told_of_once_before_the_rows_are_announced(tmp_path):
+    result = run("quick", "--rows", "rn20-gn,rn20-bn", "--data", str(tmp_path))
     assert result.exit_code == 1
-    assert "quick/rn20-gn could not be run: cannot find CIFAR-10 in" in result.stderr
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("micronorm reproduce: cannot find CIFAR-10 in")
+    assert line.endswith(". Rows that need it: rn20-gn, rn20-bn")
+    assert "To run" not in result.output
     assert not (tmp_path / "runs").exists()

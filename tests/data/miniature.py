@@ -1,7 +1,7 @@
 """Data sets in their official layouts with a handful of images, written by hand."""
 
 import json
-import struct
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,28 +40,11 @@ def write_python(folder: Path, classes: int, count: int = 3) -> Path:
     place.mkdir(parents=True)
     for number, name in enumerate([*FILES[classes][0], *FILES[classes][1]]):
         pixels, labels = records(classes, number, count)
-        (place / name).write_bytes(python2_pickle(pixels, labels, "labels" if classes == 10 else "fine_labels"))
+        entries = {"data": pixels, "labels" if classes == 10 else "fine_labels": labels}
+        (place / name).write_bytes(pickle.dumps(entries))
+    meta, key = ("batches.meta", "label_names") if classes == 10 else ("meta", "fine_label_names")
+    (place / meta).write_bytes(pickle.dumps({key: [str(k) for k in range(classes)]}))
     return place
-
-
-def python2_pickle(pixels: np.ndarray, labels: Sequence[int], key: str) -> bytes:
-    """The program that Python 2 wrote for {"data": pixels, key: labels, "batch_label": …}, opcode by opcode."""
-
-    def string(value: bytes) -> bytes:
-        return b"T" + struct.pack("<i", len(value)) + value
-
-    def whole(value: int) -> bytes:
-        return b"J" + struct.pack("<i", value)
-
-    dtype = b"cnumpy\ndtype\n" + string(b"u1") + b"K\x00K\x01\x87R"
-    dtype += b"(K\x03" + string(b"|") + b"NNN" + whole(-1) + whole(-1) + b"K\x00tb"
-    array = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85" + string(b"b") + b"\x87R"
-    array += b"(K\x01" + whole(pixels.shape[0]) + whole(pixels.shape[1]) + b"\x86" + dtype + b"\x89"
-    array += string(pixels.tobytes()) + b"tb"
-    numbers = b"](" + b"".join(map(whole, labels)) + b"e"
-    entries = string(b"data") + array + string(key.encode()) + numbers
-    entries += string(b"batch_label") + string(b"training batch 1 of 5")
-    return b"\x80\x02}(" + entries + b"u."
 
 
 def write_folders(root: Path, *, classes: Sequence[str] = ("ant", "bee", "cat"), count: int = 4) -> Path:

@@ -142,7 +142,7 @@ def _quick_work() -> Iterator[None]:
         mock.patch("micronorm.recipes.figures.figure.Figure.run", side_effect=no_data),
         mock.patch("micronorm.cli.bench.measure", return_value=[]),
         mock.patch("micronorm.cli.bench._print_table"),
-        mock.patch("micronorm.cli.doctor.self_tests", return_value={}),
+        mock.patch("micronorm.cli.doctor.check_step", return_value=""),
         mock.patch("webbrowser.open"),
         warnings.catch_warnings(action="ignore"),
     ):

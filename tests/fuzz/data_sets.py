@@ -49,7 +49,7 @@ SETS: Mapping[str, tuple[str, Callable[[Path], Any]]] = {
     "frames": ("tsm/bcn-ws", lambda root: miniature.write_frame_folders(root, train=2, test=1, frames=2)),
     "videos": ("clips", lambda root: miniature.write_videos(root, count=4)),
     "folders": ("tiny_imagenet", _write_folders),
-    "cifar": ("cifar1/c10-bn", lambda root: miniature.write_python(root, 10)),
+    "cifar": ("cifar1/c10-bn", lambda root: miniature.write_binary(root, 10)),
 }
 
 

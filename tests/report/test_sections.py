@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from micronorm.records import read, write_predictions
-from micronorm.report.charts import Chart, Grid, Line, heat_map, largest_shown, line_chart, summarize
+from micronorm.report.charts import Chart, Line, line_chart, summarize
 from micronorm.report.diagnostics import read_layer_history
 from micronorm.report.page import sections_of
 from micronorm.report.predictions import MOST_SCENES
@@ -72,11 +72,7 @@ def test_stat_diff_is_shown_by_layer_and_epoch_with_the_mean_and_deviation_over_
     rows = [look_row(0, epoch, 3, layers=2, level=1.0)["layers"] for epoch in range(3)]
     values = [[row[f"layer1.{k}.bn"]["stat_diff"] for row in rows] for k in range(2)]
     charts = charts_of([run])
-    assert hovers(charts["stat-diff-1-digits"]) == [
-        f"layer1.{k}.bn: {values[k][0]:.3g} at epoch 1, {values[k][2]:.3g} at epoch 3" for k in range(2)
-    ]
-    (image,) = charts["stat-diff-1-digits"].figure.axes[0].images
-    assert image.get_array().tolist() == [pytest.approx(row) for row in values]
+    assert hovers(charts["stat-diff-by-layer"]) == [f"digits, {k + 1}: {values[k][2]:.4g}" for k in range(2)]
     low, high = values[0][2], values[1][2]
     mean, deviation = (low + high) / 2, (high - low) / 2
     shown = f"{mean:.4g} ({mean - deviation:.3g} to {mean + deviation:.3g})"
@@ -109,13 +105,11 @@ def test_layers_without_all_figures_or_without_finite_ones_are_left_out(tmp_path
 
 def test_the_shares_are_stacked_to_their_sum_and_the_residual_is_told(tmp_path):
     run = full_run(tmp_path / "a", epochs=3, layers=4)
-    charts = charts_of([run])
-    shown = charts["shares-1-digits"]
+    shown = charts_of([run])["shares-1-digits"]
     found = dict(text.split(": ") for text in hovers(shown))
     assert list(found) == ["reaches W", "along Ŵ", "mean", "residual"]  # from the bottom up, as they lie
     assert sum(float(text.split("%")[0]) for text in list(found.values())[:3]) == pytest.approx(99.8, abs=0.15)
     assert shown.note == "they sum to 1 except for a residual of at most 0.002"
-    assert charts["shares-by-layer-1-digits"].caption == "Shares, by layer, at epoch 3"
 
 
 def test_the_residual_is_an_area_too(tmp_path):
@@ -127,47 +121,9 @@ def test_the_residual_is_an_area_too(tmp_path):
     assert "residual, due to ε" in section(text, "shares")
 
 
-def shares_of(folder, **weights):
-    run = begin(folder)
-    layers = {name: {"kind": "weight", "weight": weight, "along": 0.2, "mean": 0.3, "rest": 0.5}
-              for name, weight in weights.items()}  # fmt: skip
-    run.append_diagnostics({"step": 1, "epoch": 0, "layers": layers})
-    return run.path
-
-
-def test_of_plain_layers_the_shares_are_what_standardization_would_take(tmp_path):
-    runs = {
-        "ws": shares_of(tmp_path / "a", conv="WS"),
-        "plain": shares_of(tmp_path / "b", conv="none"),
-        "mixed": shares_of(tmp_path / "c", conv="WS", fc="none"),
-    }
-    text, _ = page(tmp_path, runs)
-    shown = section(text, "shares")
-    assert ">Shares, mean over layers: ws<" in shown
-    assert ">Shares that standardization would remove, mean over layers: plain<" in shown
-    assert "Shares, mean over layers: mixed <" in shown
-    assert shown.count("1 of 2 layers are not standardized") == 1
-    assert "what it would remove" in shown
-    text, _ = page(tmp_path, [runs["ws"]])
-    assert "would remove" not in section(text, "shares")
-
-
-def test_the_plane_goes_from_the_first_observation_to_the_last(tmp_path):
-    run = full_run(tmp_path / "a", epochs=5, layers=3)
-    hover = charts_of([run])["singularities"].hover
-    ends = [look_row(0, epoch, 5, layers=3, level=1.0)["layers"] for epoch in (0, 4)]
-    for kind, row, words in (("rings", ends[0], ", at first"), ("dots", ends[1], "")):
-        expected = {
-            f"{name}{words}: {layer['sigma_mean']:.3g}, {layer['sigma_std']:.3g}"
-            for name, layer in row.items()
-            if layer["kind"] == "norm"
-        }
-        assert set(hover[f"singularities-c0-{kind}"]) == expected
-
-
 def test_idle_channels_are_a_share_of_all(tmp_path):
     run = begin(tmp_path / "a")
-    layers = {name: {"kind": "norm", "dead": dead, "rare": 2, "channels": 32, "sigma_mean": 0.1, "sigma_std": 0.1}
+    layers = {name: {"kind": "norm", "dead": dead, "rare": 2, "channels": 32, "stat_diff": 0.1}
               for name, dead in (("a", 0), ("b", 4))}  # fmt: skip
     run.append_diagnostics({"step": 1, "epoch": 0, "layers": layers})
     assert hovers(charts_of([run.path])["idle-channels"]) == ["digits, 1: 12.5"]
@@ -176,7 +132,7 @@ def test_idle_channels_are_a_share_of_all(tmp_path):
 def test_runs_without_layer_statistics_are_named_where_others_have_them(tmp_path):
     runs = {"with": full_run(tmp_path / "a"), "without": full_run(tmp_path / "b", looks=False)}
     text, _ = page(tmp_path, runs)
-    for key in ("stat-diff", "singularities", "shares"):
+    for key in ("stat-diff", "shares"):
         assert "Without layer statistics: without." in section(text, key)
         assert "without</li>" not in section(text, key)
 
@@ -280,29 +236,6 @@ def test_a_long_line_shows_its_least_and_largest_value_under_the_pointer():
     assert found is not None
     assert {"a, 333: 50", "a, 555: -50"} < set(hovers(found))
     assert 40 <= len(hovers(found)) <= 42
-
-
-def test_a_few_cells_far_out_do_not_leave_one_colour_for_the_others():
-    values = [[0.1 * (k + 1) / 100 for k in range(99)] + [50.0]]
-    grid = Grid(["layer"], [str(k) for k in range(100)], values)
-    assert largest_shown([grid]) < 1
-    chart = heat_map("x", grid, top=largest_shown([grid]), caption="x", x_label="epoch")
-    (image,) = chart.figure.axes[0].images
-    assert len({tuple(colour) for colour in image.to_rgba(image.get_array())[0]}) > 10
-    assert image.colorbar.extend == "max"
-
-
-def test_the_scale_of_a_heat_map_says_where_it_ends():
-    chart = heat_map("x", Grid(["layer"], ["7"], [[0.93]]), top=0.93, caption="x", x_label="epoch")
-    labels = [label.get_text() for label in chart.figure.axes[1].get_xticklabels()]
-    assert labels == ["0", "0.465", "0.93"]
-
-
-def test_a_heat_map_of_nothing_finite_or_of_zeros_has_a_scale():
-    for value in (math.nan, 0.0):
-        grid = Grid(["layer"], ["1"], [[value]])
-        assert largest_shown([grid]) == 1.0
-        assert "<svg" in heat_map("x", grid, top=1.0, caption="x", x_label="epoch").svg()
 
 
 def test_lines_that_end_early_or_begin_late_share_an_axis(tmp_path):

@@ -1,6 +1,6 @@
 """The `micronorm` command: one module per command parses its options, calls the library and prints the result.
 
-What the commands compute is elsewhere, except the demo's comparison and the self-tests of `micronorm doctor`.
+What the commands compute is elsewhere, except the demo's comparison and the test of a step in `micronorm doctor`.
 """
 
 import inspect

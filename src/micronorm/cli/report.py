@@ -24,7 +24,7 @@ def report(
 ) -> None:
     """Write one self-contained HTML page about runs: results, the paper's figures, curves, layers, memory and speed.
 
-    The page makes no network requests and stays under 3 MB. Unfinished runs are shown up to their last step. If the
+    The page makes no network requests. Unfinished runs are shown up to their last step. If the
     records of some runs are damaged, the page names them and shows the others.
 
     Exit code 0: written. 1: the disk is full. 2: no readable run was found, or a path or an option is wrong.

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -14,10 +15,12 @@ from micronorm import records
 from micronorm.cli.printing import FAILED, TrainingProgress, as_options, one_line, say
 from micronorm.cli.train import execution_options
 from micronorm.engine.loop import Diverged
+from micronorm.engine.parallel import own_device
 from micronorm.engine.settings import Execution
 from micronorm.recipes import Recipe
 from micronorm.recipes.recipe import DATA
 from micronorm.recipes.run import Variation, run_recipe
+from micronorm.tasks import open_task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +51,12 @@ class RowQueue:
         """
         minutes = self.execution.minutes
         deadline = None if minutes is None else time.monotonic() + 60 * minutes
-        places = {recipe.name: self._place(recipe) for recipe in missing if recipe.unavailable is None}
+        tasks = self._open_data([recipe for recipe in missing if recipe.unavailable is None])
+        places = {recipe.name: self._place(recipe) for recipe in missing if recipe.name in tasks}
         for recipe in missing:
             if recipe.name in places:
                 say(self.console, self._announcement(recipe, places[recipe.name]))
-            elif recipe.name in required:
+            elif recipe.unavailable is not None and recipe.name in required:
                 say(self.console, f"{recipe.name} cannot be run: {recipe.unavailable}.")
         failed = {recipe.name for recipe in missing} - set(places)
         if places and confirm and not typer.confirm(f"Train {'these rows' if len(places) > 1 else 'this row'} now?"):
@@ -67,11 +71,28 @@ class RowQueue:
                     say(self.console, f"The minutes are over before {recipe.name}; the same command continues with it.")
                     raise typer.Exit(FAILED)
                 execution = replace(execution, minutes=left)
-            why = self._train(recipe, places[recipe.name], execution)
+            why = self._train(recipe, places[recipe.name], execution, tasks[recipe.name])
             if why is not None:
                 failed.add(recipe.name)
                 typer.echo(f"micronorm reproduce: {recipe.name} could not be run: {why}", err=True)
         return failed
+
+    def _open_data(self, recipes: Sequence[Recipe]) -> dict[str, Any]:
+        """Open each data set once, print why if it cannot be opened, and return the data by the name of the recipe."""
+        groups: dict[tuple[str, str, int], list[Recipe]] = {}
+        for recipe in recipes:
+            groups.setdefault((recipe.task, recipe.data, recipe.classes), []).append(recipe)
+        found: dict[str, Any] = {}
+        for (task, data, classes), members in groups.items():
+            options = {"classes": classes or None, "device": own_device(None), "workers": self.workers}
+            try:
+                opened = open_task(task, data, self.data, **options)
+            except (OSError, ImportError, ValueError) as fault:
+                rows = ", ".join(recipe.row for recipe in members)
+                typer.echo(f"micronorm reproduce: {one_line(fault)}. Rows that need it: {rows}", err=True)
+                continue
+            found |= {recipe.name: opened for recipe in members}
+        return found
 
     def _announcement(self, recipe: Recipe, out: Path) -> str:
         settings = self.variation.apply(recipe.settings)
@@ -95,7 +116,7 @@ class RowQueue:
             place = first.with_name(f"{first.name}-{number}")
         return place
 
-    def _train(self, recipe: Recipe, out: Path, execution: Execution) -> str | None:
+    def _train(self, recipe: Recipe, out: Path, execution: Execution, task: Any) -> str | None:
         """Train one row as `micronorm train` does. A stopped run ends the command.
 
         Returns:
@@ -112,6 +133,7 @@ class RowQueue:
                 execution=execution,
                 data=self.data,
                 workers=self.workers,
+                task=task,
                 resume=(out / records.FACTS).exists(),
                 listener=TrainingProgress(self.console),
                 command=shlex.join(["micronorm", "train", recipe.name, *options]),

@@ -4,16 +4,15 @@ Video files lie in one folder per class, CLASS/clip.mp4. Legend of shapes: N cli
 in all.
 """
 
-import importlib
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from micronorm.data.files import find_root, naming_broken_file, split_by_fold
+from micronorm.data.files import find_root, import_optional, naming_broken_file, split_by_fold
 from micronorm.data.samples import CROP, IMAGENET, DataSet, IndexedSamples, Standardization, Standardizer, copy_indices
 from micronorm.ops.keyed import sample_keys, uniforms
 
@@ -139,7 +138,7 @@ def open_videos(folder: Path | str | None, *, fold: int, size: int = 64, device:
         FileNotFoundError: fewer than two class folders have videos.
         ValueError: a video cannot be read (the message has its name), a part is empty, or the frames need too much
             memory.
-        ImportError: neither PyAV nor torchcodec is installed.
+        ImportError: PyAV is not installed.
     """
     layout = f"at least two folders, one per class, with files {', '.join(SUFFIXES)}"
     root = find_root(
@@ -180,18 +179,15 @@ def find_videos(root: Path) -> dict[str, list[Path]]:
 
 
 def decode_video(path: Path) -> Tensor:
-    """Return all frames of a video, F×3×H×W uint8, by PyAV or, if it is not installed, by torchcodec.
+    """Return all frames of a video, F×3×H×W uint8.
 
     Raises:
         ValueError: the file cannot be read as a video, or was cut short.
-        ImportError: neither is installed.
+        ImportError: PyAV is not installed.
     """
     if path.exists() and not path.is_file():  # a pipe could be read forever
         raise ValueError(f"{path} is not a regular file; replace it or delete it")
-    try:
-        import av
-    except ImportError:
-        return _decode_by_torchcodec(path)
+    av = import_optional("av", "video files", "av")
     with naming_broken_file(path, "video"), av.open(str(path), options=_CONTAINERS_ONLY) as video:
         expected = video.streams.video[0].frames  # 0 if the file does not say it
         frames = [frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]
@@ -200,15 +196,6 @@ def decode_video(path: Path) -> Tensor:
             f"{path} has {len(frames)} of {expected} frames: the file was cut short; replace it or delete it"
         )
     return torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2)
-
-
-def _decode_by_torchcodec(path: Path) -> Tensor:
-    try:
-        decoders: Any = importlib.import_module("torchcodec.decoders")
-    except (ImportError, RuntimeError) as error:  # RuntimeError: it finds no FFmpeg
-        raise ImportError(f"video files need PyAV: pip install av (or torchcodec: {error})") from error
-    with naming_broken_file(path, "video"):
-        return decoders.VideoDecoder(str(path))[:]
 
 
 def shrink_frames(frames: Tensor, side: int) -> Tensor:

@@ -10,9 +10,6 @@ from micronorm.ops.runtime import is_transformed, kernel_problem, takes_kernel
 BACKENDS = ("auto", "reference", "one-pass", "triton")
 """The values that `backend=` of a normalization accepts."""
 
-KERNELS: tuple[str, ...] = ("triton",)
-"""The backends that are our own kernels, which not every device runs."""
-
 _LARGEST = 2**31  # kernels index the elements of a sample, and the statistics of all samples, with 32 bits
 _NUMBERS = 8  # statistics for every (n, c), at most
 

@@ -233,37 +233,42 @@ _NUCLEI: dict[str, Any] = {
 }
 _SMALL_COCO: dict[str, Any] = {"masks": True, "anchors": (16, 32, 64, 128, 256), "min_size": 320, "max_size": 512}
 
-NETWORKS: dict[str, Callable[..., nn.Module]] = {
-    "digits": partial(SmallImageResNet, widths=(16, 32, 64), blocks=(1, 1, 1), inputs=1),
-    "shapes": partial(SmallSegmenter, widths=(16, 32, 64, 64)),
+_NETWORKS: dict[str, tuple[str, Callable[..., nn.Module]]] = {
+    "digits": ("small ResNet", partial(SmallImageResNet, widths=(16, 32, 64), blocks=(1, 1, 1), inputs=1)),
+    "shapes": ("small FCN", partial(SmallSegmenter, widths=(16, 32, 64, 64))),
     # He et al.'s networks for CIFAR, of 6n + 2 layers
-    "cifar-resnet20": partial(SmallImageResNet, widths=(16, 32, 64), blocks=(3,) * 3),
-    "cifar-resnet56": partial(SmallImageResNet, widths=(16, 32, 64), blocks=(9,) * 3),
-    "cifar-resnet110": partial(SmallImageResNet, widths=(16, 32, 64), blocks=(18,) * 3),
+    "cifar-resnet20": ("ResNet-20", partial(SmallImageResNet, widths=(16, 32, 64), blocks=(3,) * 3)),
+    "cifar-resnet56": ("ResNet-56", partial(SmallImageResNet, widths=(16, 32, 64), blocks=(9,) * 3)),
+    "cifar-resnet110": ("ResNet-110", partial(SmallImageResNet, widths=(16, 32, 64), blocks=(18,) * 3)),
     # the usual ResNet-18 for CIFAR: ImageNet's widths and depths after a 3×3 stem
-    "cifar-resnet18": partial(SmallImageResNet, widths=(64, 128, 256, 512), blocks=(2,) * 4),
-    "resnet50": partial(build_resnet, RN50),
-    "resnet101": partial(build_resnet, RN101),
-    "resnext50-32x4d": partial(build_resnet, RN50, **_RESNEXT),
-    "resnext101-32x4d": partial(build_resnet, RN101, **_RESNEXT),
-    "deeplabv3-resnet50": partial(DeepLabV3, RN50),
-    "deeplabv3-resnet101": partial(DeepLabV3, RN101),
-    "fasterrcnn-resnet50": partial(build_rcnn, RN50, masks=False),
-    "fasterrcnn-resnet101": partial(build_rcnn, RN101, masks=False),
-    "maskrcnn-resnet50": partial(build_rcnn, RN50, masks=True),
-    "maskrcnn-resnet101": partial(build_rcnn, RN101, masks=True),
-    "maskrcnn-resnet50-plain-fpn": partial(build_rcnn, RN50, masks=True, pyramid_norm=False),
-    "maskrcnn-resnet50-frozen": partial(build_rcnn, RN50, masks=True, frozen=True),
-    "maskrcnn-resnet50-nuclei": partial(build_rcnn, RN50, **_NUCLEI),
-    "maskrcnn-resnet50-nuclei-frozen": partial(build_rcnn, RN50, **_NUCLEI, frozen=True),
-    "maskrcnn-resnet50-320": partial(build_rcnn, RN50, **_SMALL_COCO),
-    "tsm-resnet50": _tsm_resnet50,
-    "motion": partial(_clips, shift=True, inputs=1, widths=(8, 16, 32, 64)),
-    "motion-no-shift": partial(_clips, shift=False, inputs=1, widths=(8, 16, 32, 64)),
-    "clips": partial(_clips, shift=True, inputs=3, widths=(16, 32, 64, 128)),
-    "clips-no-shift": partial(_clips, shift=False, inputs=3, widths=(16, 32, 64, 128)),
-    "unet3d": partial(ResidualUNet3d, widths=(32, 64, 128, 256), blocks=(1, 2, 2, 2)),
+    "cifar-resnet18": ("ResNet-18", partial(SmallImageResNet, widths=(64, 128, 256, 512), blocks=(2,) * 4)),
+    "resnet50": ("ResNet-50", partial(build_resnet, RN50)),
+    "resnet101": ("ResNet-101", partial(build_resnet, RN101)),
+    "resnext50-32x4d": ("ResNeXt-50 32×4d", partial(build_resnet, RN50, **_RESNEXT)),
+    "resnext101-32x4d": ("ResNeXt-101 32×4d", partial(build_resnet, RN101, **_RESNEXT)),
+    "deeplabv3-resnet50": ("DeepLabV3, ResNet-50", partial(DeepLabV3, RN50)),
+    "deeplabv3-resnet101": ("DeepLabV3, ResNet-101", partial(DeepLabV3, RN101)),
+    "fasterrcnn-resnet50": ("Faster R-CNN, ResNet-50", partial(build_rcnn, RN50, masks=False)),
+    "fasterrcnn-resnet101": ("Faster R-CNN, ResNet-101", partial(build_rcnn, RN101, masks=False)),
+    "maskrcnn-resnet50": ("Mask R-CNN, ResNet-50", partial(build_rcnn, RN50, masks=True)),
+    "maskrcnn-resnet101": ("Mask R-CNN, ResNet-101", partial(build_rcnn, RN101, masks=True)),
+    "maskrcnn-resnet50-plain-fpn": (
+        "Mask R-CNN, ResNet-50, FPN without norms",
+        partial(build_rcnn, RN50, masks=True, pyramid_norm=False),
+    ),
+    "maskrcnn-resnet50-frozen": ("Mask R-CNN, ResNet-50", partial(build_rcnn, RN50, masks=True, frozen=True)),
+    "maskrcnn-resnet50-nuclei": ("Mask R-CNN, ResNet-50", partial(build_rcnn, RN50, **_NUCLEI)),
+    "maskrcnn-resnet50-nuclei-frozen": ("Mask R-CNN, ResNet-50", partial(build_rcnn, RN50, **_NUCLEI, frozen=True)),
+    "maskrcnn-resnet50-320": ("Mask R-CNN, ResNet-50", partial(build_rcnn, RN50, **_SMALL_COCO)),
+    "tsm-resnet50": ("TSM, ResNet-50", _tsm_resnet50),
+    "motion": ("small TSM", partial(_clips, shift=True, inputs=1, widths=(8, 16, 32, 64))),
+    "motion-no-shift": ("small ResNet by frame", partial(_clips, shift=False, inputs=1, widths=(8, 16, 32, 64))),
+    "clips": ("small TSM", partial(_clips, shift=True, inputs=3, widths=(16, 32, 64, 128))),
+    "clips-no-shift": ("small ResNet by frame", partial(_clips, shift=False, inputs=3, widths=(16, 32, 64, 128))),
+    "unet3d": ("residual 3-D U-Net", partial(ResidualUNet3d, widths=(32, 64, 128, 256), blocks=(1, 2, 2, 2))),
 }
+TITLES = {name: title for name, (title, _) in _NETWORKS.items()}
+NETWORKS = {name: build for name, (_, build) in _NETWORKS.items()}
 """By the name that a recipe uses; each function takes classes=. Add a network of your own before its recipe."""
 
 

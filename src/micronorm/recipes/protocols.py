@@ -8,37 +8,8 @@ from micronorm.engine.optimization import SGD
 from micronorm.engine.settings import Settings
 from micronorm.nn import BCN, BN, BRN, GN, SN, WS
 from micronorm.nn.spec import NormSpec, WeightSpec
+from micronorm.recipes.networks import TITLES
 from micronorm.recipes.recipe import DATA, Recipe
-
-TITLES = {
-    "digits": "small ResNet",
-    "shapes": "small FCN",
-    "cifar-resnet20": "ResNet-20",
-    "cifar-resnet56": "ResNet-56",
-    "cifar-resnet110": "ResNet-110",
-    "cifar-resnet18": "ResNet-18",
-    "resnet50": "ResNet-50",
-    "resnet101": "ResNet-101",
-    "resnext50-32x4d": "ResNeXt-50 32×4d",
-    "resnext101-32x4d": "ResNeXt-101 32×4d",
-    "deeplabv3-resnet50": "DeepLabV3, ResNet-50",
-    "deeplabv3-resnet101": "DeepLabV3, ResNet-101",
-    "fasterrcnn-resnet50": "Faster R-CNN, ResNet-50",
-    "fasterrcnn-resnet101": "Faster R-CNN, ResNet-101",
-    "maskrcnn-resnet50": "Mask R-CNN, ResNet-50",
-    "maskrcnn-resnet101": "Mask R-CNN, ResNet-101",
-    "maskrcnn-resnet50-plain-fpn": "Mask R-CNN, ResNet-50, FPN without norms",
-    "maskrcnn-resnet50-frozen": "Mask R-CNN, ResNet-50",
-    "maskrcnn-resnet50-nuclei": "Mask R-CNN, ResNet-50",
-    "maskrcnn-resnet50-nuclei-frozen": "Mask R-CNN, ResNet-50",
-    "maskrcnn-resnet50-320": "Mask R-CNN, ResNet-50",
-    "tsm-resnet50": "TSM, ResNet-50",
-    "motion": "small TSM",
-    "motion-no-shift": "small ResNet by frame",
-    "clips": "small TSM",
-    "clips-no-shift": "small ResNet by frame",
-    "unet3d": "residual 3-D U-Net",
-}
 
 OPTIMIZER = SGD(lr=0.1, momentum=0.9, weight_decay=1e-4)
 MICRO: Mapping[str, tuple[NormSpec, WeightSpec | None]] = {

@@ -73,6 +73,7 @@ def run_recipe(
     data: Path | None = None,
     download: bool = False,
     workers: int = 0,
+    task: Any = None,
     resume: bool = False,
     model: nn.Module | None = None,
     listener: Listener | None = None,
@@ -88,6 +89,7 @@ def run_recipe(
         data: the folder of the data set; None searches ./data and ~/data.
         download: download the data set if it is not found.
         workers: processes that decode files.
+        task: the data, opened for this recipe before; None opens them.
         resume: continue from the newest checkpoint in `out`.
         model: trained in place instead of a new network: what `recipe.build` returned, perhaps changed. Do not record
             a run of a changed network.
@@ -111,17 +113,18 @@ def run_recipe(
     if resume and out is not None and (out / records.FACTS).exists():
         variation = variation.over(_earlier_variation(out, recipe))
     settings = variation.apply(recipe.settings)
-    task = open_task(
-        recipe.task,
-        recipe.data,
-        data,
-        classes=recipe.classes or None,
-        device=own_device(execution.device),
-        download=download,
-        workers=workers,
-        size=variation.size,
-        verify=not variation.unverified,
-    )
+    if task is None:
+        task = open_task(
+            recipe.task,
+            recipe.data,
+            data,
+            classes=recipe.classes or None,
+            device=own_device(execution.device),
+            download=download,
+            workers=workers,
+            size=variation.size,
+            verify=not variation.unverified,
+        )
     names = getattr(task, "names", None)
     if model is None:
         model = recipe.build(settings.seed, classes=None if names is None else len(names))

@@ -3,7 +3,6 @@
 Nothing here trains, measures or reads anything but run directories.
 """
 
-from micronorm.report.html import Table
 from micronorm.report.page import Lead, write_page, write_plots
 
-__all__ = ["Lead", "Table", "write_page", "write_plots"]
+__all__ = ["Lead", "write_page", "write_plots"]

@@ -1,4 +1,4 @@
-"""The charts of a page: lines and bars; and those about layers: stacked shares, heat maps and trajectories.
+"""The charts of a page: lines, bars and stacked areas.
 
 Each function returns a `Chart`. Colours are names of `plots.LIGHT`. Coordinates that are not finite are left out.
 """
@@ -7,8 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from micronorm.report.html import LegendEntry, is_finite, plain
 from micronorm.report.plots import LIGHT, apply_style, load_matplotlib, plot_style, save_figure, subplots, to_svg
@@ -22,7 +20,7 @@ more at its least and largest value."""
 CHART_STYLE = {"text_parse_math": False, "font_size": 12}  # a name such as "$a$" is text, not a formula
 _DASHES = {"solid": "solid", "dashed": (0, (3, 1.5)), "dotted": (0, (0.8, 1.8)), "area": "solid"}
 WIDTH = 420
-_LEFT, RIGHT, _TOP, _BOTTOM = 52, 12, 10, 40
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 10, 40
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,6 @@ class Chart:
         figure: the drawing.
         hover: texts under the pointer, as `plots.to_svg` takes them.
         note: a remark for the caption.
-        has_legend: whether the legend of its section belongs to it.
     """
 
     name: str
@@ -43,7 +40,6 @@ class Chart:
     figure: Any
     hover: Mapping[str, Sequence[str]] = field(default_factory=dict)
     note: str = ""
-    has_legend: bool = True
 
     def svg(self) -> str:
         """Return the drawing as an SVG element for a page."""
@@ -56,7 +52,7 @@ class Chart:
         with plot_style(**CHART_STYLE):
             words = self.caption + (f"\n({self.note})" if self.note else "")
             self.figure.suptitle(words, x=0.02, y=1.0, ha="left", va="bottom", wrap=False)
-            if legend and self.has_legend:
+            if legend:
                 styles = [{"color": LIGHT[e.colour], "linestyle": _DASHES[e.style]} for e in legend]
                 widths = [8 if entry.style == "area" else 2 for entry in legend]
                 lines = [Line2D([], [], lw=lw, **style) for style, lw in zip(styles, widths, strict=True)]
@@ -161,8 +157,11 @@ def _draw_line(axes: Any, line: Line, points: Sequence[Summary], hover: dict[str
     chosen = {round(k * (len(kept) - 1) / (MARKED - 1)) for k in range(MARKED)}
     chosen |= {max(range(len(kept)), key=lambda k: kept[k].high), min(range(len(kept)), key=lambda k: kept[k].low)}
     targets = kept if few else [kept[k] for k in sorted(chosen)]
-    style = {"size": 5} if few else {"size": 9, "alpha": 0}
-    draw_points(axes, [(point.x, point.mean) for point in targets], colour, f"{gid}-points", **style)
+    style = {"markersize": 5} if few else {"markersize": 9, "alpha": 0}
+    places = [point.x for point in targets], [point.mean for point in targets]
+    # Above all lines, and not cut off at the edge of the axes.
+    given = {"linestyle": "", "marker": "o", "markeredgecolor": LIGHT["card"], "clip_on": False, "zorder": 3, **style}
+    axes.plot(*places, color=colour, gid=f"{gid}-points", **given)
     hover[f"{gid}-points"] = [f"{line.name}, {point.x:.10g}: {_value_text(point)}" for point in targets]
 
 
@@ -185,7 +184,7 @@ def bar_chart(name: str, bars: Sequence[tuple[str, str, float]], *, caption: str
         for k, (_, colour, value) in enumerate(bars):
             axes.barh(k, value, height=0.62, color=LIGHT[colour])
             axes.annotate(f"{value:.1f}{unit}", (value, k), (6, 0), textcoords="offset points", va="center", size=13)
-    return Chart(name, caption, figure, has_legend=False)
+    return Chart(name, caption, figure)
 
 
 def tick_text(value: float, _: object = None) -> str:
@@ -202,10 +201,11 @@ def tick_text(value: float, _: object = None) -> str:
     return f"{round(value, 12):g}" if abs(value) >= 1e-9 else f"{value:g}"
 
 
-def new_axes(height: float, *, left: float = _LEFT, top: float = _TOP, bottom: float = _BOTTOM) -> tuple[Any, Any]:
+def new_axes(height: float) -> tuple[Any, Any]:
     """Return a figure of 420 by `height` pixels and its axes, with fixed margins: automatic layout is slow."""
     figure, axes = subplots(figsize=(WIDTH / 72, height / 72))
-    figure.subplots_adjust(left=left / WIDTH, right=1 - RIGHT / WIDTH, top=1 - top / height, bottom=bottom / height)
+    right, top = 1 - _RIGHT / WIDTH, 1 - _TOP / height
+    figure.subplots_adjust(left=_LEFT / WIDTH, right=right, top=top, bottom=_BOTTOM / height)
     axes.yaxis.set_major_formatter(tick_text)
     axes.xaxis.set_major_formatter(tick_text)
     return figure, apply_style(axes)
@@ -237,21 +237,6 @@ def set_count_axis(axes: Any, xs: Sequence[float], label: str, *, room: float = 
     axes.set_xlabel(label)
 
 
-def draw_points(axes: Any, points: Sequence[tuple[float, float]], colour: str, gid: str, **style: Any) -> None:
-    """Draw a marker at each point, above all lines and not cut off at the edge of the axes."""
-    if points:
-        given = {"color": colour, "markeredgecolor": LIGHT["card"], "markersize": style.pop("size", 5), **style}
-        axes.plot(*zip(*points, strict=True), linestyle="", marker="o", clip_on=False, gid=gid, zorder=3, **given)
-
-
-def shorten(name: str, length: int = 17) -> str:
-    """Return a long name cut to its last `length` letters, which tell layers apart."""
-    return name if len(name) <= length else "…" + name[1 - length :]
-
-
-# --- charts about layers ----------------------------------------------------------------------------------------------
-
-
 def area_chart(name: str, areas: Sequence[Line], *, caption: str, x_label: str, note: str = "") -> Chart:
     """Stack the areas, which share their x, from the bottom up. The axis ends at 1 unless their sum is larger."""
     xs, shares = [x for x, _ in areas[0].points], [[y for _, y in area.points] for area in areas]
@@ -267,89 +252,4 @@ def area_chart(name: str, areas: Sequence[Line], *, caption: str, x_label: str, 
         for k, (area, layer) in enumerate(zip(areas, layers, strict=True)):
             layer.set_gid(f"{name}-{k}")
             hover[f"{name}-{k}"] = [f"{area.name}: {shares[k][0]:.1%} at first, {shares[k][-1]:.1%} at the end"]
-    return Chart(name, caption, figure, hover, note)
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Values by row and column; NaN where no value is known."""
-
-    rows: Sequence[str]
-    columns: Sequence[str]
-    values: Sequence[Sequence[float]]
-
-
-def largest_shown(grids: Sequence[Grid]) -> float:
-    """Return where a common colour scale ends: at the largest value, or at the 98th percentile if that is under half.
-
-    A few large values would otherwise leave one colour for all the others.
-    """
-    values = np.concatenate([np.ravel(grid.values) for grid in grids])
-    finite = np.sort(values[np.isfinite(values)])
-    if not len(finite):
-        return 1.0
-    usual, largest = finite[math.ceil(0.98 * len(finite)) - 1], finite[-1]
-    return float(largest if largest <= 2 * usual or usual <= 0 else usual) or 1.0
-
-
-def heat_map(name: str, grid: Grid, *, top: float, caption: str, x_label: str, note: str = "") -> Chart:
-    """Draw the values as colours from 0 to `top`, the first row on top. A row shows its values under the pointer."""
-    rows, columns = len(grid.rows), len(grid.columns)
-    height = min(18.0, max(3.0, 200 / rows)) * rows
-    values = np.asarray(grid.values, dtype=float)
-    hover = {}
-    with plot_style(**CHART_STYLE):
-        figure, axes = new_axes(height + 100, left=118, bottom=90)
-        image = axes.imshow(values, cmap="cividis", vmin=0, vmax=top, aspect="auto", interpolation="none")
-        axes.grid(visible=False)
-        axes.spines[:].set_visible(False)
-        every = math.ceil(12 * rows / height)
-        axes.set_yticks(range(0, rows, every), labels=[shorten(label) for label in grid.rows[::every]])
-        every = math.ceil(columns / 8)
-        axes.set_xticks(range(0, columns, every), labels=grid.columns[::every])
-        axes.set_xlabel(x_label)
-        scale = figure.add_axes((118 / WIDTH, 26 / (height + 100), 1 - (118 + RIGHT) / WIDTH, 8 / (height + 100)))
-        extend = "max" if np.nanmax(values, initial=0) > top else "neither"
-        bar = figure.colorbar(image, cax=scale, orientation="horizontal", extend=extend)
-        bar.outline.set_visible(False)
-        bar.set_ticks([0, top / 2, top], labels=[f"{tick:.3g}" for tick in (0, top / 2, top)])
-        scale.tick_params(colors=LIGHT["quiet"], length=0)
-        for k, (label, row) in enumerate(zip(grid.rows, values, strict=True)):
-            # Fully transparent patches are drawn without a fill, and the pointer would not hit them.
-            axes.axhspan(k - 0.5, k + 0.5, alpha=0.001, gid=f"{name}-{k}")
-            hover[f"{name}-{k}"] = [f"{label}: {_row_text(row, grid.columns, x_label)}"]
-    return Chart(name, caption, figure, hover, note, has_legend=False)
-
-
-def _row_text(row: np.ndarray, columns: Sequence[str], x_label: str) -> str:
-    known = [(value, column) for value, column in zip(row, columns, strict=True) if math.isfinite(value)]
-    if not known:
-        return "no finite value"
-    ends = list(dict.fromkeys([known[0], max(known, key=lambda pair: pair[0]), known[-1]]))
-    return ", ".join(f"{value:.3g} at {x_label} {column}" for value, column in ends)
-
-
-def trajectory_chart(
-    name: str, trajectories: Sequence[Line], *, caption: str, x_label: str, y_label: str, note: str = ""
-) -> Chart:
-    """Draw the places of points, at least 0, from a ring at the first to a dot at the last, on linear axes."""
-    hover: dict[str, list[str]] = {}
-    collections = load_matplotlib().collections
-    with plot_style(**CHART_STYLE):
-        figure, axes = new_axes(300, top=26)
-        for colour in dict.fromkeys(trajectory.colour for trajectory in trajectories):
-            own = [trajectory for trajectory in trajectories if trajectory.colour == colour]
-            moved = [trajectory for trajectory in own if len(trajectory.points) > 1]
-            paths = [trajectory.points for trajectory in moved]
-            axes.add_collection(collections.LineCollection(paths, color=LIGHT[colour], alpha=0.45, linewidth=1))
-            for kind, members, place, words in (("rings", moved, 0, ", at first"), ("dots", own, -1, "")):
-                gid = f"{name}-{colour}-{kind}"
-                style = {"markerfacecolor": LIGHT["card"], "markeredgecolor": LIGHT[colour]} if place == 0 else {}
-                draw_points(axes, [t.points[place] for t in members], LIGHT[colour], gid, **style)
-                at = [(t.name, *t.points[place]) for t in members]
-                hover |= {gid: [f"{label}{words}: {x:.3g}, {y:.3g}" for label, x, y in at]} if at else {}
-        axes.set_xlim(left=0)
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel(x_label)
-        axes.set_title(y_label, loc="left", x=-0.12, size=12, color=LIGHT["quiet"])
     return Chart(name, caption, figure, hover, note)

@@ -16,28 +16,6 @@ LONGEST = 2000
 
 
 @dataclass(frozen=True)
-class Table:
-    """A small table for a page. Columns of numbers are aligned to the right.
-
-    Args:
-        caption: its heading.
-        header: the names of its columns.
-        rows: its cells, row by row.
-        about: a sentence or two above it.
-    """
-
-    caption: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[Any]]
-    about: str = ""
-
-    def __post_init__(self) -> None:
-        for row in self.rows:
-            if len(row) != len(self.header):
-                raise ValueError(f"table {self.caption!r}: {len(row)} cells under {len(self.header)} headings")
-
-
-@dataclass(frozen=True)
 class LegendEntry:
     """A text with the colour and style ("solid", "dashed", "dotted" or "area") of what it names."""
 
@@ -171,13 +149,19 @@ def format_duration(seconds: float) -> str:
     return f"{whole // large} {unit} {whole % large // small} {less}"
 
 
-def table_html(table: Table, *, colours: Sequence[str] = ()) -> str:
-    """Return the table as HTML, with a dot of the row's colour in each first cell if `colours` are given."""
-    numeric = [all(is_number(row[k]) or row[k] is None for row in table.rows) for k in range(len(table.header))]
+def table_html(header: Sequence[str], rows: Sequence[Sequence[Any]], *, colours: Sequence[str] = ()) -> str:
+    """Return a table as HTML. Columns of numbers are aligned to the right.
+
+    Args:
+        header: the names of its columns.
+        rows: its cells, row by row.
+        colours: of the dots in the first cells.
+    """
+    numeric = [all(is_number(row[k]) or row[k] is None for row in rows) for k in range(len(header))]
     classes = [' class="number"' if right else "" for right in numeric]
-    columns = [_format_column([row[k] for row in table.rows]) for k in range(len(table.header))]
+    columns = [_format_column([row[k] for row in rows]) for k in range(len(header))]
     head = "".join(
-        f'<th scope="col"{each}>{escape(str(name))}</th>' for name, each in zip(table.header, classes, strict=True)
+        f'<th scope="col"{each}>{escape(str(name))}</th>' for name, each in zip(header, classes, strict=True)
     )
     body = ""
     for number, (first, *rest) in enumerate(zip(*columns, strict=True)):

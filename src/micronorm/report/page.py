@@ -12,22 +12,24 @@ from pathlib import Path
 
 from micronorm.records import write_atomically
 from micronorm.report.charts import bar_chart
-from micronorm.report.diagnostics import shares, singularities, stat_diff
-from micronorm.report.html import Section, Table, absent_html, count, is_finite, table_html
+from micronorm.report.diagnostics import channels, shares
+from micronorm.report.html import Section, absent_html, count, is_finite
 from micronorm.report.plots import DARK, LIGHT
 from micronorm.report.predictions import predictions
 from micronorm.report.results import facts, paper, resources, results, training, verdict
 from micronorm.report.runs import NamedRun, Runs, last_figures, main_figure, read_runs
 
-LARGEST = 3_000_000
-"""Bytes of a page. Long runs are shown in less detail to stay below."""
-DETAIL = 400
-"""Points of a line. Heat maps and trajectories scale with it."""
-
-FIRST: tuple[Callable[[Sequence[NamedRun], int], Section], ...] = (results, paper, training)
-"""The sections before the caller's tables."""
-LAST = (stat_diff, singularities, shares, resources, predictions, facts)
-"""The sections after them."""
+SECTIONS: tuple[Callable[[Sequence[NamedRun]], Section], ...] = (
+    results,
+    paper,
+    training,
+    channels,
+    shares,
+    resources,
+    predictions,
+    facts,
+)
+"""The sections of a page in their order."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,6 @@ def write_page(
     runs: Runs,
     title: str = "Runs",
     lead: Lead | None = None,
-    tables: Sequence[Table] = (),
     left_out: Sequence[str] = (),
 ) -> Path:
     """Write a page about run directories, and return its path.
@@ -68,12 +69,11 @@ def write_page(
             their fact `name`, else by their recipe; equal names get the folder's name or a number added.
         title: the page's heading.
         lead: the first screen; without it the page begins with the results in a sentence.
-        tables: further tables, shown after the training curves.
         left_out: why some runs are not on the page, a line each.
 
     Raises:
         FileNotFoundError: a path holds no run.
-        ValueError: a run's record is damaged, or `runs` is empty, or it holds too many runs for a page of 3 MB.
+        ValueError: a run's record is damaged, or `runs` is empty.
 
     Example:
         >>> import tempfile
@@ -89,20 +89,9 @@ def write_page(
         >>> folder.cleanup()
     """
     named = _read(runs)
-    given = [
-        Section(f"table-{k}", table.caption, table.about, body=table_html(table))
-        for k, table in enumerate(tables, start=1)
-    ]
-    detail = DETAIL
-    while True:
-        sections = [*(make(named, detail) for make in FIRST), *given, *(make(named, detail) for make in LAST)]
-        # A recorded command line may hold bytes that are no text; they become question marks.
-        page = _page_html(title, named, sections, lead, left_out).encode("utf-8", "replace")
-        if len(page) < LARGEST:
-            break
-        if detail == 1:
-            raise ValueError(f"{len(named)} runs make a page of {len(page):,} bytes: give fewer runs at a time")
-        detail = max(1, detail // 2)
+    sections = [make(named) for make in SECTIONS]
+    # A recorded command line may hold bytes that are no text; they become question marks.
+    page = _page_html(title, named, sections, lead, left_out).encode("utf-8", "replace")
     file = Path(target)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, page)
@@ -119,9 +108,9 @@ def write_plots(folder: str | os.PathLike[str], *, runs: Runs) -> list[Path]:
 
 
 def sections_of(runs: Runs) -> list[Section]:
-    """Return the sections of a page about the runs, in full detail."""
+    """Return the sections of a page about the runs."""
     named = _read(runs)
-    return [make(named, DETAIL) for make in (*FIRST, *LAST)]
+    return [make(named) for make in SECTIONS]
 
 
 def _read(runs: Runs) -> list[NamedRun]:

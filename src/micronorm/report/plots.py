@@ -206,7 +206,7 @@ def _clean(element: ET.Element, name: str, wanted: set[str]) -> None:
     for key, value in element.attrib.items():
         if key == "id":
             element.set(key, f"{name}-{value}")
-        elif key != "href" or value.startswith("#"):  # not the bytes of an image
+        else:
             value = re.sub(r"(^#|url\(#)", rf"\g<1>{name}-", value) if key in ("href", "clip-path") else value
             element.set(key, _short_numbers(value) if key == "d" else _named_colour(value))
     for child in list(element):

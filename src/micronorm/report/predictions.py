@@ -29,7 +29,7 @@ MOST_SCENES = 8
 """Label maps or images with boxes of a run that are shown."""
 
 
-def predictions(runs: Sequence[NamedRun], limit: int) -> Section:
+def predictions(runs: Sequence[NamedRun]) -> Section:
     """Return pictures with the networks' answers. Pictures that several runs share are shown once."""
     found = [run for run in runs if run.record.predictions]
     if not found:

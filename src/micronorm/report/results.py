@@ -8,14 +8,14 @@ from typing import Any
 
 from micronorm.records import Record, is_number
 from micronorm.report.charts import Line, line_chart
-from micronorm.report.html import Section, Table, count, format_duration, format_value, slug, table_html
+from micronorm.report.html import Section, count, format_duration, format_value, slug, table_html
 from micronorm.report.runs import (
     LOWER_IS_BETTER,
     PERCENT,
     NamedRun,
     by_epoch,
     by_step,
-    epochs_done,
+    detail_of,
     is_recall,
     is_rounded,
     last_figures,
@@ -71,51 +71,19 @@ def _describe_one(run: NamedRun, key: str) -> str:
 
 
 def _describe_several(runs: Sequence[NamedRun], finite: dict[str, float], key: str) -> str:
-    # Figures that are printed with the same digits count as equal: readers could not tell which is lowest.
-    by_value: dict[str, list[str]] = {}
-    for name in sorted(finite, key=lambda name: finite[name]):
-        by_value.setdefault(_format(finite[name], key), []).append(name)
-    (low, lowest), (high, highest) = next(iter(by_value.items())), list(by_value.items())[-1]
-    named = _figure_name(key)
+    lower = key in LOWER_IS_BETTER
+    value = _format((min if lower else max)(finite.values()), key)
+    # Figures that are printed with the same digits count as equal: readers could not tell which is better.
+    best = [name for name in finite if _format(finite[name], key) == value]
+    text = f"{'Lowest' if lower else 'Highest'} {_figure_name(key)} of {count(len(finite), 'run')}: "
+    text += f"{' and '.join(best)} with {value}."
     recipes = [run.record.facts["recipe"] for run in runs]
-    tail = " One seed each." if len(set(recipes)) == len(recipes) else ""
-    tail += _compare_lengths([run for run in runs if run.name in finite])
-    if len(finite) == 1:
-        return f"{lowest[0]}: {low} {named}."
-    if len(by_value) == 1:
-        return f"All {len(finite)} runs: {low} {named}.{tail}"
-    ends = [("Lowest", _join(lowest), low), ("Highest", _join(highest), high)]
-    (first, best, value), (last, worst, other) = ends if key in LOWER_IS_BETTER else reversed(ends)
-    text = f"{first} {named} of {len(finite)} runs: {best} with {value}"
-    return f"{text}; {last.lower()}: {worst} with {other}.{tail}"
+    text += " One seed each." if len(set(recipes)) == len(recipes) else ""
+    steps = sorted(last_step(run.record) for run in runs if run.name in finite)
+    return text + (f" The runs took {steps[0]:,} to {steps[-1]:,} steps." if steps[0] < steps[-1] else "")
 
 
-def _join(names: Sequence[str]) -> str:
-    return " and ".join(names) if len(names) < 3 else f"{len(names)} runs"
-
-
-def _compare_lengths(runs: Sequence[NamedRun]) -> str:
-    """Return a sentence if runs trained for different lengths, or for less than their recipes say."""
-    planned = [_planned_epochs(run.record) for run in runs]
-    done = [epochs_done(run.record) for run in runs]
-    short = any(wanted is not None and 0 < epochs < wanted for epochs, wanted in zip(done, planned, strict=True))
-    lengths: dict[str, list[str]] = {}
-    for run, epochs, wanted in zip(runs, done, planned, strict=True):
-        by_epochs = count(epochs, "epoch") if wanted is None else f"{epochs} of {wanted:g} epochs"
-        lengths.setdefault(by_epochs if short else count(last_step(run.record), "step"), []).append(run.name)
-    if len(lengths) > 1:
-        texts = (f"{length} ({', '.join(names)})" for length, names in lengths.items())
-        return f" The runs trained for different lengths: {'; '.join(texts)}."
-    return f" No run completed its recipe: {next(iter(lengths))}." if short else ""
-
-
-def _planned_epochs(record: Record) -> float | None:
-    """Return the epochs of the recipe, or those of the run's settings."""
-    definition = numbers(record.facts.get("definition"))
-    return definition.get("epochs", numbers(record.facts["settings"]).get("epochs"))
-
-
-def results(runs: Sequence[NamedRun], limit: int) -> Section:
+def results(runs: Sequence[NamedRun]) -> Section:
     """Return the last figures of every run as a table."""
     figures = {run.name: last_figures(run.record) for run in runs}
     # The six recalls of COCO for boxes and for masks would push the rest off the page; they are in the record.
@@ -134,7 +102,7 @@ def results(runs: Sequence[NamedRun], limit: int) -> Section:
         for run in runs
     ]
     colours = [run.colour for run in runs] if len(runs) > 1 else ()
-    return Section("results", "Results", body=table_html(Table("Results", header, rows), colours=colours))
+    return Section("results", "Results", body=table_html(header, rows, colours=colours))
 
 
 def _rounded(value: float | None, key: str) -> float | None:
@@ -146,7 +114,7 @@ def _rounded(value: float | None, key: str) -> float | None:
 _SHOWN_ELSEWHERE = ("format", "name")
 
 
-def facts(runs: Sequence[NamedRun], limit: int) -> Section:
+def facts(runs: Sequence[NamedRun]) -> Section:
     """Return the facts that all runs share, then those of each run."""
     flat = {
         run.name: _flatten({key: value for key, value in run.record.facts.items() if key not in _SHOWN_ELSEWHERE})
@@ -192,7 +160,7 @@ _AS_RECIPE = "as the recipe says"
 _HEADER = ["row", "figure", "paper", "ours", "over seeds", "runs", "ours − paper", "remark"]
 
 
-def paper(runs: Sequence[NamedRun], limit: int) -> Section:
+def paper(runs: Sequence[NamedRun]) -> Section:
     """Return a table for each of the paper's tables. Runs that differ from their recipe in the same way share a row."""
     groups: dict[tuple[str, str], list[NamedRun]] = {}
     for run in runs:
@@ -208,10 +176,7 @@ def paper(runs: Sequence[NamedRun], limit: int) -> Section:
         for name, theirs in numbers(members[0].record.facts["paper"]).items():
             ours = [found[name] for found in figures if name in found]
             tables.setdefault(table, []).append([row or recipe, *_compare(name, theirs, ours), remark or _AS_RECIPE])
-    parts = [
-        f"<h3>{escape(f'Table {table}')}</h3>{table_html(Table(table, _HEADER, rows))}"
-        for table, rows in tables.items()
-    ]
+    parts = [f"<h3>{escape(f'Table {table}')}</h3>{table_html(_HEADER, rows)}" for table, rows in tables.items()]
     return Section("paper", "The paper and our runs", body="".join(parts))
 
 
@@ -250,7 +215,7 @@ def _object(record: Record, name: str) -> dict[str, Any]:
 Points = list[tuple[float, float]]
 
 
-def training(runs: Sequence[NamedRun], limit: int) -> Section:
+def training(runs: Sequence[NamedRun]) -> Section:
     """Return loss and main figure by epoch, loss and learning rate by step."""
     key = main_figure(runs)
     records = [run.record for run in runs]
@@ -264,10 +229,10 @@ def training(runs: Sequence[NamedRun], limit: int) -> Section:
     # The rate of a cosine schedule ends near 0: its last steps would fill a logarithmic scale. The first evaluations of
     # a figure that grows would, too.
     linear = {"learning-rate"} | (set() if key in LOWER_IS_BETTER else {f"test-{slug(key)}"})
-    return _curves_section("training", "Training", curves, runs, limit, absent=absent, linear=linear)
+    return _curves_section("training", "Training", curves, runs, absent=absent, linear=linear)
 
 
-def resources(runs: Sequence[NamedRun], limit: int) -> Section:
+def resources(runs: Sequence[NamedRun]) -> Section:
     """Return samples per second, memory if the device reports it, and the micro-batch size if it changed."""
     memory = [[(x, y / 2**30) for x, y in by_step(run.record, "memory")] for run in runs]
     sizes = [by_step(run.record, "micro_batch") for run in runs]
@@ -279,7 +244,7 @@ def resources(runs: Sequence[NamedRun], limit: int) -> Section:
     }
     absent = "No step recorded its seconds. micronorm train records them."
     about = "" if any(memory) else "Memory is recorded on GPUs only."
-    return _curves_section("resources", "Memory and speed", curves, runs, limit, about=about, absent=absent)
+    return _curves_section("resources", "Memory and speed", curves, runs, about=about, absent=absent)
 
 
 def _curves_section(
@@ -287,7 +252,6 @@ def _curves_section(
     heading: str,
     curves: dict[tuple[str, str, str], list[Points]],
     runs: Sequence[NamedRun],
-    limit: int,
     *,
     about: str = "",
     absent: str,
@@ -303,7 +267,7 @@ def _curves_section(
             continue
         lines = [Line(run.name, run.colour, points, run.style) for run, points in zip(runs, found, strict=True)]
         log = False if name in linear else None
-        chart = line_chart(name, lines, caption=caption, x_label=x_label, limit=limit, log=log)
+        chart = line_chart(name, lines, caption=caption, x_label=x_label, limit=detail_of(runs), log=log)
         if chart is None:
             empty.append(caption)
         else:

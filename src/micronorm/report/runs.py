@@ -80,6 +80,11 @@ def legend_of(shown: Sequence[NamedRun], runs: Sequence[NamedRun]) -> list[Legen
     return [LegendEntry(run.name, run.colour, run.style) for run in shown] if len(runs) > 1 else []
 
 
+def detail_of(runs: Sequence[NamedRun]) -> int:
+    """Return how many points a line has at most: fewer on a page of many runs, which would grow too large."""
+    return min(400, max(40, 8000 // len(runs)))
+
+
 def title_of(figure: str) -> str:
     """Return a recorded figure's name for readers."""
     return _TITLES.get(figure, figure.replace("_", " ")) + " %" * (figure in PERCENT)
@@ -118,11 +123,6 @@ def speed_by_step(record: Record) -> list[tuple[float, float]]:
     """Return (step, samples per second) of each step that recorded both."""
     rows = [row for row in record.steps if is_number(row.get("seconds")) and is_number(row.get("samples"))]
     return [(row["step"], row["samples"] / row["seconds"]) for row in rows if row["seconds"] > 0]
-
-
-def epochs_done(record: Record) -> int:
-    """Return the number of epochs after which the run was last evaluated."""
-    return max((row["epoch"] + 1 for row in record.epochs if is_number(row.get("epoch"))), default=0)
 
 
 def last_step(record: Record) -> int:

@@ -15,8 +15,8 @@ from micronorm.nn import GN
 from micronorm.nn.spec import NormSpec, WeightSpec
 from micronorm.recipes import cifar, digits
 from micronorm.recipes.figures.figure import Figure, FigureData, Request
-from micronorm.recipes.networks import build_network
-from micronorm.recipes.protocols import OPTIMIZER, TITLES
+from micronorm.recipes.networks import TITLES, build_network
+from micronorm.recipes.protocols import OPTIMIZER
 from micronorm.recipes.recipe import DATA
 from micronorm.tasks.classification import Classification, open_classification
 

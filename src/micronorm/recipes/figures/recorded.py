@@ -82,32 +82,18 @@ def _draw_front(data: Mapping[str, Any]) -> Any:
 
 
 def _draw_panel(axes: Any, panel: Mapping[str, Any]) -> None:
-    bars = panel["bars"]
-    marks = [(place, who, bar[who]) for place, bar in enumerate(bars) for who in ("paper", "ours")]
-    marks = [(place, who, value) for place, who, value in marks if value is not None]
-    values = [value for _, _, value in marks]
-    spread = max(values) - min(values) or 1.0
-    floor = max(0.0, min(values) - 0.3 * spread)
-    shift = 0.21 if len({who for _, who, _ in marks}) == 2 else 0.0
-    for place, who, value in marks:
-        x = place + (shift if who == "ours" else -shift)
-        # Marks, not bars: the length of a bar means nothing if the axis does not begin at 0.
-        style = {"color": COLOURS[0]} if who == "ours" else {"facecolor": "white", "edgecolor": COLOURS[7]}
-        axes.scatter([x], [value], s=64, zorder=3, linewidth=1.6, clip_on=False, **style)
-        axes.annotate(
-            f"{value:.1f}" if panel["unit"] == AP else f"{value:.2f}",
-            (x, value),
-            xytext=(0, 8),
-            textcoords="offset points",
-            ha="center",
-            fontsize=8.5,
-            color=TEXT if who == "ours" else QUIET,
-        )
-    for place in set(range(len(bars))) - {place for place, _, _ in marks}:
-        axes.annotate("–", (place, floor), xytext=(0, 3), textcoords="offset points", ha="center", color=QUIET)
+    """Draw marks, not bars: the length of a bar means nothing if the axis does not begin at 0."""
+    bars, digits = panel["bars"], 1 if panel["unit"] == AP else 2
+    ring, dot = {"facecolor": "white", "edgecolor": COLOURS[7]}, {"color": COLOURS[0]}
+    for who, shift, style, colour in (("paper", -0.15, ring, QUIET), ("ours", 0.15, dot, TEXT)):
+        marks = [(place + shift, bar[who]) for place, bar in enumerate(bars) if bar[who] is not None]
+        for x, value in marks:
+            axes.scatter([x], [value], s=64, zorder=3, linewidth=1.6, clip_on=False, **style)
+            label = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center", "fontsize": 8.5, "color": colour}
+            axes.annotate(f"{value:.{digits}f}", (x, value), **label)
     axes.set_xticks(range(len(bars)), labels=[bar["method"] for bar in bars])
     axes.set_xlim(-0.6, len(bars) - 0.4)
-    axes.set_ylim(floor, max(values) + 0.2 * spread)
+    axes.margins(y=0.25)
     axes.set_ylabel(panel["unit"])
     add_title(axes, panel["title"])
     apply_style(axes, grid="y")

@@ -1,9 +1,12 @@
+import contextlib
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from micronorm.cli.doctor import find_data
+from micronorm.data.cifar import find_cifar
 from micronorm.data.files import DEFAULT_FOLDERS, search_folders
+from micronorm.data.folders import find_folders
 from micronorm.tasks import open_task
 from tests.data.miniature import write_binary, write_folders, write_python
 
@@ -16,6 +19,16 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     return tmp_path
+
+
+def find_data(folder=None):
+    """The paths of three data sets below `folder`, or below the default folders."""
+    found = {}
+    for name, find in (("cifar10", partial(find_cifar, classes=10)), ("cifar100", partial(find_cifar, classes=100)),
+                       ("imagenet", find_folders)):  # fmt: skip
+        with contextlib.suppress(FileNotFoundError):
+            found[name] = find(folder)
+    return found
 
 
 def test_a_given_folder_is_the_only_place_looked_at(elsewhere):
