@@ -28,10 +28,10 @@ from torch.nn.parameter import UninitializedParameter
 from micronorm.convert.surgery import names_of
 from micronorm.nn.inputs import check_eps, check_flag
 from micronorm.nn.passive_hook import PassiveHook
-from micronorm.nn.reparameterized import _CWN, _WN, _WS, Reparameterized
+from micronorm.nn.reparameterized import _CWN, _WN, _WS, Reparameterized, rows_of
 from micronorm.nn.weight import WS, counterpart_kind, is_standardized_by_timm
 from micronorm.ops.moments import compute_dtype, wide_dtype
-from micronorm.ops.weight import row_statistics, weight_standardize
+from micronorm.ops.weight import over_rows, row_statistics, weight_standardize
 from micronorm.ops.weight.reference import check_weight, gradient
 
 TERMS = ("along", "mean", "rest", "residual")
@@ -106,7 +106,7 @@ def gradient_shares(
         if other is not None and other.shape != weight.shape:
             raise ValueError(
                 f"{name} must have the weight's shape {tuple(weight.shape)}, got {tuple(other.shape)}; for transposed "
-                "convolutions pass micronorm.diagnostics.lipschitz.rows_of(layer, tensor)"
+                "convolutions pass micronorm.nn.reparameterized.rows_of(layer, tensor)"
             )
     wide = wide_dtype(weight.device)
     w, g = (t.detach().flatten(1).to(wide) for t in (weight, grad_effective))
@@ -256,8 +256,6 @@ def weight_shares(model: nn.Module, gradients: Mapping[str, GradientSum]) -> dic
 
 # --- layers with a weight --------------------------------------------------------------------------------------------
 
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-
 
 def weight_layers(model: nn.Module) -> dict[str, Any]:
     """Return convolutions and linear layers by name, plain or reparameterized by this library.
@@ -284,18 +282,3 @@ def _is_known(module: nn.Module) -> bool:
     if isinstance(module, Reparameterized):
         return True
     return counterpart_kind(module) is not None and not is_standardized_by_timm(module)
-
-
-def rows_of(layer: Any, weight: Tensor) -> Tensor:
-    """Return a tensor in the weight's layout as O×…, or one of rows in the weight's layout.
-
-    Transposed convolutions keep O in axis 1, per group. The exchange of the axes is its own inverse.
-    """
-    if not isinstance(layer, _TRANSPOSED):
-        return weight
-    return weight.unflatten(0, (layer.groups, -1)).transpose(1, 2).flatten(0, 1)
-
-
-def over_rows(values: Tensor, like: Tensor) -> Tensor:
-    """Return O numbers in a shape that broadcasts against O×…."""
-    return values.reshape((-1,) + (1,) * (like.ndim - 1))

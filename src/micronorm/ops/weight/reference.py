@@ -47,8 +47,12 @@ def gradient(w: Tensor, g: Tensor, *, center: bool, scale: bool, eps: float) -> 
 
 def _row_moments(w: Tensor) -> Moments:
     """Return the moments of each row, shaped to broadcast against it."""
-    shape = (-1,) + (1,) * (w.ndim - 1)
-    return Moments(*(m.reshape(shape) for m in moments(w.flatten(1).unsqueeze(0))))
+    return Moments(*(over_rows(m, w) for m in moments(w.flatten(1).unsqueeze(0))))
+
+
+def over_rows(values: Tensor, like: Tensor) -> Tensor:
+    """Return O numbers in a shape that broadcasts against O×…."""
+    return values.reshape((-1,) + (1,) * (like.ndim - 1))
 
 
 def _factor(rows: Moments, center: bool, scale: bool, eps: float) -> Tensor:
@@ -97,10 +101,9 @@ def weight_normalize(w: Tensor, length: Tensor) -> Tensor:
     """
     check_weight(w)
     wide = w.to(compute_dtype(w.dtype))
-    shape = (-1,) + (1,) * (w.ndim - 1)
     # Clamped so that a row of zeros stays zero instead of 0/0; the gradient through its norm is then zero too.
     square = wide.square().sum(tuple(range(1, w.ndim)), keepdim=True).clamp(min=torch.finfo(wide.dtype).tiny)
-    return (length.to(wide.dtype).reshape(shape) * wide * square.rsqrt()).to(w.dtype)
+    return (over_rows(length.to(wide.dtype), w) * wide * square.rsqrt()).to(w.dtype)
 
 
 def centered_weight_normalize(w: Tensor, length: Tensor) -> Tensor:
