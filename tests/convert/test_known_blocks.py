@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from timm.layers import EcaModule, SplitAttn
-from timm.models import dla, hgnet, nextvit, res2net, resnest, senet
+from timm.layers import SplitAttn
+from timm.models import dla, hgnet, nextvit, resnest, senet
 from timm.models import resnet as timm_resnet
 from torch import nn
 from torchvision.models import resnet
@@ -86,26 +86,6 @@ EXAMPLES: dict[str, list[tuple[Callable[[], nn.Module], tuple[Any, ...]]]] = {
     "timm.models.resnet.ResNet": [
         (lambda: timm_resnet.ResNet(timm_resnet.BasicBlock, [1, 1, 1, 1], num_classes=3), (image(3, 32),))
     ],
-    "timm.models.res2net.Bottle2neck": [
-        (lambda: res2net.Bottle2neck(8, 2, norm_layer=nn.BatchNorm2d, base_width=128, scale=3), (image(),)),
-        (
-            lambda: res2net.Bottle2neck(
-                4, 2, norm_layer=nn.BatchNorm2d, base_width=128, scale=2, downsample=down(4, 8)
-            ),
-            (image(4),),
-        ),
-        (
-            lambda: res2net.Bottle2neck(8, 2, norm_layer=nn.BatchNorm2d, base_width=128, scale=1, attn_layer=EcaModule),
-            (image(),),
-        ),
-        (
-            # timm 1.0.29 ignores both layers.
-            lambda: res2net.Bottle2neck(
-                8, 2, norm_layer=nn.BatchNorm2d, base_width=128, drop_block=nn.Dropout, drop_path=nn.Dropout(0.5)
-            ),
-            (image(),),
-        ),
-    ],
     "timm.models.dla.DlaBasic": [
         (lambda: dla.DlaBasic(8, 8), (image(), image())),
         (lambda: dla.DlaBasic(8, 8), (image(),)),
@@ -113,10 +93,6 @@ EXAMPLES: dict[str, list[tuple[Callable[[], nn.Module], tuple[Any, ...]]]] = {
     "timm.models.dla.DlaBottleneck": [
         (lambda: dla.DlaBottleneck(8, 8), (image(), image())),
         (lambda: dla.DlaBottleneck(8, 8), (image(),)),
-    ],
-    "timm.models.dla.DlaBottle2neck": [
-        (lambda: dla.DlaBottle2neck(8, 8, base_width=64, scale=2), (image(), image())),
-        (lambda: dla.DlaBottle2neck(8, 8, base_width=64, scale=2), (image(),)),
     ],
     "timm.models.dla.DlaRoot": [
         (lambda: dla.DlaRoot(8, 4, 1, shortcut=False), ([image(4), image(4)],)),

@@ -4,6 +4,7 @@ from torch import Tensor
 
 import micronorm as mn
 from micronorm.convert.foreign import AUTHORS_BCN, AUTHORS_WS, TIMM_BIT, Standardization, rescale_rows
+from micronorm.nn.reparameterized import rows_of
 from tests.tolerances import assert_close_to_max, tolerance
 
 FORMULAS = {
@@ -47,8 +48,8 @@ def test_rows_are_those_of_the_layer(kind):
     layer = kind(4, 6, 3, groups=2, dtype=torch.float64)
     w = torch.randn_like(layer.weight) * 0.05
     loaded(layer, w, AUTHORS_WS)
-    actual = layer.rows(layer.effective_weight()).flatten(1)
-    assert_close_to_max(actual, expected(layer.rows(w), AUTHORS_WS), tol=tolerance("output", torch.float64))
+    actual = rows_of(layer, layer.effective_weight()).flatten(1)
+    assert_close_to_max(actual, expected(rows_of(layer, w), AUTHORS_WS), tol=tolerance("output", torch.float64))
 
 
 def test_one_formula_changes_nothing():

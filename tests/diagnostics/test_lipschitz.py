@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import micronorm as mn
-from micronorm.diagnostics.lipschitz import effective_gradients, gradient_shares, rows_of, weight_layers, weight_shares
+from micronorm.diagnostics.lipschitz import effective_gradients, gradient_shares, weight_layers, weight_shares
 from micronorm.nn.per_step.shared_weights import SharedWeights
+from micronorm.nn.reparameterized import rows_of
 from micronorm.ops.weight import row_statistics
 from tests.diagnostics.trained import EPS, LAYERS, loss_of, network
 from tests.tolerances import assert_close_to_max

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 import micronorm as mn
-from micronorm.diagnostics.lipschitz import effective_gradients, rows_of
+from micronorm.diagnostics.lipschitz import effective_gradients
+from micronorm.nn.reparameterized import rows_of
 from tests.diagnostics.trained import LAYERS, loss_of, network
 from tests.tolerances import assert_close_to_max
 

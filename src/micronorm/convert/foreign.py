@@ -23,6 +23,8 @@ from micronorm.convert.checkpoint import read_state, shorten, strip_prefixes
 from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.nn.inputs import check_eps
 from micronorm.nn.reparameterized import _WS as Standardized
+from micronorm.nn.reparameterized import rows_of
+from micronorm.ops.weight import over_rows
 
 _CHILDREN = ("pbn", "bn")  # the channel half of the authors' module
 _CHANNEL_HALF = ("weight", "bias", "running_mean", "running_var")
@@ -248,14 +250,14 @@ def rescale_rows(weight: Tensor, layer: Standardized, theirs: Standardization) -
         raise ValueError(f"built with center={layer.center}, scale={layer.scale}; {theirs} does both")
     if theirs == Standardization(eps=layer.eps, unbiased=False, eps_in_root=True):
         return weight, None
-    rows = layer.rows(weight).double()
+    rows = rows_of(layer, weight).double()
     flat = rows.flatten(1)
     constant = flat.amax(1) == flat.amin(1)
     excess = theirs.excess(flat.var(1, correction=0), flat.shape[1])
     if layer.eps == 0 or bool((excess == 0).any()):
         raise ValueError(f"built with eps={layer.eps}, no scale of the weight gives {theirs}; build with another eps")
     scale = torch.where(constant, 1, (layer.eps / excess).sqrt())
-    scaled = layer.from_rows(rows * scale.reshape(-1, *[1] * (rows.ndim - 1)))
+    scaled = rows_of(layer, rows * over_rows(scale, rows))
     if not bool(scaled.to(layer.weight.dtype).isfinite().all()):
         raise ValueError(f"not finite in {layer.weight.dtype} once its rows are scaled")
     moved = excess[~constant]

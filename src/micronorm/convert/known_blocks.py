@@ -144,46 +144,6 @@ def _dla_root(self: Any, x_children: list[Tensor]) -> Tensor:
     return norm_act(self.bn, self.conv(torch.cat(x_children, 1)), self.relu, residual=residual, inplace=True)
 
 
-def _res2net(self: Any, x: Tensor, shortcut: Tensor | None = None, children: Any = None) -> Tensor:
-    """timm's Bottle2neck of Res2Net, and that of DLA, which has no squeeze-and-excitation."""
-    out = _res2net_scales(self, x)
-    after = _res2net_after_last_norm(self)
-    if after:
-        out = self.bn3(out)
-        for layer in after:
-            out = layer(out)
-    residual = _shortcut(self, x) if shortcut is None else shortcut
-    if not after:
-        return norm_act(self.bn3, out, self.relu, residual=residual, inplace=True)
-    out += residual
-    return self.relu(out)
-
-
-def _res2net_after_last_norm(self: Any) -> list[nn.Module]:
-    """Return the layers between the last norm and the addition; stochastic depth came with timm 1.0.31."""
-    layers = (getattr(self, name, None) for name in ("se", "drop_path"))
-    return [layer for layer in layers if layer is not None]
-
-
-def _res2net_scales(self: Any, x: Tensor) -> Tensor:
-    """Compute the block up to its last convolution: one convolution per part of the channels, each adds the last."""
-    parts = torch.split(norm_act(self.bn1, self.conv1(x), self.relu), self.width, 1)
-    outputs: list[Tensor] = []
-    for i, (conv, norm) in enumerate(zip(self.convs, self.bns, strict=True)):
-        part = parts[i] if i == 0 or self.is_first else outputs[-1] + parts[i]
-        outputs.append(norm_act(norm, conv(part), self.relu))
-    if self.scale > 1:
-        outputs.append(parts[-1] if self.pool is None else self.pool(parts[-1]))
-    out = torch.cat(outputs, 1)
-    drop = getattr(self, "drop_block", None)  # since timm 1.0.31
-    return self.conv3(out if drop is None else drop(out))
-
-
-def _res2net_fuses(self: Any) -> Fuses:
-    parts = {f"bns.{i}": "relu" for i in range(len(self.bns))}
-    return {"bn1": "relu"} | parts | ({} if _res2net_after_last_norm(self) else {"bn3": "add relu"})
-
-
 def _senet(self: Any, x: Tensor) -> Tensor:
     """The blocks of timm's SENet, with two convolutions or three."""
     out = _conv_norm_relu(self, x, 2)
@@ -350,10 +310,8 @@ BLOCKS: dict[type | str, Block] = {
     "timm.models.resnet.BasicBlock": Block(_timm_basic_block, _TIMM_BASIC, source="3580b8e5cdce"),
     "timm.models.resnet.Bottleneck": Block(_timm_bottleneck, _TIMM_BOTTLENECK, source="63981a893bde"),
     "timm.models.resnet.ResNet": Block(_timm_resnet, {"bn1": "act1"}, "forward_features", source="0b6d183bb745"),
-    "timm.models.res2net.Bottle2neck": Block(_res2net, _res2net_fuses, source="df27133d4db2 e1b16f226ac1"),
     "timm.models.dla.DlaBasic": Block(*_BASIC, source="0cb947bb8771"),
     "timm.models.dla.DlaBottleneck": Block(*_BOTTLENECK, source="3de1558339f9"),
-    "timm.models.dla.DlaBottle2neck": Block(_res2net, _res2net_fuses, source="333c8b92de28"),
     "timm.models.dla.DlaRoot": Block(_dla_root, _dla_root_fuses, source="27328a2d595d"),
     "timm.models.resnest.ResNestBottleneck": Block(_resnest_bottleneck, _RESNEST, source="9ac1e57434a7"),
     "timm.layers.split_attn.SplitAttn": Block(_split_attention, _SPLIT_ATTENTION, source="f9b0624e38be"),

@@ -69,11 +69,7 @@ def _trace(model: nn.Module, is_leaf: IsLeaf, example_inputs: Any) -> Flow:
             return replace(record(model, is_leaf, *as_call(inputs)), detail=f"run on {label}; {reasons[0]}")
         except Exception as fault:
             reasons.append(f"not runnable on {label} ({_first_line(fault)})")
-    why = "; ".join(reasons)
-    with suppress(Exception):
-        whole = f"some blocks as a whole: {why}; pass example_inputs to see into them"
-        return replace(trace_symbolically(model, is_leaf, opaque=True), detail=whole)
-    return Flow([], "order", f"{why}; pass example_inputs for the real data flow")
+    return Flow([], "order", f"{'; '.join(reasons)}; pass example_inputs for the real data flow")
 
 
 def _learn_shapes(flow: Flow, executed: Flow) -> None:
@@ -188,16 +184,13 @@ def guesses(model: nn.Module, *, scale: int = 1) -> Iterator[tuple[str, Any]]:
 _METADATA_CALLS = FRESH | {"size", "dim", "numel", "stride", "is_contiguous"}
 
 
-def trace_symbolically(model: nn.Module, is_leaf: IsLeaf, *, opaque: bool = False) -> Flow:
-    """Trace with torch.fx. Errors that the model's forward raises on symbolic values are passed on.
-
-    With `opaque`, the modules that timm excludes from tracing are one call each, even if they contain leaves.
-    """
+def trace_symbolically(model: nn.Module, is_leaf: IsLeaf) -> Flow:
+    """Trace with torch.fx. Errors that the model's forward raises on symbolic values are passed on."""
     # Arguments with a default keep it: a symbolic value would count as given where the forward asks `is not None`.
     defaults = {
         p.name: p.default for p in inspect.signature(model.forward).parameters.values() if p.default is not p.empty
     }
-    graph = _LeafTracer(is_leaf, opaque).trace(model, concrete_args=defaults or None)
+    graph = _LeafTracer(is_leaf).trace(model, concrete_args=defaults or None)
     modules = dict(model.named_modules(remove_duplicate=False))
     made: dict[torch.fx.Node, Node] = {}
     metadata: set[torch.fx.Node] = set()
@@ -235,17 +228,17 @@ def _is_metadata(entry: torch.fx.Node, known: set[torch.fx.Node]) -> bool:
 class _LeafTracer(torch.fx.Tracer):
     """Trace with the layers of torch.nn, and what `is_leaf` or timm exclude from tracing, as one call each."""
 
-    def __init__(self, is_leaf: IsLeaf, opaque: bool) -> None:
+    def __init__(self, is_leaf: IsLeaf) -> None:
         timm_fx = sys.modules.get("timm.layers._fx")
         functions = timm_fx.get_notrace_functions() if timm_fx is not None else ()
         super().__init__(autowrap_functions=tuple(f for f in functions if callable(f)))
         self._leaf_types = tuple(timm_fx.get_notrace_modules()) if timm_fx is not None else ()
-        self._is_leaf, self._opaque = is_leaf, opaque
+        self._is_leaf = is_leaf
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if self._is_leaf(m) or super().is_leaf_module(m, module_qualified_name):
             return True
-        return isinstance(m, self._leaf_types) and (self._opaque or not any(map(self._is_leaf, m.modules())))
+        return isinstance(m, self._leaf_types) and not any(map(self._is_leaf, m.modules()))
 
 
 # --- a run on example inputs ------------------------------------------------------------------------------------------

@@ -5,14 +5,13 @@ A layer is reported for its first problem in the order of `Problem`, because the
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import nn
 
 from micronorm.diagnostics.activations import ZERO_BELOW_ZERO
 from micronorm.diagnostics.criteria import LIMITS, Problem, advise, has_enough_data, measure_problems
-from micronorm.diagnostics.lipschitz import PAPER_RESNET50, input_uses
 from micronorm.diagnostics.norm_stats import NormStatistics, StatisticsSource, measure_norms
 from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.nn.weight import WSConv1d, WSConv2d, WSConv3d
@@ -65,7 +64,6 @@ class Diagnosis:
     statistics: dict[str, NormStatistics]
     judged: int
     severities: dict[str, float] = field(default_factory=dict)
-    input_uses: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     collapse: str | None = None
     """How training collapsed at its start and what to do, from the losses of its run (`records.collapse`)."""
@@ -143,7 +141,6 @@ class Diagnosis:
                 name: {**stats.figures(), **{key: getattr(stats, key) for key in more}}
                 for name, stats in self.statistics.items()
             },
-            "input_use": self.input_uses,
             "notes": self.notes,
         }
         # JSON has no infinity.
@@ -187,14 +184,7 @@ def diagnose(
             f"the estimates of {len(unmoved)} BatchChannelNorm layers have never moved from (0, 1), at first "
             f"{unmoved[0]!r}: no optimizer that holds their weights has stepped; see mn.attach"
         )
-    uses = input_uses(model)
-    if uses:
-        mean = sum(uses.values()) / len(uses)
-        diagnosis.notes.append(
-            f"min/mean use of input channels, averaged over layers: {mean:.2f} (the paper's trained "
-            f"ResNet-50: {PAPER_RESNET50}); no finding depends on it"
-        )
-    return replace(diagnosis, input_uses=uses)
+    return diagnosis
 
 
 def judge(measured: Mapping[str, NormStatistics], *, standardized: bool = False, trained: bool = True) -> Diagnosis:

@@ -16,11 +16,10 @@ from micronorm.nn import weight as ours
 from micronorm.nn.batch import TORCH_LAYERS, GhostBatchNorm
 from micronorm.nn.batch_renorm import BatchRenorm
 from micronorm.nn.bcn import BatchChannelNorm
-from micronorm.nn.reparameterized import _SameConv
+from micronorm.nn.reparameterized import _SameConv, rows_of
 from micronorm.nn.weight import PLAIN, counterpart_kind, is_standardized_by_timm, recast
 from micronorm.ops.moments import compute_dtype
-
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+from micronorm.ops.weight import over_rows
 
 REPARAMETERIZED: frozenset[type[nn.Module]] = frozenset(
     getattr(ours, method + kind)
@@ -89,7 +88,8 @@ def plain_layer(layer: nn.Module, affine: Affine | None, *, name: str) -> nn.Mod
     made, wide = _bare(layer, name), _effective_weight(layer)
     bias: Tensor | None = made._parameters.get("bias")
     if affine is not None:
-        wide = _scaled(layer, wide, affine.scale)
+        rows = rows_of(layer, wide)
+        wide = rows_of(layer, rows * over_rows(affine.scale, rows))
         offset = -affine.mean if bias is None else _wide(bias) - affine.mean
         wide_bias = affine.scale * offset + affine.shift
         bias = nn.Parameter(wide_bias.to(made.weight), requires_grad=made.weight.requires_grad)
@@ -108,14 +108,6 @@ def _effective_weight(layer: Any) -> Tensor:
             wide.backend = "reference"  # the layer's backend may be a kernel, which needs a GPU
             return wide.effective_weight()
     return _wide(layer.weight)
-
-
-def _scaled(layer: Any, weight: Tensor, scale_c: Tensor) -> Tensor:
-    """Multiply each output channel of `weight` by its scale; in transposed layers they are axis 1, per group."""
-    if not isinstance(layer, _TRANSPOSED):
-        return weight * scale_c.reshape(-1, *[1] * (weight.ndim - 1))
-    by_group = weight.unflatten(0, (layer.groups, -1))
-    return (by_group * scale_c.reshape(layer.groups, 1, -1, *[1] * (weight.ndim - 2))).flatten(0, 1)
 
 
 def _bare(layer: nn.Module, name: str) -> Any:

@@ -17,6 +17,7 @@ from micronorm.ops.weight import (
     centered_weight_normalize,
     check_fan_in,
     choose_backend,
+    over_rows,
     row_statistics,
     standardize_by_kernel,
     weight_normalize,
@@ -24,6 +25,18 @@ from micronorm.ops.weight import (
 )
 
 # --- how a layer uses its weight, by the kind of layer ---------------------------------------------------------------
+
+
+def rows_of(layer: Any, weight: Tensor) -> Tensor:
+    """Return a tensor in the weight's layout as O×…, or one of rows in the weight's layout.
+
+    Transposed convolutions keep O in axis 1, per group: (groups·I)×(O/groups)×kernel. The exchange of the axes is its
+    own inverse.
+    """
+    # A tuple: torch.compile of torch 2.8 and older does not trace a union of types.
+    if not isinstance(layer, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)):
+        return weight
+    return weight.unflatten(0, (layer.groups, -1)).transpose(1, 2).flatten(0, 1)
 
 
 class Reparameterized(Fingerprinted):
@@ -63,14 +76,6 @@ class Reparameterized(Fingerprinted):
             super()._load_from_state_dict(*args, **kwargs)
         finally:
             self._loading = False
-
-    def rows(self, weight: Tensor) -> Tensor:
-        """Return `weight` as O×…."""
-        return weight
-
-    def from_rows(self, rows: Tensor) -> Tensor:
-        """Return the inverse of `rows`."""
-        return rows
 
     def effective_weight(self) -> Tensor:
         """Return the weight the layer computes with, in the layout of `weight`."""
@@ -124,16 +129,6 @@ class _Linear(Reparameterized):
 
 
 class _ConvTranspose(Reparameterized):
-    """Transposed convolutions keep their output channels in axis 1, per group: (groups·I)×(O/groups)×kernel."""
-
-    groups: int
-
-    def rows(self, weight: Tensor) -> Tensor:
-        return weight.unflatten(0, (self.groups, -1)).transpose(1, 2).flatten(0, 1)
-
-    def from_rows(self, rows: Tensor) -> Tensor:
-        return rows.unflatten(0, (self.groups, -1)).transpose(1, 2).flatten(0, 1)
-
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         layer: Any = self
         if layer.padding_mode != "zeros":
@@ -176,7 +171,7 @@ class _WS(Reparameterized):
         self._standardize(center=center, scale=scale, eps=eps)
 
     def _standardize(self, *, center: bool, scale: bool, eps: float) -> None:
-        check_fan_in(self.rows(self.weight)[0].numel())
+        check_fan_in(rows_of(self, self.weight)[0].numel())
         check_flag("center", center)
         check_flag("scale", scale)
         check_eps(eps)
@@ -195,24 +190,23 @@ class _WS(Reparameterized):
         return standardize_by_kernel([weight], self.center, self.scale, self.eps, dtype)[0]
 
     def by_kernel(self) -> bool:
-        plain = (self.center or self.scale) and self.absorbed_mean is None and self.rows(self.weight) is self.weight
+        plain = (self.center or self.scale) and self.absorbed_mean is None and rows_of(self, self.weight) is self.weight
         return plain and choose_backend(self.weight, self.backend) == "triton"
 
     def effective_weight(self) -> Tensor:
         options: dict[str, Any] = {"center": self.center, "scale": self.scale, "eps": self.eps, "backend": self.backend}
-        rows = self.rows(self.weight)
+        rows = rows_of(self, self.weight)
         if self.absorbed_mean is None or self.absorbed_scale is None:
-            return self.from_rows(weight_standardize(rows, **options))
+            return rows_of(self, weight_standardize(rows, **options))
         wide = rows.to(compute_dtype(rows.dtype))  # round once, after scaling
-        shape = (-1,) + (1,) * (rows.ndim - 1)
-        mean, scale = (b.to(wide.dtype).reshape(shape) for b in (self.absorbed_mean, self.absorbed_scale))
-        return self.from_rows(torch.addcmul(mean, weight_standardize(wide, **options), scale).to(rows.dtype))
+        mean, scale = (over_rows(b.to(wide.dtype), rows) for b in (self.absorbed_mean, self.absorbed_scale))
+        return rows_of(self, torch.addcmul(mean, weight_standardize(wide, **options), scale).to(rows.dtype))
 
     def absorb(self) -> None:
         """Store the mean and scale that standardization removes, so that the layer's output does not change."""
         options = {"center": self.center, "scale": self.scale, "eps": self.eps}
         with torch.no_grad():
-            mean, scale = row_statistics(self.rows(self.weight), **options)  # type: ignore[arg-type]
+            mean, scale = row_statistics(rows_of(self, self.weight), **options)  # type: ignore[arg-type]
         self.absorbed_mean, self.absorbed_scale = mean, scale
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
@@ -239,7 +233,7 @@ class _WithLength(Reparameterized):
         self._standardize()
 
     def _standardize(self) -> None:
-        check_fan_in(self.rows(self.weight)[0].numel())
+        check_fan_in(rows_of(self, self.weight)[0].numel())
         self.length = nn.Parameter(self._natural_length(self.weight), requires_grad=self.weight.requires_grad)
 
     def reset_parameters(self) -> None:
@@ -249,7 +243,7 @@ class _WithLength(Reparameterized):
                 self.length.copy_(self._natural_length(self.weight))
 
     def _natural_length(self, weight: Tensor) -> Tensor:
-        return self.rows(weight.detach()).flatten(1).norm(dim=1)
+        return rows_of(self, weight.detach()).flatten(1).norm(dim=1)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         weight = state_dict.get(prefix + "weight")
@@ -265,7 +259,7 @@ class _WN(_WithLength):
     function = ("WN",)
 
     def effective_weight(self) -> Tensor:
-        return self.from_rows(weight_normalize(self.rows(self.weight), self.length))
+        return rows_of(self, weight_normalize(rows_of(self, self.weight), self.length))
 
 
 class _CWN(_WithLength):
@@ -274,8 +268,8 @@ class _CWN(_WithLength):
     function = ("CWN",)
 
     def effective_weight(self) -> Tensor:
-        return self.from_rows(centered_weight_normalize(self.rows(self.weight), self.length))
+        return rows_of(self, centered_weight_normalize(rows_of(self, self.weight), self.length))
 
     def _natural_length(self, weight: Tensor) -> Tensor:
-        rows = self.rows(weight.detach()).flatten(1)
+        rows = rows_of(self, weight.detach()).flatten(1)
         return (rows - rows.mean(1, keepdim=True)).norm(dim=1)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from micronorm.ops.bcn.estimates import Recurrence
 from micronorm.ops.bcn.fused import group_norm_fused
 from micronorm.ops.moments import (
     Moments,
@@ -91,25 +92,20 @@ def unbiased(batch_tc: Moments, *, samples: int, micro_batch: int | None, positi
 
 
 def absorb(running: Running, batch_tc: Moments, *, momentum: float | None) -> Running:
-    """Return the running statistics after T successive batches: the recurrence e ← (1 − a)·e + a·s_t in closed form.
+    """Return the running statistics after T successive batches: e ← (1 − a)·e + a·s_t for each.
 
-    e_T = (1 − a)^T e_0 + Σ_t a (1 − a)^(T−1−t) s_t. With momentum=None, e is the plain average of all batches so far,
-    (n e_0 + Σ_t s_t)/(n + T), as in torch. Statistics carry no gradient.
+    With momentum=None, e is the plain average of all batches so far, (n e_0 + Σ_t s_t)/(n + T), as in torch. Statistics
+    carry no gradient.
     """
     steps, wide = batch_tc.mean.shape[0], batch_tc.mean.dtype
+    pairs = [(old.to(wide), new.detach()) for old, new in zip(running[:2], batch_tc, strict=True)]
     if momentum is None:
         seen = running.batches.to(wide)
-        keep = seen / (seen + steps)
-        share_t = (1 / (seen + steps)).expand(steps)
+        mean, var = ((seen * old + new.sum(0)) / (seen + steps) for old, new in pairs)
     else:
-        decay_t = torch.pow(1 - momentum, torch.arange(steps, -1, -1, device=batch_tc.mean.device, dtype=wide))
-        keep = decay_t[0]
-        share_t = momentum * decay_t[1:]
-
-    def move(old_c: Tensor, new_tc: Tensor) -> Tensor:
-        return keep * old_c.to(wide) + (share_t.unsqueeze(-1) * new_tc.detach()).sum(0)
-
-    return Running(move(running.mean, batch_tc.mean), move(running.var, batch_tc.var), running.batches + steps)
+        recurrence = Recurrence(momentum, steps, like=batch_tc.mean)
+        mean, var = (recurrence.history(old, new)[-1] for old, new in pairs)
+    return Running(mean, var, running.batches + steps)
 
 
 def batch_norm(

@@ -3,6 +3,7 @@
 from micronorm.ops.weight.reference import (
     centered_weight_normalize,
     check_fan_in,
+    over_rows,
     row_statistics,
     weight_normalize,
 )
@@ -17,6 +18,7 @@ __all__ = [
     "centered_weight_normalize",
     "check_fan_in",
     "choose_backend",
+    "over_rows",
     "row_statistics",
     "standardize_by_kernel",
     "weight_normalize",
