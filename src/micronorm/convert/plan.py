@@ -169,9 +169,9 @@ def plan(
         >>> model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1))
         >>> print(plan(model))
         name  type         becomes                 reason
-        0     Conv2d       WSConv2d                its output meets BatchNorm2d '1'
+        0     Conv2d       WSConv2d                its output reaches BatchNorm2d '1'
         1     BatchNorm2d  BatchChannelNorm(16/4)  statistics and affine carried over; with the ReLU after it
-        3     Conv2d       stays                   its output meets no converted norm: it is the model's output
+        3     Conv2d       stays                   its output reaches no converted norm: it is the model's output
         1 norms converted, 0 norms left, 1 convolutions converted, 1 convolutions left, 1 norms fused
         paired by fx
     """

@@ -47,7 +47,7 @@ def detection_losses(
         keys: int64 N, from `micronorm.ops.keyed.sample_keys`: they determine which anchors and regions are sampled.
 
     Raises:
-        TypeError: the model is another kind of detector.
+        TypeError: the model is another kind of detector, or the keys are no tensor.
         ValueError: it is in eval mode, the arguments differ in length, or a box has no area.
 
     Example:
@@ -229,6 +229,11 @@ def _check_arguments(
 ) -> None:
     if not detector.training:
         raise ValueError("the model is in eval mode and has no losses; call model.train() first")
+    if not isinstance(keys, Tensor):
+        raise TypeError(
+            "keys must be the tensor that sample_keys(image_ids, seed=..., epoch=...) returns, got "
+            f"{type(keys).__name__}"
+        )
     if not len(images) == len(targets) == len(keys) > 0:
         raise ValueError(
             f"there must be one target and one key for each of at least one image, got {len(images)} images, "
