@@ -126,9 +126,8 @@ def _print_heading(console: Console, settings: BenchSettings, facts: Mapping[str
         )
     say(
         console,
-        "÷: divided by the time of BN>ReLU. best: the fastest of eager, compiled and graph in either layout; nhwc: "
-        "in that layout by the same route; otherwise in the same layout by the same route. saved: activations stored "
-        "for the backward.",
+        "÷ BN: the time divided by that of BN>ReLU in the same layout and by the same route (eager, compiled, graph). "
+        "÷ BN nhwc: by BN>ReLU in nhwc. ÷ BN best: by the fastest BN>ReLU. saved: activations stored for the backward.",
     )
     if skipped:
         shapes = "; ".join(f"{group}: {', '.join(case.name for case in CASES[group])}" for group in GPU_GROUPS)

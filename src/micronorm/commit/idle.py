@@ -115,8 +115,8 @@ def _reason(layer: BatchChannelNorm, held: set[int]) -> str | None:
     return _PARTLY_HELD if any(id(p) in held for p in layer.parameters()) else _NOT_HELD
 
 
-# Objects are found from what refers to them. gc.get_objects would do, too, but a list of everything also refers to the
-# tuples that other threads are building, and building a tuple fails if anything else refers to it.
+# Find objects by the references to them, not by gc.get_objects. Its list also refers to tuples that other threads are
+# building, and building a tuple fails if anything else refers to it.
 
 
 def find_objects(kind: type[Kind]) -> list[Kind]:

@@ -102,8 +102,8 @@ def agree(windows: Sequence[Window], group: Any) -> None:
         warnings.warn(
             f"the statistics of {_names(windows)} are merged over {len(everyone)} ranks, but the parameters of these "
             "layers differ between the ranks. If every rank trains a model of its own, call "
-            "mn.attach(model, process_group=None); if groups of ranks train a model each, pass the group, or wrap the "
-            "model in DistributedDataParallel, whose group is used.",
+            "mn.attach(model, process_group=None). If several groups of ranks train a model each, pass the rank's "
+            "group, or wrap the model in DistributedDataParallel with that group.",
             UserWarning,
             stacklevel=2,
         )

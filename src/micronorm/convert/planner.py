@@ -343,7 +343,7 @@ class Planner:
     def _convert_convolution(self, module: nn.Module, kind: str, reason: str) -> Decision:
         assert self.weight is not None
         if is_standardized_by_timm(module):
-            reason += "; timm's standardization goes on as ours, eps kept"
+            reason += "; replaces timm's standardization and keeps its eps"
         elif self.absorb:
             reason += "; mean and scale absorbed"
         make = partial(_reparameterize, self.weight, module, absorb=self.absorb)

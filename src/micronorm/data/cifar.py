@@ -220,7 +220,7 @@ class _ArrayReader(pickle.Unpickler):
     }
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        """Return what a name stands for, or raise ValueError."""
+        """Return the object that the name in a pickle refers to, or raise ValueError."""
         try:
             return self._ADMITTED[module_name, global_name]
         except KeyError:

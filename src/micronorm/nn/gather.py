@@ -139,9 +139,9 @@ def run(function: Callable, *args: object) -> Any:
         return getattr(torch.ops.micronorm, function.__name__)(*args)
     if functorch_transforms_active():
         raise RuntimeError(
-            "a BatchChannelNorm in training mode collects statistics, which transforms of torch.func (grad, vmap, jvp, "
-            '...) do not allow; call model.eval(), which in "step" mode changes no output, or freeze the layer with '
-            "layer.requires_grad_(False)"
+            "a BatchChannelNorm in training mode collects statistics, and transforms of torch.func (grad, vmap, jvp, "
+            '...) do not allow that. Call model.eval(): in "step" mode this changes no output. Or freeze the layer '
+            "with layer.requires_grad_(False)"
         )
     return function(*args)
 

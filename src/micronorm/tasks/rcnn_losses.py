@@ -31,7 +31,7 @@ _PREDICTORS = ("box_predictor", "mask_predictor", "keypoint_predictor")
 def detection_losses(
     model: nn.Module, images: Sequence[Tensor], targets: Sequence[Mapping[str, Any]], keys: Tensor
 ) -> dict[str, Tensor]:
-    """Return torchvision's losses, each the sum over images of what it is for that image alone.
+    """Return torchvision's losses. Compute each loss image by image, and add it over the images.
 
     Divide their sum by the number of images in the optimizer step, over all micro-batches and ranks. With one image
     per step these are the losses of `model([image], [target])`. Images of equal padded size share one forward of the
@@ -191,8 +191,8 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 def _boxes_in_float32(detector: Any) -> Iterator[None]:
     """Turn half-precision features and predictions into float32 within this block.
 
-    torchvision computes anchors and boxes in the dtype of features and predictions. bfloat16 has 8 bits: a box near
-    the right edge of a large image would move in steps of 8 pixels.
+    torchvision computes anchors and boxes in the dtype of features and predictions. In bfloat16, which has 8 bits, a
+    box near the right edge of a large image moves in steps of 8 pixels.
     """
     heads = [getattr(detector.roi_heads, name, None) for name in _PREDICTORS]
     modules = [detector.backbone, detector.rpn.head, *(head for head in heads if head is not None)]
