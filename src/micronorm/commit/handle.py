@@ -245,7 +245,7 @@ def attach(
     if not any(isinstance(module, BatchChannelNorm) for module in model.modules()):
         raise ValueError(
             f"{type(model).__name__} holds no BatchChannelNorm among its {sum(1 for _ in model.modules())} modules; "
-            "there is nothing to attach to"
+            "call mn.convert(model) first"
         )
     if rate is not None and rate != "lr":
         rate = check_rate(rate)

@@ -123,7 +123,12 @@ def check_batches(batches: Iterable[Any]) -> None:
 
 def call_model(model: nn.Module, batch: Any) -> Any:
     """Call the model on a batch, or on the first entry of a tuple or list."""
-    return model(batch[0] if isinstance(batch, tuple | list) else batch)
+    try:
+        return model(batch[0] if isinstance(batch, tuple | list) else batch)
+    except TypeError as error:
+        if isinstance(batch, Mapping):
+            error.add_note(f"the batch is a dictionary with {list(batch)}; give forward=lambda model, batch: ...")
+        raise
 
 
 class _Stop(Exception):
