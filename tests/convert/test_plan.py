@@ -238,7 +238,7 @@ def test_pairing_by_order_is_marked_as_such():
 
     plan = mn.plan(Broken(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 2, 1)))
     assert plan.pairing == "order"
-    assert "paired by order" in str(plan)
+    assert "norms paired by order" in str(plan)
     assert becomes(plan) == {"0": "WSConv2d", "1": "BatchChannelNorm(8/2)", "2": None}
 
 

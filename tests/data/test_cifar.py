@@ -147,7 +147,9 @@ def test_what_a_pickle_brings_is_named_and_not_executed(call, name, tmp_path, mo
     file = write_python(tmp_path / "data", 10) / "test_batch"
     file.write_bytes(pickle.dumps({"data": Brings(*call)}, protocol=2))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=f"test_batch is damaged.*names {name}, which no array needs; not executed"):
+    with pytest.raises(
+        ValueError, match=f"test_batch is damaged.*names {name}, which an array does not need; nothing was exec"
+    ):
         read_cifar("data", classes=10, verify=False)
     assert [place.name for place in tmp_path.iterdir()] == ["data"]
 

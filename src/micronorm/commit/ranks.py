@@ -65,8 +65,8 @@ def _naming(windows: Sequence[Window]) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise RuntimeError(
-            f"merging the statistics of {_names(windows)} across ranks failed: every rank of the group must step its "
-            "optimizer as often as the others, also one that saw no samples (or pass mn.attach(process_group=...))"
+            f"merging the statistics of {_names(windows)} across ranks failed: all ranks of the group must step "
+            "their optimizers equally often, also ranks without samples (or pass mn.attach(process_group=...))"
         ) from error
 
 

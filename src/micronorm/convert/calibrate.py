@@ -68,7 +68,7 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, forward: Forward | No
         if isinstance(module, BatchChannelNorm | BatchNormBase | RunningNorm) and module.running_mean is not None
     }
     if not norms:
-        raise ValueError("no layer with running statistics in the model; there is nothing to calibrate")
+        raise ValueError("the model has no layer with running statistics, such as BCN or BatchNorm; convert it first")
     batches = list(batches) if isinstance(batches, Iterator) else batches
     before = [(buffer, buffer.clone()) for norm in norms for buffer in (norm.running_mean, norm.running_var)]
 

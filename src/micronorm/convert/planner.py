@@ -403,7 +403,7 @@ def _refuse_reparameterized(decisions: list[Decision]) -> None:
             found.append(f"{name!r} (lazy: run one forward first)")
     if found:
         raise ValueError(
-            f"these layers carry a parametrization already: {', '.join(found)}. Remove it "
+            f"these layers have a parametrization: {', '.join(found)}. Remove it "
             "(torch.nn.utils.parametrize.remove_parametrizations, torch.nn.utils.remove_weight_norm, prune.remove) or "
             "leave them out with filter="
         )

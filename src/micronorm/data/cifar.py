@@ -224,7 +224,9 @@ class _ArrayReader(pickle.Unpickler):
         try:
             return self._ADMITTED[module_name, global_name]
         except KeyError:
-            raise ValueError(f"it names {module_name}.{global_name}, which no array needs; not executed") from None
+            raise ValueError(
+                f"it names {module_name}.{global_name}, which an array does not need; nothing was executed"
+            ) from None
 
 
 def _parse_python(data: bytes, classes: int) -> Labelled:

@@ -130,7 +130,7 @@ def check_task(task: Task) -> None:
     if missing:
         raise TypeError(f"the task {type(task).__name__} lacks {', '.join(missing)}; see docs/training.md")
     if len(task.train) == 0:
-        raise ValueError("task.train is empty: there is nothing to learn from")
+        raise ValueError("task.train is empty: it needs at least one sample")
 
 
 def check_batch(batch: Any, samples: int) -> None:

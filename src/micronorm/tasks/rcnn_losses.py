@@ -217,9 +217,9 @@ def _detector_of(model: nn.Module) -> Any:
     detector = getattr(model, "module", model)
     if not all(isinstance(getattr(detector, part, None), nn.Module) for part in _PARTS):
         raise TypeError(
-            f"the model must be a Faster, Mask or Keypoint R-CNN of torchvision, got {type(detector).__name__}; other "
-            "detectors of torchvision draw nothing at random if they have one `min_size`: call them with one image at "
-            "a time and add the losses"
+            f"the model must be a Faster, Mask or Keypoint R-CNN of torchvision, got {type(detector).__name__}. "
+            "RetinaNet, FCOS and SSD need no keys: give them one number as `min_size`, call them with one image at a "
+            "time, and add the losses"
         )
     return detector
 
