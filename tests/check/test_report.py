@@ -19,7 +19,8 @@ def test_a_report_reads_as_where_why_and_what_to_do(broken):
     text = str(broken)
     assert "THE STEP DEPENDS ON THE SPLIT" in text
     assert "middle (BatchNorm2d) normalizes by statistics of the samples in its batch" in text
-    assert "fix: Replace it by mn.BCN() or mn.GN()" in text
+    assert "evidence: its inputs agree, but its output does not; relative error: " in text
+    assert "fix: Convert the model with mn.convert(model), replace this layer by mn.BCN() or mn.GN(), or" in text
 
 
 def test_a_report_lists_every_difference_with_the_worst_first(broken):

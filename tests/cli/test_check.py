@@ -73,7 +73,7 @@ SMALL = ("--size", "8")
 def test_a_model_that_keeps_the_law_ends_with_0():
     result = invoke("factories_of_check:clean", *SMALL)
     assert result.exit_code == 0, result.output
-    assert "6 samples, cut as whole (6), halved (3+3), one by one" in result.output
+    assert "6 samples, split as whole (6), halved (3+3), one by one (6×1): " in result.output
     assert "does not depend on the split" in result.output
 
 
@@ -168,9 +168,10 @@ def test_dropout_can_be_switched_off_to_see_what_lies_behind_it(tmp_path):
     assert CliRunner().invoke(app, [*arguments, "--no-dropout"]).exit_code == 0
 
 
-def test_a_loss_that_jumps_at_the_given_learning_rate_is_a_note():
+def test_a_note_says_whether_the_loss_jumps_at_the_given_learning_rate():
     runner = CliRunner()
     for lr, jumps in (("0.001", False), ("100", True)):
         result = runner.invoke(app, ["check", "factories_of_check:clean", "--size", "8", "--lr", lr])
         assert result.exit_code == 0, result.output
-        assert ("the loss rose from" in " ".join(result.output.split())) == jumps
+        said = " ".join(result.output.split())
+        assert ("the loss rose from" in said, "the loss does not jump" in said) == (jumps, not jumps)

@@ -91,7 +91,7 @@ def test_a_checkpoint_from_before_the_conversion_is_refused(tmp_path):
     save_file(network().state_dict(), checkpoint)
     result = run(checkpoint, "--model", MODEL, "--out", tmp_path / "plain.safetensors")
     assert result.exit_code == 1
-    assert "saved from the model before its conversion" in result.stderr
+    assert "saved before the conversion. Give a checkpoint of the converted model" in result.stderr
 
 
 @pytest.mark.parametrize("metadata", [{"model": "payload:run"}, {"model": "os:abort"}])

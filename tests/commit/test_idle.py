@@ -83,6 +83,24 @@ def test_a_layer_that_no_optimizer_commits_is_named_once_after_two_steps(make_op
     assert len(caught) == 1
 
 
+def test_a_model_that_was_converted_after_its_optimizer_was_made_is_named_once():
+    model = nn.ModuleDict({"stem": nn.Conv2d(4, 4, 1), "norm": nn.BatchNorm2d(4)}).double()
+    optimizer = sgd(*model.parameters())
+    model["norm"] = mn.convert(nn.Sequential(nn.Conv2d(4, 4, 1), model["norm"]))[1]
+    with pytest.warns(UserWarning, match=r"^norm: SGD holds weight and bias.*group_weight.*after the conv") as caught:
+        train(model, optimizer)
+    assert len(caught) == 1
+
+
+def test_a_group_affine_in_another_optimizer_is_not_named(monkeypatch):
+    monkeypatch.setattr(warnings, "warn", lambda *args, **kwargs: pytest.fail(str(args)))
+    model = network()
+    norm = model["norm"]
+    other = sgd(norm.group_weight, norm.group_bias)
+    train(model, sgd(*model["stem"].parameters(), norm.weight, norm.bias))
+    other.step()
+
+
 @pytest.mark.parametrize("frozen", [True, False])
 def test_a_teacher_in_train_mode_is_named(frozen):
     model = network()

@@ -170,6 +170,9 @@ def test_calibrate_says_what_it_was_given_in_the_wrong_place():
         mn.calibrate([torch.ones(1, 4, 2, 2)], norm)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"one tensor of \(1, 4, 2, 2\)"):
         mn.calibrate(norm, torch.ones(1, 4, 2, 2))
+    with pytest.raises(TypeError) as caught:
+        mn.calibrate(nn.Sequential(nn.Conv2d(3, 4, 1), norm), [{"pixels": torch.ones(1, 3, 2, 2)}])
+    assert "a dictionary with ['pixels']; give forward=" in caught.value.__notes__[0]
 
 
 def calibrate_on(rank: int, world: int, model: nn.Module) -> dict[str, Tensor]:

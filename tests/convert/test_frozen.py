@@ -159,5 +159,5 @@ def test_a_branch_that_the_data_flow_does_not_reach_keeps_its_frozen_norm_too():
 
 def test_a_model_that_is_frozen_as_a_whole_raises_and_the_message_says_what_to_do():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).requires_grad_(False)
-    with pytest.raises(ValueError, match="Every parameter of the model is frozen; convert first, then freeze"):
+    with pytest.raises(ValueError, match="Frozen layers stay; to convert them, convert first and freeze afterwards"):
         mn.convert(model)

@@ -152,5 +152,5 @@ def test_transforms_of_torch_func_take_the_form_that_autograd_can_follow():
 @pytest.mark.parametrize("statistics", ["step", "sequential", "batch"])
 def test_transforms_of_torch_func_are_refused_where_a_layer_gathers(statistics):
     layer, x = BatchChannelNorm(4, 2, statistics=statistics, rate=0.1), torch.randn(3, 4, 5, 5)
-    with pytest.raises(RuntimeError, match=r"call model\.eval\(\)"):
+    with pytest.raises(RuntimeError, match=r"Call model\.eval\(\)"):
         torch.func.grad(lambda x: layer(x).pow(3).sum())(x)

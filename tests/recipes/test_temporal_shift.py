@@ -93,7 +93,7 @@ def test_a_folded_network_still_shifts_and_every_norm_goes_into_its_convolution(
 
 
 def test_what_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match=r"Sequential has no residual branch that begins with a Conv2d; .* by fx"):
+    with pytest.raises(ValueError, match=r"Sequential has no residual branch that begins with a Conv2d, .* by fx"):
         temporal_shift(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten()))
     network = build_network("cifar-resnet20", classes=5)
     temporal_shift(network)

@@ -1,7 +1,7 @@
 """Detection: what an image contributes depends on the image alone, and equals torchvision's loss of that image."""
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -210,6 +210,8 @@ def test_the_model_is_as_before_afterwards():
 def test_wrong_arguments_are_named():
     model = small_detector(mn.GN())
     images, targets, keys = scenes()
+    with pytest.raises(TypeError, match=r"keys must be the tensor that sample_keys\(.*got list"):
+        detection_losses(model, images, targets, cast(Any, [0, 1, 2, 3]))
     with pytest.raises(ValueError, match="got 4 images, 4 targets and 3 keys"):
         detection_losses(model, images, targets, keys[:3])
     for box in ([5.0, 5.0, 5.0, 9.0], [float("nan")] * 4):

@@ -1,7 +1,7 @@
 """Timing of norm + ReLU, forward and backward: our layer beside PyTorch's own. `micronorm bench` runs it.
 
-`timing` and `results` also serve the scripts in `benchmarks/`, which time whole training steps. Models and training
-loops do not live here.
+`timing` and `results` also serve the scripts in `benchmarks/`, which time whole training steps. This room has no models
+and no training loops.
 
 | file | holds |
 |---|---|

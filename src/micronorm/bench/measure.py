@@ -8,9 +8,9 @@ An error is measured against the tensor's maximum, as in the library's tests, wi
   in proportion to log2(n) above;
 - the expected values come from the input *as rounded* to the dtype.
 
-The gradient of a parameter may cancel to nothing: a shift of a channel that is a group by itself changes no output.
-Such a gradient consists of rounding errors. It is therefore measured against the size of its terms where that is
-larger than its maximum: √n times the gradient's size for a sum of n terms, and the largest sum over a channel.
+The gradient of a parameter may cancel to zero: a shift of a channel that is a group by itself changes no output.
+Such a gradient consists of rounding errors. Its error is measured against the size of its terms if that is larger than
+its maximum: √n times the gradient's size for a sum of n terms, and the largest sum over a channel.
 """
 
 import contextlib
@@ -219,8 +219,8 @@ _EPS = {"output": {True: 2, False: 16}, "gradient": {True: 4, False: 64}}  # by 
 _SUMMED = 2**16  # elements of a sum up to which the factors for float32 hold
 
 KINK = 1e-3
-"""Outputs this close to zero get no gradient. Rounding decides there on which side of ReLU's kink an element lies,
-so a derivative of 1 where float64 has 0 is not an error of the layer. float32 errs by less than 1e-5."""
+"""Outputs this close to zero get no gradient. Rounding may move them across ReLU's kink, which changes the derivative
+from 0 to 1 and is no error of the layer. float32 errs by less than 1e-5."""
 
 
 @dataclass(frozen=True)
@@ -286,8 +286,8 @@ def deviations(layer: nn.Module, x: Tensor) -> list[Deviation]:
     affine64 = [p.detach().double().requires_grad_() for p in _affine(norm)]
     before = _reference(norm, x64, affine64)
     generator = torch.Generator(x.device).manual_seed(1)
-    # Noise alone sums to nothing over a large map: the part of the gradient that flows through the statistics would
-    # be smaller than what half types may err. Adding the output gives these sums the size of the gradient itself.
+    # Noise alone adds up to almost zero over a large map. The gradient through the statistics would then be smaller
+    # than the rounding of half types. Adding the output gives these sums the size of the gradient itself.
     grad_y = (torch.randn(x.shape, device=x.device, generator=generator) + before.detach()).to(x.dtype)
     grad_y = torch.where(before.detach().abs() < KINK, 0, grad_y)
     grad_y = lay_out(grad_y, "nchw" if x.is_contiguous() else "nhwc")

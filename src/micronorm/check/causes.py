@@ -113,7 +113,7 @@ class Comparison:
         return None if error <= allowed else Fault(root, Match("differ", error))
 
     def _counterparts(self, call: Call) -> tuple[list[Call], Sequence[int]] | None:
-        """Return the calls of the other run that correspond to `call`, and the samples of each; None without any."""
+        """Return the calls of the other run that correspond to `call`, and the samples of each, or None."""
         expected = len(self.whole.traces[0].by_name[call.name])
         calls = [trace.by_name.get(call.name, []) for trace in self.other.traces]
         if all(len(of_part) == expected for of_part in calls):

@@ -10,10 +10,11 @@ Kind = Literal["gradient", "estimate", "buffer", "loss", "count"]
 CAUSES: dict[str, tuple[str, str]] = {
     "batch_statistics": (
         "normalizes by statistics of the samples in its batch",
-        "Replace it by mn.BCN() or mn.GN(), or freeze it with .eval() and requires_grad_(False).",
+        "Convert the model with mn.convert(model), replace this layer by mn.BCN() or mn.GN(), or freeze it with "
+        ".eval() and requires_grad_(False).",
     ),
     "averaged_loss": (
-        "averages over its part, so the weight of a sample depends on the cut",
+        "averages over its part, so the weight of a sample depends on the size of the part",
         "Return the sum and its count, (F.cross_entropy(..., reduction='sum'), count). The step divides once, by the "
         "count of all its samples.",
     ),
@@ -23,10 +24,10 @@ CAUSES: dict[str, tuple[str, str]] = {
         "must add up to the count of the whole.",
     ),
     "cross_sample_loss": (
-        "is no sum over samples: it compares samples with each other, or depends on their number",
-        "A term between samples needs its samples in one part. Compute it within groups that are not cut (both views "
-        "of one image), against a memory bank that changes once per step, or on features gathered for the whole step. "
-        "Do not divide by the number of samples: return it as the count.",
+        "is not a sum over samples: it compares samples with each other, or depends on their number",
+        "A loss that compares samples needs all of them in one part. Compare samples that are never cut apart (both "
+        "views of one image), or with a memory bank that changes once per step, or with features gathered for the "
+        "whole step. Do not divide by the number of samples: return it as the count.",
     ),
     "padding": (
         "pads to the largest sample of the part, so a sample's shape depends on the others",
@@ -35,7 +36,8 @@ CAUSES: dict[str, tuple[str, str]] = {
     ),
     "randomness": (
         "draws random numbers that do not depend on the sample alone",
-        "Draw from a generator keyed by (seed, epoch, sample index), or set the probability to zero.",
+        "Draw from a generator keyed by (seed, epoch, sample index), or set the probability to zero. For torchvision's "
+        "R-CNNs, call micronorm.tasks.detection.detection_losses: it samples by key.",
     ),
     "mixes_samples": (
         "mixes samples, or depends on their number",
@@ -108,7 +110,7 @@ class Finding:
 
     def __str__(self) -> str:
         shown = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in self.evidence.items()}
-        numbers = "; ".join(f"{key}: {value}" for key, value in shown.items())
+        numbers = "; ".join(f"{value}" if key == "seen" else f"{key}: {value}" for key, value in shown.items())
         title = CAUSES[self.cause][0]
         return f"{self.where} ({self.type}) {title} [{self.cause}]\n  evidence: {numbers}\n  fix: {self.fix}"
 
@@ -139,8 +141,8 @@ class CutsReport:
         return self.ok
 
     def __str__(self) -> str:
-        cuts = ", ".join(f"{name} ({'+'.join(map(str, sizes))})" for name, sizes in self.cuts.items())
-        head = f"{self.samples} samples, cut as {cuts}: "
+        cuts = ", ".join(f"{name} ({_sizes(sizes)})" for name, sizes in self.cuts.items())
+        head = f"{self.samples} samples, split as {cuts}: "
         if self.ok:
             lines = [
                 head
@@ -159,6 +161,11 @@ class CutsReport:
         """Return the report in the types of JSON."""
         text = json.dumps({"ok": self.ok, **asdict(self)}, default=str)
         return json.loads(text, parse_constant=lambda constant: str(float(constant)))  # JSON has no infinity
+
+
+def _sizes(sizes: list[int]) -> str:
+    """Return the sizes of the parts of one cut, "3+3", or "32×1" for many parts of one size."""
+    return f"{len(sizes)}×{sizes[0]}" if len(sizes) > 2 and len(set(sizes)) == 1 else "+".join(map(str, sizes))
 
 
 def finding(where: str, type: str, cause: str, **evidence: Any) -> Finding:

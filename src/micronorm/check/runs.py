@@ -142,7 +142,7 @@ def _warn_if_long(seconds: float) -> None:
     if seconds > _LONG:
         warnings.warn(
             f"check_cuts will take about {seconds / 60:.0f} minutes: it runs several steps in float64. A batch of two "
-            "or three samples, or smaller images, gives the same answer sooner",
+            "or three samples, or smaller images, takes less time and gives the same result",
             stacklevel=2,
         )
 

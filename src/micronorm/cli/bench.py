@@ -126,8 +126,8 @@ def _print_heading(console: Console, settings: BenchSettings, facts: Mapping[str
         )
     say(
         console,
-        "÷ BN best: divided by the fastest BN>ReLU, eager, compiled or graph, in either layout. ÷ BN: in that layout "
-        "and by that route. saved: activations stored for the backward.",
+        "÷ BN: the time divided by that of BN>ReLU in the same layout and by the same route (eager, compiled, graph). "
+        "÷ BN best: by the fastest BN>ReLU. saved: activations stored for the backward.",
     )
     if skipped:
         say(console, "No CUDA device: measuring the shapes for a CPU. micronorm bench --list shows those for a GPU.")

@@ -46,8 +46,8 @@ def check(
     """Test whether a step depends on how its images are split, and name the module that makes it so.
 
     The check runs one optimizer step whole, in halves and one image at a time, in float64. With --norm or --weight the
-    model is converted first. With --lr, a jump of the loss in the first steps is a note: it does not change the exit
-    code.
+    model is converted first. With --lr, a note says whether the loss jumps in the first steps; the exit code
+    does not depend on it.
 
     Exit code 0: the step does not depend on the split. 1: it does. 2: the model or an option is wrong.
     """
@@ -57,8 +57,9 @@ def check(
     if no_dropout:
         _switch_dropout_off(model)
     report = check_cuts(model, data, loss)
-    jump = None if lr is None else check_start(model, data, loss, lr=lr)
-    report.notes.extend([jump] if jump else [])
+    if lr is not None:
+        no_jump = f"at lr {lr:g} the loss does not jump in the first steps of SGD"
+        report.notes.append(check_start(model, data, loss, lr=lr) or no_jump)
     if as_json:
         print_json({"target": target, **report.to_dict()})
     else:

@@ -61,8 +61,8 @@ def demo(
     Exit code 0: done. 2: an option is wrong, or a file in --out would be lost. 130, 143: interrupted.
     """
     console = Console(highlight=False)
-    # One thread: tensors this small gain nothing from a second thread (on two busy cores a step took ten times as
-    # long), and the figures do not depend on the number of cores.
+    # Use one thread. A second one does not speed up tensors this small, and on two busy cores a step took ten times as
+    # long. Also, the figures then do not depend on the number of cores.
     torch.set_num_threads(1)
     variation, trained = Variation(epochs=epochs, seed=seed), dict[str, records.Record]()
     try:

@@ -87,7 +87,10 @@ def _read(checkpoint: Path, model: str | None, options: dict[str, Any]) -> nn.Mo
     state = read_state(checkpoint)
     has_bcn, saved_bcn = (any("group_weight" in key for key in keys) for keys in (network.state_dict(), state))
     if has_bcn and not saved_bcn:
-        raise ValueError(f"{checkpoint} contains no group_weight: it was saved from the model before its conversion")
+        raise ValueError(
+            f"{checkpoint} contains no group_weight: it was saved before the conversion. Give a checkpoint "
+            "of the converted model"
+        )
     try:
         load_state(network, state)
     except ValueError as error:

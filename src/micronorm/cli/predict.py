@@ -1,4 +1,4 @@
-"""`micronorm predict RUN IMAGES`: what a trained network answers for image files, as a table, JSON and pictures."""
+"""`micronorm predict RUN IMAGES`: the predictions of a trained network for image files: a table, JSON and pictures."""
 
 import json
 from collections import Counter

@@ -98,7 +98,7 @@ def print_json(value: Any) -> None:
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 FAILED = 1
-"""The exit code if the answer is no, or something failed: a file cannot be written, memory runs out."""
+"""The exit code if a check fails, or the work does: a file cannot be written, memory runs out."""
 
 MISUSE = 2
 """The exit code for a wrong target or option."""

@@ -245,7 +245,7 @@ def attach(
     if not any(isinstance(module, BatchChannelNorm) for module in model.modules()):
         raise ValueError(
             f"{type(model).__name__} holds no BatchChannelNorm among its {sum(1 for _ in model.modules())} modules; "
-            "there is nothing to attach to"
+            "call mn.convert(model) first"
         )
     if rate is not None and rate != "lr":
         rate = check_rate(rate)
@@ -255,7 +255,7 @@ def attach(
 
 
 def merge_states(like: Sequence[dict[str, Any]], states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the sum of the states of several ranks; without `states`, an empty state of the layers of `like`."""
+    """Return the sum of the states of several ranks. Without `states`, return zeros in the shape of `like[0]`."""
     if not states:
         return {name: [value - value for value in values] for name, values in like[0].items()}
     return {

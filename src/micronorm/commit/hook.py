@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from micronorm.commit.idle import count_idle_steps
+from micronorm.commit.idle import count_idle_steps, warn_of_group_affine_left_out
 from micronorm.commit.merge import commit
 from micronorm.nn.window import Window, call_at_first_window, live_windows
 from micronorm.ops.private_api import disable_dynamo, foreach_copy_
@@ -23,6 +23,8 @@ from micronorm.ops.runtime import capturing
 _inner: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 # Optimizers for which the warning about a learning rate above one was given.
 _clamped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+# Optimizers that were searched for a group affine that they leave out.
+_searched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def _install() -> None:
@@ -47,11 +49,15 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     alive = live_windows()
     held = _held_by(optimizer, alive)
+    committed = {id(window) for window, _ in held}
     if held:
         _refresh_rates(held, optimizer)
         # A fused optimizer under GradScaler runs this hook also when it skips the step; found_inf then says so.
         commit([window for window, _ in held], skip=getattr(optimizer, "found_inf", None))
-    count_idle_steps(alive, {id(window) for window, _ in held})
+        if optimizer not in _searched:
+            _searched.add(optimizer)
+            warn_of_group_affine_left_out([pair for pair in alive if id(pair[0]) in committed], optimizer)
+    count_idle_steps(alive, committed)
 
 
 def _refresh_rates(held: list[tuple[Window, dict[str, Any]]], optimizer: Optimizer) -> None:

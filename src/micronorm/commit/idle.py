@@ -1,4 +1,4 @@
-"""Warn of layers whose estimates never move although their network is trained.
+"""Warn of layers whose estimates or parameters never change although their network is trained.
 
 A layer that runs in training mode is idle at an optimizer step if that optimizer does not commit it. After the second
 such step, search this process for an optimizer that could commit the layer. Without one, warn and give the reason.
@@ -50,16 +50,52 @@ def count_idle_steps(alive: Iterable[tuple[Window, BatchChannelNorm]], committed
         _warn(late)
 
 
+def warn_of_group_affine_left_out(layers: Iterable[tuple[Window, BatchChannelNorm]], optimizer: Optimizer) -> None:
+    """Warn if an optimizer holds weight and bias of layers, and no optimizer in this process holds their group affine.
+
+    This happens if a model is converted after its optimizer was made: conversion adds the group affine.
+    """
+    held = _held_parameters([optimizer])
+    affected = [(window, layer) for window, layer in layers if _leaves_out_group_affine(layer, held)]
+    if affected:
+        elsewhere = _held_parameters(find_objects(Optimizer))
+        affected = [(window, layer) for window, layer in affected if _leaves_out_group_affine(layer, held | elsewhere)]
+    if affected:
+        names = [_short_name(window, layer, k) for k, (window, layer) in enumerate(affected)]
+        warnings.warn(
+            f"{list_names(names)}: {type(optimizer).__name__} holds weight and bias, but no optimizer holds "
+            "group_weight and group_bias, which mn.convert adds. They are not trained. Create the optimizer after the "
+            "conversion.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _leaves_out_group_affine(layer: BatchChannelNorm, held: set[int]) -> bool:
+    """Return whether weight and bias are held, and the trainable group_weight and group_bias are not."""
+    own, group = (layer.weight, layer.bias), (layer.group_weight, layer.group_bias)
+    return all(id(p) in held for p in own) and all(p.requires_grad and id(p) not in held for p in group)
+
+
+def _held_parameters(optimizers: Iterable[Optimizer]) -> set[int]:
+    """Return the ids of the parameters that the optimizers hold."""
+    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+
+
+def _short_name(window: Window, layer: BatchChannelNorm, count: int) -> str:
+    """Return the layer's name for a message that has `count` names. It shows four, and finding one takes a while."""
+    found = _find_name(layer) if count < 4 and not window.control.name else ""
+    return found or window.describe()
+
+
 def _warn(late: list[tuple[Window, BatchChannelNorm]]) -> None:
-    held = {id(p) for o in find_objects(Optimizer) for group in o.param_groups for p in group["params"]}
+    held = _held_parameters(find_objects(Optimizer))
     names: dict[str, list[str]] = {}
     for window, layer in late:
         reason = _reason(layer, held)
         if reason is not None:
             affected = names.setdefault(reason, [])
-            # The message has four names, and finding one takes a while.
-            found = _find_name(layer) if len(affected) < 4 and not window.control.name else ""
-            affected.append(found or window.describe())
+            affected.append(_short_name(window, layer, len(affected)))
     for reason, affected in names.items():
         warnings.warn(
             f"{list_names(affected)}: the running estimates do not move, although {_PATIENCE} optimizer steps followed "
@@ -79,8 +115,8 @@ def _reason(layer: BatchChannelNorm, held: set[int]) -> str | None:
     return _PARTLY_HELD if any(id(p) in held for p in layer.parameters()) else _NOT_HELD
 
 
-# Objects are found from what refers to them. gc.get_objects would do, too, but a list of everything also refers to the
-# tuples that other threads are building, and building a tuple fails if anything else refers to it.
+# Find objects by the references to them, not by gc.get_objects. Its list also refers to tuples that other threads are
+# building, and building a tuple fails if anything else refers to it.
 
 
 def find_objects(kind: type[Kind]) -> list[Kind]:

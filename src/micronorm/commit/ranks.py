@@ -65,8 +65,8 @@ def _naming(windows: Sequence[Window]) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise RuntimeError(
-            f"merging the statistics of {_names(windows)} across ranks failed: every rank of the group must step its "
-            "optimizer as often as the others, also one that saw no samples (or pass mn.attach(process_group=...))"
+            f"merging the statistics of {_names(windows)} across ranks failed: all ranks of the group must step "
+            "their optimizers equally often, also ranks without samples (or pass mn.attach(process_group=...))"
         ) from error
 
 
@@ -102,8 +102,8 @@ def agree(windows: Sequence[Window], group: Any) -> None:
         warnings.warn(
             f"the statistics of {_names(windows)} are merged over {len(everyone)} ranks, but the parameters of these "
             "layers differ between the ranks. If every rank trains a model of its own, call "
-            "mn.attach(model, process_group=None); if groups of ranks train a model each, pass the group, or wrap the "
-            "model in DistributedDataParallel, whose group is used.",
+            "mn.attach(model, process_group=None). If several groups of ranks train a model each, pass the rank's "
+            "group, or wrap the model in DistributedDataParallel with that group.",
             UserWarning,
             stacklevel=2,
         )

@@ -1,6 +1,6 @@
 """Convert a model to BCN + WS: the plan, its application, data flow, fused blocks, calibration, foreign checkpoints.
 
-The layers that conversion builds live in `micronorm.nn`; folding a converted model for inference in `micronorm.export`.
+The layers that conversion builds are in `micronorm.nn`; folding a converted model for inference in `micronorm.export`.
 """
 
 from micronorm.convert.calibrate import calibrate, calibration_callback

@@ -27,12 +27,12 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, forward: Forward | No
     """Set the running statistics of every norm to the mean and variance of its input on `batches`.
 
     The norms are set in the order of the data flow: each norm's input is computed with the new statistics of all norms
-    before it. The result is that of all elements together, however they are divided into batches or ranks. The model
-    runs in eval mode. Frozen layers are set too.
+    before it. The result does not depend on how the elements are divided into batches or ranks. The model runs in eval
+    mode. Frozen layers are set too.
 
-    Do not calibrate a network that was trained with `statistics="step"` or `"sequential"` and works: in eval mode it
-    computes what it learned to compute in training, also if its estimates differ from the moments of the data.
-    Calibrate after the weights changed without training: averaged weights, a conversion, images of another kind.
+    Do not calibrate a network that was trained with `statistics="step"` or `"sequential"` and works. Its training used
+    the estimates that it has, and others change its function. Calibrate after weights were averaged or converted, and
+    for images of another kind.
 
     A single batch costs one forward. Several batches cost one pass for each norm, which ends at that norm: about L/2
     forwards of every batch for L norms. Some hundred images are enough. A loader is read again in every pass and must
@@ -68,7 +68,7 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, forward: Forward | No
         if isinstance(module, BatchChannelNorm | BatchNormBase | RunningNorm) and module.running_mean is not None
     }
     if not norms:
-        raise ValueError("no layer with running statistics in the model; there is nothing to calibrate")
+        raise ValueError("the model has no layer with running statistics, such as BCN or BatchNorm; convert it first")
     batches = list(batches) if isinstance(batches, Iterator) else batches
     before = [(buffer, buffer.clone()) for norm in norms for buffer in (norm.running_mean, norm.running_var)]
 
@@ -123,7 +123,12 @@ def check_batches(batches: Iterable[Any]) -> None:
 
 def call_model(model: nn.Module, batch: Any) -> Any:
     """Call the model on a batch, or on the first entry of a tuple or list."""
-    return model(batch[0] if isinstance(batch, tuple | list) else batch)
+    try:
+        return model(batch[0] if isinstance(batch, tuple | list) else batch)
+    except TypeError as error:
+        if isinstance(batch, Mapping):
+            error.add_note(f"the batch is a dictionary with {list(batch)}; give forward=lambda model, batch: ...")
+        raise
 
 
 class _Stop(Exception):
@@ -159,7 +164,7 @@ def _set_in_order(
 ) -> int:
     """Find the order in which the norms run, then set one after the other. Return the number of batches.
 
-    `put_back` restores the old statistics: what a norm that runs twice sees depends on those it starts from.
+    `put_back` restores the old statistics. The second input of a norm that runs twice depends on them.
     """
     calls: Counter[tuple[int, Any]] = Counter()
     # With a single batch, each norm can be set on its way.

@@ -1,6 +1,6 @@
 """The data flow of a model: the calls of one forward, which output goes to which call, and its residual branches.
 
-`trace` finds it. Conversion uses it to find the norm after a convolution, folding to merge layers.
+`trace` finds the data flow. Conversion uses it to find the norm after a convolution, and folding to merge layers.
 """
 
 import re
@@ -134,7 +134,7 @@ FRESH = frozenset(_FRESH_WORDS.split())
 
 _ADDITIONS = frozenset({"add", "iadd", "radd"})
 # What may lie between the last norm of a branch and the addition: dropout, stochastic depth, gates and scales. A ReLU
-# may not: its gradient at zero is zero, so that a branch that starts there would never train.
+# may not: its gradient at zero is zero, so a branch that starts at zero would never train.
 _BETWEEN_WORDS = """
     Identity Dropout DropPath StochasticDepth
     dropout drop_path stochastic_depth mul imul rmul div truediv clone contiguous to

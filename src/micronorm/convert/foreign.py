@@ -1,4 +1,4 @@
-"""Load checkpoints of the paper's authors and of timm into networks of our layers, which then compute the same.
+"""Load checkpoints of the paper's authors and of timm into networks of our layers. The outputs stay the same.
 
 Two things differ. *Names*: the authors' Batch-Channel Normalization is a module with a group affine of 1×G×1 around a
 child, `pbn` or `bn`, that holds the channel affine and the estimates. *Standardized weights*: all formulas compute
@@ -7,7 +7,7 @@ Because of ε our Ŵ depends on the scale of W. A factor s on a row gives their 
 
     s/sqrt(s²·var + ε) = 1/D   with   s² = ε/(D² − var).
 
-It exists if D² > var; both the unbiased variance and an ε of their own make D² larger. A model saved afterwards has an
+s exists if D² > var. An unbiased variance or an ε of their own makes D² larger. A model saved afterwards has an
 ordinary state dict.
 """
 

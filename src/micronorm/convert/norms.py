@@ -146,7 +146,7 @@ def zero_initialized(norm: SourceNorm, groups: int) -> Tensor | None:
 def build(spec: NormSpec, norm: SourceNorm, *, like: Tensor, trainable: bool, warm_steps: int) -> nn.Module:
     """Build the layer of `spec` with the parameters, statistics, hooks and modes of `norm`, which is not changed.
 
-    `like` has the device and dtype of the new layer, for an old layer without tensors. Parameters that the old layer
+    If the old layer has no tensors, the new one gets the device and dtype of `like`. Parameters that the old layer
     did not have require gradients if `trainable`. The layer becomes BCN over `warm_steps` optimizer steps.
     """
     reference = next((t for t in (norm.tensor("weight"), norm.tensor("running_var")) if t is not None), like)
@@ -205,7 +205,7 @@ def carries(made: nn.Module, norm: SourceNorm, name: str) -> bool:
 
 
 def carry_remarks(old: SourceNorm, built: nn.Module) -> list[str]:
-    """Return remarks on what `built`, the new norm, takes over from the old one."""
+    """Return remarks on the parameters and statistics that `built`, the new norm, has from the old one."""
     weight, mean = old.tensor("weight"), old.tensor("running_mean")
     if not isinstance(built, BatchChannelNorm):
         return _affine_remarks(old, built)

@@ -114,7 +114,7 @@ class Plan:
         """Return the totals, the pairing, and why norms are not fused, in two or three lines."""
         detail = f" ({self.pairing_detail})" if self.pairing_detail else ""
         totals = ", ".join(f"{n} {what}" for what, n in self.totals.items() if n or what in (*_ALWAYS, "norms fused"))
-        lines = [totals, f"paired by {self.pairing}{detail}"]
+        lines = [totals, f"convolutions and norms paired by {self.pairing}{detail}"]
         reasons = Counter(d.unfused[0] for d in self.decisions if d.unfused and not d.fused)
         if reasons:
             lines.append("not fused: " + "; ".join(f"{count} ({why})" for why, count in reasons.most_common()))
@@ -169,11 +169,11 @@ def plan(
         >>> model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1))
         >>> print(plan(model))
         name  type         becomes                 reason
-        0     Conv2d       WSConv2d                its output meets BatchNorm2d '1'
+        0     Conv2d       WSConv2d                its output reaches BatchNorm2d '1'
         1     BatchNorm2d  BatchChannelNorm(16/4)  statistics and affine carried over; with the ReLU after it
-        3     Conv2d       stays                   its output meets no converted norm: it is the model's output
+        3     Conv2d       stays                   its output reaches no converted norm: it is the model's output
         1 norms converted, 0 norms left, 1 convolutions converted, 1 convolutions left, 1 norms fused
-        paired by fx
+        convolutions and norms paired by fx
     """
     refuse_wrappers(model, dict.fromkeys(WRAPPERS, "convert first, then wrap or compile the converted model"))
     check_flag("layer_norm", layer_norm)

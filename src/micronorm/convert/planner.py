@@ -36,6 +36,8 @@ BATCH_STATISTICS = "; in train mode a BatchNorm uses the batch's statistics, so 
 """How the reason ends for a BatchNorm that stays behind a frozen convolution."""
 _CONVERTED = "already converted"
 """How the reason begins for a layer that is already what the options ask for."""
+_FROZEN = "keeps its function:"
+"""How the reason begins for a frozen layer, and for a norm behind one."""
 _SETTINGS = ("num_groups", "statistics", "rate")
 
 
@@ -217,7 +219,7 @@ class Planner:
         frozen = self._frozen_source(old)
         if frozen is not None:
             remark = BATCH_STATISTICS if old.family == "batch" else ""
-            return leave(f"keeps its function: it is behind {frozen.label}, which is frozen{remark}")
+            return leave(f"{_FROZEN} it is behind {frozen.label}, which is frozen{remark}")
         return self._convert_norm(old, self.norm)
 
     def _frozen_source(self, old: SourceNorm) -> Node | None:
@@ -299,7 +301,7 @@ class Planner:
         if module.weight.numel() // module.out_channels < 2:
             return decide(None, "fan-in 1: one weight per output channel has nothing to standardize")
         if not module.weight.requires_grad:
-            return decide(None, "keeps its function: it is frozen")
+            return decide(None, f"{_FROZEN} it is frozen")
         calls = self.flow.calls.get(module, [])
         if not calls and self.flow.method != "order":
             follower = next((n.module for n in self._registered if n.inputs and n.inputs[0].module is module), None)
@@ -318,10 +320,10 @@ class Planner:
         if norm is None:
             where = " and ".join(dict.fromkeys(node.label for node in meets[:2]))
             where = "it is the model's output" if where in ("", "output") else f"it goes to {where}"
-            return decide(None, f"its output meets no converted norm: {where}")
+            return decide(None, f"its output reaches no converted norm: {where}")
         if any(node.name == "output" and node.module is None for call in calls for node in self.flow.consumers[call]):
-            return decide(None, f"its output meets {norm.label}, but is an output of the model too")
-        return self._convert_convolution(module, kind, f"its output meets {norm.label}")
+            return decide(None, f"its output reaches {norm.label}, but is an output of the model too")
+        return self._convert_convolution(module, kind, f"its output reaches {norm.label}")
 
     @cached_property
     def _registered(self) -> list[Node]:
@@ -341,7 +343,7 @@ class Planner:
     def _convert_convolution(self, module: nn.Module, kind: str, reason: str) -> Decision:
         assert self.weight is not None
         if is_standardized_by_timm(module):
-            reason += "; timm's standardization goes on as ours, eps kept"
+            reason += "; replaces timm's standardization and keeps its eps"
         elif self.absorb:
             reason += "; mean and scale absorbed"
         make = partial(_reparameterize, self.weight, module, absorb=self.absorb)
@@ -356,9 +358,15 @@ class Planner:
             raise ValueError(f"nothing to convert: no convolution and no normalization among {', '.join(kinds)}")
         seen = "; ".join(f"{d.name or '(the model)'} ({d.type}): {d.reason}" for d in decisions[:4])
         more = f"; and {len(decisions) - 4} more" if len(decisions) > 4 else ""
-        frozen = not any(p.requires_grad for p in self.model.parameters())
-        hint = ". Every parameter of the model is frozen; convert first, then freeze" if frozen else ""
         ours = any(d.reason.startswith(_CONVERTED) for d in decisions)
+        hints = []
+        if any(d.reason.startswith(_FROZEN) for d in decisions):
+            hints.append("Frozen layers stay; to convert them, convert first and freeze afterwards")
+        if self.norm is not None and not self.norms and not ours:
+            hints.append(
+                "The model has no norm that conversion replaces (BatchNorm, GroupNorm, InstanceNorm, LayerNorm)"
+            )
+        hint = "".join(f". {hint}" for hint in hints)
         why = "nothing to convert: the model is already converted" if ours else "nothing to convert"
         raise ValueError(f"{why}. Looked at {seen}{more}{hint}")
 
@@ -395,7 +403,7 @@ def _refuse_reparameterized(decisions: list[Decision]) -> None:
             found.append(f"{name!r} (lazy: run one forward first)")
     if found:
         raise ValueError(
-            f"these layers carry a parametrization already: {', '.join(found)}. Remove it "
+            f"these layers have a parametrization: {', '.join(found)}. Remove it "
             "(torch.nn.utils.parametrize.remove_parametrizations, torch.nn.utils.remove_weight_norm, prune.remove) or "
             "leave them out with filter="
         )

@@ -84,9 +84,9 @@ def _learn_shapes(flow: Flow, executed: Flow) -> None:
 
 
 def _guess_shapes(flow: Flow, stand_in: nn.Module, is_leaf: IsLeaf) -> None:
-    """Learn shapes from a guessed input on the meta device, where nothing is computed; keep what a failed run gives.
+    """Find shapes from a guessed input on the meta device, which computes nothing. Keep the shapes of a run that fails.
 
-    Begin with a large input: in a small one the last maps of a network may have one element by chance.
+    Begin with a large input: with a small one, the last maps of a network may have one element by chance.
     """
     for module in stand_in.modules():  # hooks of the user must not see this run
         module._forward_hooks.clear()

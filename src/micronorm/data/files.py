@@ -64,7 +64,7 @@ def find_root(
     if found is None:
         searched = " and ".join(str(place.absolute()) for place in places)
         raise FileNotFoundError(
-            f"cannot find {title} in {searched}, or in {', '.join(children)} below; expected {layout}"
+            f"cannot find {title} in {searched}, or in a subfolder named {' or '.join(children)}; expected {layout}"
         )
     return found
 

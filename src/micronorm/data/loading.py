@@ -44,7 +44,7 @@ class Decoder(Protocol):
 class FileSamples:
     """Samples that a decoder reads from files.
 
-    A worker decodes whole shares, two in advance; the workers live as long as this object. torch's global random
+    A worker decodes whole shares, two in advance. The workers end when this object is deleted. torch's global random
     generator is not used.
 
     Args:

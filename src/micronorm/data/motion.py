@@ -1,7 +1,7 @@
 """Generated clips of digits that move, turn, grow, and hide behind one another.
 
-Each class is another one played backwards. A model that is blind to the order of the frames sees no difference between
-the two, and at best guesses half of the answers.
+Each class is another one played backwards. A model that ignores the order of the frames cannot tell the two apart: at
+best it is right half of the time.
 """
 
 import math

@@ -180,8 +180,8 @@ def advise(
     if stats.trained_by_estimates:
         return (
             "train with estimates that follow the data more closely: mn.BCN(bias_correction=True), or a larger rate "
-            "by mn.attach(model, rate=0.1). mn.calibrate(model, batches) sets them now, but changes what the network "
-            "computes: train on after it",
+            "by mn.attach(model, rate=0.1). mn.calibrate(model, batches) sets the estimates now, but changes the "
+            "network's function, so train it further afterwards",
             f"StatDiff of this layer goes from {float(stats.stat_diff.max()):.2g} to 0 as the estimates settle",
         )
     if stats.family in ("batch", "instance", "batch-channel"):

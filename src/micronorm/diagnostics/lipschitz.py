@@ -129,8 +129,8 @@ def layer_shares(layer: Any, grad: Tensor) -> tuple[str, Shares]:
 
     - WS layers are described as they are. An absorbed mean and scale do not change the shares.
     - WN and CWN are WS without ε, and WN without centering. What they remove along Ŵ goes to their learnable length.
-    - A plain layer, "none", is treated as if WS replaced it now, with its mean and scale absorbed so that it computes
-      the same. ∇Ŵ is then a multiple of its gradient, which does not change the shares.
+    - A plain layer, "none", is treated as if it were converted to WS with its mean and scale absorbed. ∇Ŵ is then a
+      multiple of its gradient, and the shares are the same.
     """
     g = rows_of(layer, grad)
     method, center, scale, eps = "none", True, True, WS().eps

@@ -270,9 +270,9 @@ def rare_channels(active: Tensor) -> Tensor:
 def stat_diff(mean: Tensor, var: Tensor, groups: int) -> Tensor:
     """Return StatDiff of every group: the deviation of its channels' means over their mean deviation (label `eq:sd`).
 
-    StatDiff is 0 after batch normalization, because all means are equal. Take a group with StatDiff d whose channels
-    are normal with equal deviations. A channel whose mean lies one deviation of the means below their average is
-    positive with probability Φ(−d) after normalization: 16 % at 1, 2.3 % at 2, 0.1 % at 3.
+    StatDiff is 0 after batch normalization, because all means are equal. For an example, let the channels of a group
+    be normal with equal deviations, and let one mean lie a deviation of the means below their average. After
+    normalization this channel is positive with probability Φ(−StatDiff): 16 % at 1, 2.3 % at 2, 0.1 % at 3.
 
     Args:
         mean: the means of the channels, C numbers.

@@ -1,6 +1,6 @@
 """The training engine: optimizer steps as transactions, in micro-batches, on any number of ranks, resumable.
 
-Recipes, data sets and tasks live elsewhere: the engine uses a task only through the protocol in `engine/task.py`.
+Recipes, data sets and tasks are in other rooms: the engine uses tasks only through the protocol in `engine/task.py`.
 
 Reading order:
 

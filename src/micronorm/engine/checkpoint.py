@@ -146,7 +146,7 @@ def run_state(step: Step, *, done: int, seed: int) -> dict[str, Any]:
 
 
 def load_run_state(step: Step, state: dict[str, Any]) -> None:
-    """Restore what `run_state` returned, on every rank, however many there are and however they share the model.
+    """Restore on every rank what `run_state` returned, for any number of ranks and any way of sharding the model.
 
     Raises:
         OtherRun: the model is not the one that was saved, or its layers compute something else.
@@ -160,8 +160,8 @@ def load_run_state(step: Step, state: dict[str, Any]) -> None:
     with torch.no_grad():
         for name, value in {**state["buffers"][0], **(state["buffers"][rank:] or [{}])[0]}.items():
             buffers[name].copy_(value)
-    # New ranks keep their own seed, so that no two ranks draw the same numbers. What training draws is keyed by sample;
-    # if a model's randomness cannot be keyed, the run has said so.
+    # New ranks keep their own seed, so that no two ranks draw the same numbers. Training draws by sample; the run has
+    # named the layers for which that is not possible.
     if rank < len(state["random"]):
         RandomState.set(state["random"][rank], step.device)
 
@@ -219,7 +219,7 @@ _LIKE_PARAMETERS = {"momentum_buffer", "exp_avg", "exp_avg_sq"}
 def check_state(step: Step, state: Mapping[str, Any], *, ema: bool) -> None:
     """Raise ValueError if a checkpoint has a field of the wrong type, and OtherRun if it is of another model.
 
-    `load_run_state` itself raises an error if anything else does not fit.
+    `load_run_state` itself raises an error for all other mismatches.
     """
     _check_type(state, {**_FIELDS, "ema": {str: Tensor}} if ema else _FIELDS, "")
     if state["position"]["step"] != state["step"]:
@@ -347,8 +347,8 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> LoadedWeigh
     part of the model that has their names: `layer1.0.conv1.weight` of a classifier is
     `backbone.body.layer1.0.conv1.weight` in a detector of torchvision.
 
-    Warn if a layer of the model computes something else with the weight that it gets, as with Weight Standardization
-    and without.
+    Warn if a layer of the model uses a loaded weight in another way than the layer it was saved from: with Weight
+    Standardization instead of without, for example.
 
     Raises:
         ValueError: nothing matches.

@@ -77,8 +77,8 @@ class GraphedStep:
         with torch.cuda.graph(graph):
             self._sums = self._run(static)
         before.restore()  # capturing computes nothing, but moves counters on the host
-        # Write constant rates once. The captured commit reads learning rates from the device: writing them before every
-        # replay would cost two launches per layer, as long as the whole step of a ResNet-110.
+        # Write constant rates once. The captured commit reads learning rates from the device. Writing them before every
+        # replay would cost two launches per layer, which take as long as the whole step of a ResNet-110.
         step.transaction.refresh()
         self._graph = graph
 

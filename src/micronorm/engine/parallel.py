@@ -132,8 +132,8 @@ class _Group(OneRank):
         if self.opened:
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=TIMEOUT)
-            # DDP keeps the group in reference cycles. A group that is freed as late as Python's own end may abort the
-            # process: gloo's threads then release tensors without an interpreter.
+            # DDP keeps the group in reference cycles. If Python frees the group only at its own end, the process may
+            # abort: gloo's threads then release tensors without an interpreter.
             atexit.register(gc.collect)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
 
@@ -210,8 +210,8 @@ class ReplicatedRanks(_Group):
     """Every rank holds the whole model, and DistributedDataParallel averages the gradients.
 
     Micro-batches run without DDP, as under `no_sync`. When all ranks have agreed that theirs succeeded, one backward
-    pass over zeros makes DDP reduce the accumulated gradients in its buckets. That pass needs no memory that DDP has
-    not allocated already. Reducing in the last micro-batch's own backward would hang the others if one rank fails.
+    pass over zeros makes DDP reduce the accumulated gradients in its buckets. It uses only memory that DDP has
+    allocated already. If DDP reduced in the backward of the last micro-batch, a failing rank would hang the others.
     """
 
     @override
@@ -240,9 +240,9 @@ class ReplicatedRanks(_Group):
 class ShardedRanks(_Group):
     """Every rank holds a shard of parameters, gradients and optimizer state (FSDP2).
 
-    Forward passes are collective here, so all ranks make equally many; a rank without samples computes one that counts
-    for nothing. A rank that runs out of memory cannot tell the others in time: the run ends, and is resumed with half
-    the micro-batch.
+    Forward passes are collective here, so every rank makes the same number of them. A rank without samples computes one
+    whose result is dropped. A rank that runs out of memory cannot inform the others in time: the run ends, and is
+    resumed with half the micro-batch.
     """
 
     @override

@@ -83,8 +83,8 @@ class Step:
         self.optimizer = build_optimizer(self.model, settings.optimizer, settings.groups, captured=execution.cuda_graph)
         size = execution.micro_batch or parallel.largest_share(settings.step_batch, unit=settings.unit)
         self.micro_batch = MicroBatch(size, unit=settings.unit, largest=settings.largest)
-        # A step may take as many forwards as it has samples, and float16 may skip steps until its scale is halved
-        # down to nothing. Only more forwards than that are a fault.
+        # A step may take as many forwards as it has samples, and float16 may skip steps until its scale has been
+        # halved to zero. More forwards without a commit are a fault.
         self.transaction = Handle(self.model, [self.optimizer], max_forwards=32 * settings.step_batch + 1024)
         self.savepoint = Snapshot(self.model)  # allocates now: a step that ran out of memory could not
         # A shard is gathered for its forward only: no whole weight exists between micro-batches.
@@ -143,8 +143,8 @@ class Step:
         """Halve the micro-batch and return the error that ends a sharded run."""
         size = self.micro_batch.halve()
         return ShardOutOfMemory(
-            f"rank {self.parallel.rank} ran out of memory in a collective forward, in which it cannot tell the others; "
-            f"resume the run: it goes on with {size} samples per micro-batch",
+            f"rank {self.parallel.rank} ran out of memory in a collective forward, and cannot inform the other ranks "
+            f"there. Resume the run: it will continue with {size} samples per micro-batch",
             size,
         )
 

@@ -1,6 +1,6 @@
 """The protocol of a task, the checks of what a task returns, and the listener, which receives the events of a run.
 
-A *sample* is what one index stands for: an image, a clip, a volume. A *batch* is a tuple of columns: tensors or lists
+A *sample* has one index: an image, a clip, a volume. A *batch* is a tuple of columns: tensors or lists
 that are indexed by sample. Images of different sizes come as a list. A *share* is (epoch, indices): the samples of
 one rank in one optimizer step. The engine uses nothing else of a task.
 """
@@ -130,7 +130,7 @@ def check_task(task: Task) -> None:
     if missing:
         raise TypeError(f"the task {type(task).__name__} lacks {', '.join(missing)}; see docs/training.md")
     if len(task.train) == 0:
-        raise ValueError("task.train is empty: there is nothing to learn from")
+        raise ValueError("task.train is empty: it needs at least one sample")
 
 
 def check_batch(batch: Any, samples: int) -> None:

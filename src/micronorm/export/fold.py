@@ -106,7 +106,7 @@ def _refuse_unknown(model: nn.Module) -> None:
     layers = [(names[0], module) for module, names in names_of(model).items() if is_ours(module)]
     if not layers:
         kinds = ", ".join(sorted({type(module).__name__ for module in model.modules()})[:8])
-        raise ValueError(f"nothing to fold: no layer of micronorm among {kinds}")
+        raise ValueError(f"nothing to fold: no layer of micronorm among {kinds}; the model can be used as it is")
     for name, module in layers:
         label = f"{name!r} ({type(module).__name__})" if name else type(module).__name__
         if type(module) not in _KNOWN:

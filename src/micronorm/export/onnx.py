@@ -316,7 +316,7 @@ def verify(
             worst = max(worst, difference)
         count += 1
     if count == 0:
-        raise ValueError("no inputs to compare on")
+        raise ValueError("no inputs to compare on; give at least one")
     return worst
 
 

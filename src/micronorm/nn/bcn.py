@@ -53,9 +53,9 @@ class BatchChannelNorm(BatchChannelNormState):
     Args:
         num_channels: C, the size of axis 1 of the input.
         num_groups: G, which must divide C; None chooses it as `mn.BCN()` does.
-        statistics: which estimates a training forward normalizes with. `"step"`: they are constant within an optimizer
-            step and move once by everything seen in it, so the step does not depend on how its samples were cut up.
-            `"sequential"`: they absorb each micro-batch before it is normalized, as in Algorithm 1 of the paper.
+        statistics: the estimates that a training forward normalizes with. `"step"`: they are constant within an
+            optimizer step and move once, by all samples of the step, so the step does not depend on its split.
+            `"sequential"`: each micro-batch first moves them and is then normalized, as in Algorithm 1 of the paper.
             `"batch"`: the batch's own moments, CN(BN(x)).
         rate: how far the estimates move: `"lr"`, the learning rate of the weight's parameter group, or a float in
             [0, 1]. In `"batch"` mode `"lr"` means nn.BatchNorm2d's momentum of 0.1.
@@ -63,9 +63,9 @@ class BatchChannelNorm(BatchChannelNormState):
         bias_correction: for `"step"`. Estimates are the weighted average of the windows seen so far, without the
             initial values (0, 1): the first window sets them, and the k-th moves them by r/(1 − (1−r)^k). The state
             dict then contains `estimates_weight`, 1 − (1−r)^k.
-        affine: False fixes both affines at the identity, that of the channels and that of the groups. The four
-            tensors remain parameters that do not require grad, so that the optimizer which is given them still commits
-            the estimates, and the state dict has the same keys. Such a layer cannot be frozen by `requires_grad_`.
+        affine: False fixes the affines of the channels and of the groups at the identity. The four tensors remain
+            parameters, without requires_grad. An optimizer that holds them still commits the estimates, and the state
+            dict has the same keys. `requires_grad_(False)` does not freeze such a layer.
         eps: added to both variances, inside the roots.
         backend: `"triton"`, fused kernels for CUDA devices; `"one-pass"`, the same passes in PyTorch operations;
             `"reference"`, the plain equations differentiated by autograd; `"auto"`, kernels where they run, else

@@ -182,7 +182,7 @@ class UnfusableEps(float):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         raise RuntimeError(
             "Batch-Channel Normalization cannot be folded into a convolution like BatchNorm, with running_var + eps: "
-            "fold the whole model with mn.fold(model) before other tools see it. To compute with eps, use float(eps)."
+            "fold the whole model with mn.fold(model) before you use other tools. To compute with eps, use float(eps)."
         )
 
 

@@ -11,8 +11,8 @@ def inside_backward() -> bool:
 
     A repeated forward must not move running statistics again.
 
-    While code is traced (torch.compile, export) this returns False: the answer would be frozen into the graph. Call it
-    inside a custom operator, which a compiled graph calls at run time.
+    While code is traced (torch.compile, export), return False: the result would become a constant of the graph. Call
+    this function inside a custom operator, which a compiled graph calls at run time.
     """
     if torch.compiler.is_compiling():
         return False

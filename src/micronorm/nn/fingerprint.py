@@ -110,14 +110,14 @@ def _compare(
 ) -> None:
     """Warn if a layer whose weight is loaded has another fingerprint; a strict load raises in addition.
 
-    torch tells layers nothing of `strict`, but raises for unexpected keys in strict loads alone, so the message goes
-    there. It appears once, not for each of a hundred layers.
+    torch does not pass `strict` to layers. It raises for unexpected keys in strict loads only, so the message is added
+    to these keys: once, not for each of a hundred layers.
     """
     saved = local_metadata.get(KEY)
     if saved in (None, own) or prefix + "weight" not in state_dict:
         return
     difference = f"{MISMATCH} {saved}, but the model has {own}"
     if not any(difference in key for key in unexpected_keys):
-        advice = "The same tensors compute something else there: convert the model as it was when they were saved"
+        advice = "With these weights the outputs differ: convert the model as it was when they were saved"
         unexpected_keys.append(f"{prefix}weight (and perhaps others): {difference}. {advice}, by mn.convert")
         warnings.warn(unexpected_keys[-1], UserWarning, stacklevel=2)

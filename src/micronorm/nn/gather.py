@@ -139,9 +139,9 @@ def run(function: Callable, *args: object) -> Any:
         return getattr(torch.ops.micronorm, function.__name__)(*args)
     if functorch_transforms_active():
         raise RuntimeError(
-            "a BatchChannelNorm in training mode collects statistics, which transforms of torch.func (grad, vmap, jvp, "
-            '...) do not allow; call model.eval(), which in "step" mode changes no output, or freeze the layer with '
-            "layer.requires_grad_(False)"
+            "a BatchChannelNorm in training mode collects statistics, and transforms of torch.func (grad, vmap, jvp, "
+            '...) do not allow that. Call model.eval(): in "step" mode this changes no output. Or freeze the layer '
+            "with layer.requires_grad_(False)"
         )
     return function(*args)
 
@@ -172,11 +172,11 @@ def _count_forward(window: Window, counter: Tensor) -> None:
     if counts[0] >= window.control.max_forwards:
         raise RuntimeError(
             f"{window.describe()} has gathered {counts[0]} training forwards without a commit: its estimates do "
-            "not move. A torch.optim optimizer that holds the layer's weight commits when it steps; for any other loop "
-            "keep handle = mn.attach(model, rate=...) and call handle.commit() after each update. Forwards that do not "
-            "train belong after model.eval(), or into `with handle.paused():` where they need train mode. A layer that "
-            "no optimizer holds is frozen by layer.requires_grad_(False). If a step really takes more forwards, raise "
-            "the limit: mn.attach(model, max_forwards=...)."
+            "not move. Does a torch.optim optimizer hold the layer's weight, and does it step? In any other loop, call "
+            "handle = mn.attach(model, rate=...) once and handle.commit() after each update. Run forwards that do not "
+            "train after model.eval(), or in `with handle.paused():`. Freeze a layer that no optimizer holds: "
+            "layer.requires_grad_(False). If a step really takes more forwards, raise the limit: "
+            "mn.attach(model, max_forwards=...)."
         )
     counts[0] += 1
     window.ran = True

@@ -98,7 +98,7 @@ def has_hooks(module: nn.Module) -> bool:
         module._backward_hooks,
         module._backward_pre_hooks,
     )
-    # The first `any` is the fast path: every forward asks, and most modules have no hooks.
+    # The first `any` is the fast path: this runs in every forward, and most modules have no hooks.
     return any(tables) and not all(isinstance(hook, PassiveHook) for table in tables for hook in table.values())
 
 

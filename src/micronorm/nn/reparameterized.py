@@ -65,7 +65,7 @@ class Reparameterized(Fingerprinted):
         if name == "bias" and param is not None and evaluates and (old is None or self._weight_replaced):
             raise RuntimeError(
                 f"{type(self).__name__} computes with another weight than `weight`, so BatchNorm cannot be folded into "
-                "it: fold the whole model with mn.fold(model) before other tools see it. To set a bias yourself, call "
+                "it: fold the whole model with mn.fold(model) before you use other tools. To set a bias yourself, call "
                 ".train() first."
             )
         super().register_parameter(name, param)  # type: ignore[misc]

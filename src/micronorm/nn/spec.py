@@ -1,4 +1,4 @@
-"""Specs: small immutable values that say which layer to build. They stand where other libraries take strings.
+"""Specs: small immutable values that say which layer to build. Other libraries use strings for this.
 
 A norm spec called with a channel count builds the layer, so it fits every `norm_layer=` argument of torchvision. timm
 accepts only types, functions and partials there: give it the layer's class, or `mn.nn.norm_act_layer(spec)` for models
@@ -117,9 +117,9 @@ Spec = TypeVar("Spec", bound=type[NormSpec] | type[WeightSpec])
 def register(spec: Spec) -> Spec:
     """Add a spec class to `mn.nn.SPECS` and return it, so that this can be used as a decorator.
 
-    Command lines then find the spec by its name, `micronorm bench` times a norm spec as a method, and `mn.observe` and
-    `micronorm diagnose` watch its layers if their class has `num_channels` and a method `normalized(x)`, which returns
-    the output without weight and bias.
+    Command lines then find the spec by its name, and `micronorm bench` times a norm spec as a method. `mn.observe` and
+    `micronorm diagnose` measure its layers if their class has `num_channels` and a method `normalized(x)`. This method
+    returns the output without weight and bias.
 
     Args:
         spec: a subclass of NormSpec or WeightSpec.

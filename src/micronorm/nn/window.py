@@ -58,7 +58,7 @@ class ScannedForward:
 
 @dataclass(eq=False)
 class Window:
-    """The sums of one layer since its last commit, and what a commit needs to know about the layer.
+    """The sums of one layer since its last commit, and the facts about the layer that a commit needs.
 
     The tensors are plain attributes and not buffers: DDP broadcasts buffers, and weight averaging averages them. They
     keep their addresses from commit to commit.
@@ -267,7 +267,7 @@ def call_at_first_window(callback: Callable[[], None]) -> None:
     """Call `callback` once, when the first window of this process is made.
 
     `micronorm.commit` installs its optimizer hooks this way, because layers must not import it. The first window is
-    made with the first layer, not at the first forward: a rank that sees no sample must commit with the others.
+    made with the first layer, before any forward: a rank without samples must commit with the others.
     """
     _first_window_callbacks.append(callback)
 

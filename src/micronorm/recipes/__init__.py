@@ -59,7 +59,7 @@ def find(name: str) -> Recipe:
         >>> find("cifar1/c10-bcn")
         Traceback (most recent call last):
         ...
-        ValueError: no recipe 'cifar1/c10-bcn'; near it: cifar1/c10-bn, ...
+        ValueError: no recipe 'cifar1/c10-bcn'; near it: cifar1/c10-bn, ...; `micronorm reproduce` lists the tables
     """
     recipes = {recipe.name: recipe for table in _TABLES.values() for recipe in table.rows}
     if name in recipes:
@@ -76,7 +76,9 @@ def find(name: str) -> Recipe:
     if slash and table_name not in _TABLES:
         find_table(table_name)  # raises an error that says what is wrong
     rows = [recipe.name for recipe in _TABLES[table_name].rows] if slash else [f"{table}/…" for table in _TABLES]
-    raise ValueError(unknown(f"no recipe {name!r}", name, list(recipes), rows))
+    raise ValueError(
+        unknown(f"no recipe {name!r}", name, list(recipes), rows) + "; `micronorm reproduce` lists the tables"
+    )
 
 
 def unknown(message: str, name: str, known: Sequence[str], listed: Sequence[str] | None = None) -> str:

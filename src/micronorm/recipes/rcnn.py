@@ -69,8 +69,8 @@ def build_rcnn(
         parts["mask_head"] = models.mask_rcnn.MaskRCNNHeads(channels, [channels] * 4, 1, norm_layer=norm)
         parts["mask_predictor"] = models.mask_rcnn.MaskRCNNPredictor(channels, channels, classes)
         if classes <= 2:
-            # The fewer classes, the larger are the first weights of torchvision: with two the loss begins at 5. With
-            # many classes, small weights would slow the training of each.
+            # torchvision's initial weights are larger for fewer classes: with two classes the loss begins at 5. With
+            # many classes keep its weights, because small ones would slow the training of each class.
             nn.init.normal_(parts["mask_predictor"].mask_fcn_logits.weight, std=0.001)
     network = (models.MaskRCNN if masks else models.FasterRCNN)(backbone, **parts, **options)
     if keep_size:

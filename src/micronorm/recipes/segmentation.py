@@ -97,7 +97,7 @@ _VOLUME_SETTINGS = Settings(
 _VOLUME_NOTES = (
     "ours throughout: the paper has no such table. Patches of 32×48×32 voxels, mirrored along all axes, with random "
     "contrast, brightness and noise. Weight decay, Nesterov's momentum and the schedule are nnU-Net's. lr 0.1 with "
-    "momentum 0.9 takes as long strides as its 0.01 with 0.99, which needs more than our steps to gain speed. BCN is "
+    "momentum 0.9 moves as far per gradient as its lr 0.01 with 0.99, and needs fewer steps to reach its speed. BCN is "
     'statistics="step"',
 )
 

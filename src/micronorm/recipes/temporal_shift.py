@@ -123,8 +123,8 @@ def temporal_shift(network: nn.Module, *, frames: int = 8, share: int = 8, examp
     starts = [layer for layer in first_layers(flow) if isinstance(layer, nn.Conv2d)]
     if not starts:
         raise ValueError(
-            f"{type(network).__name__} has no residual branch that begins with a Conv2d; its data flow was found by "
-            f"{flow.method}{f' ({flow.detail})' if flow.detail else ''}"
+            f"{type(network).__name__} has no residual branch that begins with a Conv2d, in the data flow found by "
+            f"{flow.method}{f' ({flow.detail})' if flow.detail else ''}; without branches use ClipNetwork"
         )
     narrow = min(starts, key=lambda layer: layer.in_channels)
     if narrow.in_channels < share:

@@ -18,8 +18,8 @@ def find_collapse(losses: Sequence[float]) -> str | None:
     """Return a warning if these losses are those of a collapsed network, or None.
 
     The loss of a collapsed network jumps in its first steps. Then it stays at the loss of constant outputs, which is
-    not far below that of an untrained network. So three things must hold: the peak lies far above the first loss, the
-    last quarter of the losses is not far below the first loss, and it is hardly below the quarter before it.
+    close to that of an untrained network. So three things must hold. The peak lies far above the first loss. The last
+    quarter of the losses is close to the first loss. And it is close to the quarter before it.
 
     Args:
         losses: the mean training losses of steps from the first on, at least 40.

@@ -1,6 +1,6 @@
-"""Turn run directories into one self-contained HTML page; `plots` holds how every picture of the library is drawn.
+"""Turn run directories into one self-contained HTML page. `plots` sets the style of all pictures of the library.
 
-Nothing here trains, measures or reads anything but run directories.
+This room reads run directories only. It trains and measures nothing.
 """
 
 from micronorm.report.page import Lead, write_page, write_plots

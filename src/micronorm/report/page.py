@@ -65,8 +65,8 @@ def write_page(
 
     Args:
         target: the HTML file. Missing folders are created.
-        runs: run directories or their records, by the name that each gets on the page. In a list, runs are named by
-            their fact `name`, else by their recipe; equal names get the folder's name or a number added.
+        runs: run directories or their records, by their names on the page. In a list, a run has the name in its
+            record, or that of its recipe; equal names are extended by the folder's name or a number.
         title: the page's heading.
         lead: the first screen; without it the page begins with the results in a sentence.
         left_out: why some runs are not on the page, a line each.

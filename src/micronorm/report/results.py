@@ -226,8 +226,8 @@ def training(runs: Sequence[NamedRun]) -> Section:
         ("learning-rate", "Learning rate", "step"): [by_step(record, "lr") for record in records],
     }
     absent = "No step or epoch is recorded yet. micronorm train RECIPE records them while it trains."
-    # The rate of a cosine schedule ends near 0: its last steps would fill a logarithmic scale. The first evaluations of
-    # a figure that grows would, too.
+    # On a logarithmic scale, values near 0 would take most of the height: the last steps of a cosine schedule, and the
+    # first evaluations of a figure that grows.
     linear = {"learning-rate"} | (set() if key in LOWER_IS_BETTER else {f"test-{slug(key)}"})
     return _curves_section("training", "Training", curves, runs, absent=absent, linear=linear)
 

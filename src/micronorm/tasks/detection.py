@@ -28,8 +28,9 @@ SURE = 0.5
 class Detection:
     """Find objects: their boxes and, with `masks`, their pixels.
 
-    A batch is (images, targets, keys): lists of 3×H×W images in [0, 1] and of targets as `detection_losses` takes them,
-    with "image", the index of the image in its set; and the keys of the samples. The model is an R-CNN of torchvision.
+    A batch is (images, targets, keys): a list of 3×H×W images in [0, 1], a list of targets as in `detection_losses`,
+    and the keys of the samples. A target also has "image", the index of its image in the data set. The model is an
+    R-CNN of torchvision.
 
     Args:
         train: the training samples.

@@ -31,7 +31,7 @@ _PREDICTORS = ("box_predictor", "mask_predictor", "keypoint_predictor")
 def detection_losses(
     model: nn.Module, images: Sequence[Tensor], targets: Sequence[Mapping[str, Any]], keys: Tensor
 ) -> dict[str, Tensor]:
-    """Return torchvision's losses, each the sum over images of what it is for that image alone.
+    """Return torchvision's losses. Compute each loss image by image, and add it over the images.
 
     Divide their sum by the number of images in the optimizer step, over all micro-batches and ranks. With one image
     per step these are the losses of `model([image], [target])`. Images of equal padded size share one forward of the
@@ -47,7 +47,7 @@ def detection_losses(
         keys: int64 N, from `micronorm.ops.keyed.sample_keys`: they determine which anchors and regions are sampled.
 
     Raises:
-        TypeError: the model is another kind of detector.
+        TypeError: the model is another kind of detector, or the keys are no tensor.
         ValueError: it is in eval mode, the arguments differ in length, or a box has no area.
 
     Example:
@@ -191,8 +191,8 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 def _boxes_in_float32(detector: Any) -> Iterator[None]:
     """Turn half-precision features and predictions into float32 within this block.
 
-    torchvision computes anchors and boxes in the dtype of features and predictions. bfloat16 has 8 bits: a box near
-    the right edge of a large image would move in steps of 8 pixels.
+    torchvision computes anchors and boxes in the dtype of features and predictions. In bfloat16, which has 8 bits, a
+    box near the right edge of a large image moves in steps of 8 pixels.
     """
     heads = [getattr(detector.roi_heads, name, None) for name in _PREDICTORS]
     modules = [detector.backbone, detector.rpn.head, *(head for head in heads if head is not None)]
@@ -217,9 +217,9 @@ def _detector_of(model: nn.Module) -> Any:
     detector = getattr(model, "module", model)
     if not all(isinstance(getattr(detector, part, None), nn.Module) for part in _PARTS):
         raise TypeError(
-            f"the model must be a Faster, Mask or Keypoint R-CNN of torchvision, got {type(detector).__name__}; other "
-            "detectors of torchvision draw nothing at random if they have one `min_size`: call them with one image at "
-            "a time and add the losses"
+            f"the model must be a Faster, Mask or Keypoint R-CNN of torchvision, got {type(detector).__name__}. "
+            "RetinaNet, FCOS and SSD need no keys: give them one number as `min_size`, call them with one image at a "
+            "time, and add the losses"
         )
     return detector
 
@@ -229,6 +229,11 @@ def _check_arguments(
 ) -> None:
     if not detector.training:
         raise ValueError("the model is in eval mode and has no losses; call model.train() first")
+    if not isinstance(keys, Tensor):
+        raise TypeError(
+            "keys must be the tensor that sample_keys(image_ids, seed=..., epoch=...) returns, got "
+            f"{type(keys).__name__}"
+        )
     if not len(images) == len(targets) == len(keys) > 0:
         raise ValueError(
             f"there must be one target and one key for each of at least one image, got {len(images)} images, "

@@ -140,11 +140,11 @@ class ConfusionMatrix:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The answer for one image.
+    """The prediction for one image.
 
     Args:
         words: one line for a table.
-        answer: the entry of the JSON file.
+        answer: the prediction as an entry of the JSON file.
         pictures: PIL images to write, by the end of their file names: {"-overlay": image}.
     """
 
@@ -157,7 +157,7 @@ class Predictor(Protocol):
     """The part of a task that `micronorm predict` uses. It needs no data set."""
 
     def predict(self, model: nn.Module, path: Path) -> Prediction:
-        """Return the answer for the image in a file. The model is in eval mode.
+        """Return the prediction for the image in a file. The model is in eval mode.
 
         Raises:
             ValueError: the file cannot be read; the message has its name.

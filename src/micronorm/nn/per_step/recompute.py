@@ -96,8 +96,8 @@ class Recomputation:
         """
         if self._last is None:
             raise RuntimeError(
-                "nothing to report: since mn.recompute the model has not been called in grad mode, or only as compiled "
-                "code, on which recompute has no effect"
+                "nothing to report: call the model in grad mode after mn.recompute. Compiled code does not count: "
+                "recomputation has no effect on it"
             )
         return self._last
 
