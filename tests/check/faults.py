@@ -12,6 +12,7 @@ import micronorm as mn
 from tests.check.parts import (
     Apply,
     CenteredLoss,
+    ChoosesSize,
     Codebook,
     DropPath,
     FunctionalMixing,
@@ -122,6 +123,9 @@ FAULTS: dict[str, Planted] = {
         "fails_when_cut", lambda: Apply(lambda x: torch.cat(x.chunk(2)) if len(x) % 2 == 0 else refuse(x)), nn.Identity
     ),
     "padding in the model": Planted("model", "padding", lambda: Padding(None), lambda: Padding(12), batch=ragged),
+    "padding by a module that draws without effect": Planted(
+        "model", "padding", lambda: ChoosesSize(None), lambda: ChoosesSize(12), batch=ragged
+    ),
     "padding in the loss": in_loss("padding", pads_in_loss, one_by_one, batch=ragged),
     "an averaged loss": in_loss("averaged_loss", lambda m, p: F.cross_entropy(m(p[0]), p[1]), summed),
     "an averaged loss counted once": in_loss("averaged_loss", lambda m, p: (F.cross_entropy(m(p[0]), p[1]), 1), summed),

@@ -163,6 +163,15 @@ class Padding(nn.Module):
         return self.net(torch.stack(padded))
 
 
+class ChoosesSize(Padding):
+    """Draws the size it pads to from a list with one entry, as torchvision's detectors do with `min_size`."""
+
+    def forward(self, x: list[Tensor]) -> Tensor:
+        sizes = [self.size]
+        self.size = sizes[int(torch.rand(()) * len(sizes))]
+        return super().forward(x)
+
+
 class ReturnsLoss(nn.Module):
     """Computes its own loss, as detectors do."""
 

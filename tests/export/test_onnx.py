@@ -1,5 +1,6 @@
 import errno
 import importlib
+import os
 import sys
 from pathlib import Path
 
@@ -129,7 +130,12 @@ def test_a_full_disk_is_named_with_the_file_and_the_space(tmp_path, monkeypatch)
 
 
 def test_a_place_that_cannot_be_written_is_named_before_the_export(tmp_path):
-    for path, message in ((tmp_path, "is a folder"), (tmp_path / "none" / "net.onnx", "no folder .*none for net.onnx")):
+    os.mkfifo(tmp_path / "pipe")
+    for path, message in (
+        (tmp_path, "is a folder"),
+        (tmp_path / "none" / "net.onnx", "no folder .*none for net.onnx"),
+        (tmp_path / "pipe", "is a pipe or a device"),
+    ):
         with pytest.raises(ValueError, match=message):
             mn.export.onnx(small(), path, torch.randn(1, 3, 8, 8))
     with pytest.raises(OSError, match=r"'/proc/net\.onnx'"):

@@ -46,6 +46,19 @@ def test_a_full_disk_is_reported_with_the_file_and_the_bytes_it_needs(tmp_path, 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_pipe_or_a_device_is_refused_and_stays(tmp_path):
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to("/dev/null")
+    for path in (pipe, link):
+        with pytest.raises(OSError, match="is a pipe or a device, not a file") as caught:
+            write_atomically(path, b"new")
+        assert caught.value.filename == str(path)
+    assert pipe.is_fifo()
+    assert link.is_symlink()
+    assert sorted(tmp_path.iterdir()) == [link, pipe]
+
+
 def test_a_written_file_has_the_permissions_of_any_new_file(tmp_path):
     (tmp_path / "plain").write_bytes(b"")
     write_atomically(tmp_path / "file", b"")

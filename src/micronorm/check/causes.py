@@ -157,7 +157,8 @@ class Comparison:
         return self.experiment.run(self.other.cut, backward=False, fresh=True)
 
     def _cause(self, fault: Fault) -> tuple[str, dict[str, Any]]:
-        if fault.call.draws or any(call.draws for trace in self.other.traces for call in trace.calls(fault.call.name)):
+        draws = fault.call.draws or any(c.draws for trace in self.other.traces for c in trace.calls(fault.call.name))
+        if draws and self._depends_on_the_seed(fault):
             return "randomness", {"random numbers drawn during the call": True}
         if self._agrees_when_fresh(fault):
             return "state", {"with a fresh copy for each part": "agrees"}
@@ -171,6 +172,16 @@ class Comparison:
         if {math.prod(shape) for shape in (fault.match.whole, *fault.match.parts)} == {1}:
             return self._reduction(fault)
         return "mixes_samples", {}
+
+    def _depends_on_the_seed(self, fault: Fault) -> bool:
+        """Return whether another seed changes the whole at this place. A choice among one size draws without effect."""
+        other = self.experiment.run(self.whole.cut, seed=1, backward=False)
+        if other.error is not None:
+            return True
+        again = dataclasses.replace(self, other=other)
+        if fault.seen is None:
+            return again.first_fault() is not None
+        return again._counterparts(fault.seen) is None or again._match(fault.seen, fault.side).status != "agree"
 
     def _agrees_when_fresh(self, fault: Fault) -> bool:
         """Return whether the parts reproduce the whole if each has a fresh copy: then kept state is the cause."""

@@ -98,6 +98,8 @@ def onnx(
         raise ValueError(
             f"{path} is a folder" if path.is_dir() else f"there is no folder {path.parent} for {path.name}"
         )
+    if path.exists() and not path.is_file():  # the rename below would replace a device, such as /dev/null
+        raise ValueError(f"{path} is a pipe or a device, not a file")
     inputs = [example_inputs]
     if dynamic:
         inputs.append(_other_size(example_inputs, dynamic) if other_inputs is None else other_inputs)

@@ -112,6 +112,7 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
         OSError: the file cannot be written. Names `path` and, if the disk is full, the bytes that it needs.
     """
     target = Path(path)
+    refuse_device(target)
     partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}{PARTIAL}")
     try:
         with open(partial, "xb") as file:
@@ -126,6 +127,12 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
             raise named_error(error, target, len(content)) from error
         raise
     sync_folder(target.parent)
+
+
+def refuse_device(file: Path) -> None:
+    """Raise OSError if the path is a pipe or a device: a rename would put a file in the place of `/dev/null`."""
+    if file.exists() and not file.is_file() and not file.is_dir():
+        raise OSError(errno.EINVAL, "is a pipe or a device, not a file", str(file))
 
 
 def named_error(error: OSError, file: Path, needed: int) -> OSError:
