@@ -54,6 +54,13 @@ def test_what_is_measured_is_not_measured_again(monkeypatch):
     assert "Numbers: runs/figures/dist_exp.json" in result.output
 
 
+def test_a_drawing_needs_no_numbers(tmp_path):
+    result = run("fig:ws_eqn")
+    assert result.exit_code == 0, result.output
+    assert json.loads(run("fig:ws_eqn", "--json").stdout) is None
+    assert sorted(path.name for path in (tmp_path / "runs" / "figures").iterdir()) == ["ws_eqn.png", "ws_eqn.svg"]
+
+
 @pytest.mark.usefixtures("undrawn")
 def test_recorded_numbers_are_found_where_the_folder_of_runs_has_none(tmp_path):
     run("fig:front", "--runs", "elsewhere")

@@ -215,15 +215,16 @@ def _reproduce_figure(name: str, request: figures.Request, *, as_json: bool) -> 
     say(console, f"The paper: {figure.paper}")
     for note in figure.ours:
         say(console, f"Ours: {note}.")
-    if found is None:
+    if figure.measure is not None and found is None:
         path = request.runs / FOLDER / f"{stem}.json"
         say(console, f"Measuring into {path}. If it is interrupted, the same command continues.")
         request = replace(request, device=own_device(None))
         found = figure.run(request, path, command=_command(name, request), listener=TrainingProgress(console))
-    say(console, f"Numbers: {path} ({found['date'][:10]}, {found['seconds']:g} s).")
-    for row, why in found["numbers"].get("missing", {}).items():
+    if found is not None:
+        say(console, f"Numbers: {path} ({found['date'][:10]}, {found['seconds']:g} s).")
+    for row, why in ((found or {}).get("numbers") or {}).get("missing", {}).items():
         say(console, f"Missing: {row} ({why}); drawn without it.")
-    for picture in figure.save(found, request.runs / FOLDER, stem):
+    for picture in figure.save(found or {}, request.runs / FOLDER, stem):
         say(console, f"Drawn: {picture}")
 
 

@@ -21,13 +21,13 @@ def read(name) -> dict:
 def test_every_figure_is_drawn_from_its_recorded_numbers(name):
     figure = figures.find(name)
     found = read(name)
-    assert found["figure"] == name  # or its settings have changed since it was measured
+    if figure.measure is not None:
+        assert found["figure"] == name  # or its settings have changed since it was measured
     figure.draw(found).draw_without_rendering()
 
 
-@recorded
 def test_a_figure_is_saved_as_svg_and_png(tmp_path):
-    written = figures.find("fig:dist").save(read("fig:dist"), tmp_path / "out", "x")
+    written = figures.find("fig:all").save({}, tmp_path / "out", "x")
     assert [path.name for path in written] == ["x.svg", "x.png"]
     assert all(path.stat().st_size > 5000 for path in written)
 

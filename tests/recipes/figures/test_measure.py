@@ -201,6 +201,7 @@ def test_the_larger_stat_diff_the_more_of_a_channel_is_cut_off(tmp_path):
         ("fig:dist_exp", {"dataset": "digits"}, "fig:dist_exp has no data set 'digits'; leave out --dataset"),
         ("fig:front", {"epochs": 2}, "fig:front trains nothing; leave out --epochs"),
         ("fig:dist", {"dataset": "imagenet"}, "fig:dist has no data set 'imagenet'; it has digits, cifar10"),
+        ("fig:all", {}, "fig:all is a drawing"),
     ],
 )
 def test_what_a_figure_does_not_have_is_refused(tmp_path, name, options, message):

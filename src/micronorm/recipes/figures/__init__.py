@@ -10,14 +10,13 @@
 | `dist.py` | the grid of networks with preset channel statistics |
 | `dist_exp.py` | histograms of two channels |
 | `recorded.py` | figures of recorded runs: `fig:front` and `fig:imagenet` |
-
-The paper's drawings, `fig:all` and `fig:ws_eqn`, show no numbers; their pictures are in `results/figures`.
+| `drawings.py` | figures without numbers: `fig:all` and `fig:ws_eqn` |
 """
 
 from pathlib import Path
 
 from micronorm.recipes import unknown
-from micronorm.recipes.figures import dist, dist_exp, mean_div, recorded, stat_diff
+from micronorm.recipes.figures import dist, dist_exp, drawings, mean_div, recorded, stat_diff
 from micronorm.recipes.figures.figure import Figure, Request
 
 __all__ = ["FIGURES", "RECORDED", "Figure", "Request", "find"]
@@ -26,6 +25,8 @@ FIGURES: dict[str, Figure] = {
     figure.name: figure
     for figure in (
         recorded.FRONT,
+        drawings.ALL,
+        drawings.WS_EQN,
         mean_div.FIGURE,
         dist.FIGURE,
         stat_diff.FIGURE,
@@ -33,7 +34,7 @@ FIGURES: dict[str, Figure] = {
         recorded.IMAGENET,
     )
 }
-"""Every figure with numbers by its name, in the order of the paper."""
+"""Every figure by its name, in the order of the paper."""
 
 RECORDED = Path(__file__).parents[4] / "results" / "figures"
 """The data files in a checkout; an installed package does not have them."""

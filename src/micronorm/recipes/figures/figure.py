@@ -156,7 +156,7 @@ class Figure:
         paper: what the paper shows there, and what its text says about it.
         ours: what we chose because the paper does not say, or because the data are smaller; a sentence each.
         settings: returns everything that decides the numbers, in JSON's types.
-        measure: fills the numbers of a data file.
+        measure: fills the numbers of a data file; None for a drawing, which has no numbers.
         draw: returns a matplotlib figure of the content of the data file.
         datasets: data sets it can be measured on, the default first.
         from_records: whether it is drawn from recorded runs; such a figure is measured again each time.
@@ -166,8 +166,8 @@ class Figure:
     title: str
     paper: str
     ours: tuple[str, ...] = ()
-    settings: Callable[[Request], dict[str, Any]]
-    measure: Measure
+    settings: Callable[[Request], dict[str, Any]] = lambda request: {}
+    measure: Measure | None = None
     draw: Callable[[Mapping[str, Any]], Any]
     datasets: tuple[str, ...] = ()
     from_records: bool = False
@@ -196,8 +196,10 @@ class Figure:
         """Measure the numbers into the data file `path` and return its content. Continue an interrupted measurement.
 
         Raises:
-            ValueError: the figure does not accept the request.
+            ValueError: the figure is a drawing, or does not accept the request.
         """
+        if self.measure is None:
+            raise ValueError(f"{self.name} is a drawing: there is nothing to measure")
         self.check(request)
         settings = self.settings(request)
         facts = {
