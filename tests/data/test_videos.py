@@ -1,6 +1,7 @@
 """Folders of video files: decoding, folds, and files that are no videos."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -80,7 +81,17 @@ def test_too_many_frames_are_refused(folder, monkeypatch):
         open_videos(folder, fold=0)
 
 
-def test_without_pyav_the_error_says_what_to_install(tmp_path, monkeypatch):
+def test_without_pyav_torchcodec_decodes_and_without_both_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(ImportError, match="video files need av: pip install av"):
-        decode_video(tmp_path / "clip.mp4")
+    monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)
+    with pytest.raises(ImportError, match=r"video files need PyAV: pip install av"):
+        decode_video(tmp_path / "a.mp4")
+    frames = torch.zeros(3, 3, 4, 4, dtype=torch.uint8)
+    stand_in = SimpleNamespace(VideoDecoder=lambda path: frames if path.endswith("a.mp4") else path.missing)
+    monkeypatch.setitem(sys.modules, "torchcodec.decoders", stand_in)
+    monkeypatch.setitem(sys.modules, "torchcodec", SimpleNamespace(decoders=stand_in))
+    (tmp_path / "a.mp4").write_bytes(b"\0\0\0\x20ftypisom")
+    assert torch.equal(decode_video(tmp_path / "a.mp4"), frames)
+    (tmp_path / "a.mp4").write_bytes(b"#EXTM3U\nother.mp4\n")  # a playlist names other files
+    with pytest.raises(ValueError, match=r"a\.mp4 .*does not begin like an MP4"):
+        decode_video(tmp_path / "a.mp4")

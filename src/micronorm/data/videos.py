@@ -4,15 +4,16 @@ Video files lie in one folder per class, CLASS/clip.mp4. Legend of shapes: N cli
 in all.
 """
 
+import importlib
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from micronorm.data.files import find_root, import_optional, naming_broken_file, split_by_fold
+from micronorm.data.files import find_root, naming_broken_file, split_by_fold
 from micronorm.data.samples import CROP, IMAGENET, DataSet, IndexedSamples, Standardization, Standardizer, copy_indices
 from micronorm.ops.keyed import sample_keys, uniforms
 
@@ -113,6 +114,7 @@ MARGIN = 9 / 8
 
 # FFmpeg looks at the content, and would follow a playlist or a script of other files and addresses.
 _CONTAINERS_ONLY = {"format_whitelist": "mov,mp4,avi,matroska,webm", "protocol_whitelist": "file"}
+_MP4_BOXES = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide")
 _MOST = 8 << 30  # bytes of all frames
 
 
@@ -138,7 +140,7 @@ def open_videos(folder: Path | str | None, *, fold: int, size: int = 64, device:
         FileNotFoundError: fewer than two class folders have videos.
         ValueError: a video cannot be read (the message has its name), a part is empty, or the frames need too much
             memory.
-        ImportError: PyAV is not installed.
+        ImportError: neither PyAV nor torchcodec is installed.
     """
     layout = f"at least two folders, one per class, with files {', '.join(SUFFIXES)}"
     root = find_root(
@@ -179,15 +181,18 @@ def find_videos(root: Path) -> dict[str, list[Path]]:
 
 
 def decode_video(path: Path) -> Tensor:
-    """Return all frames of a video, F×3×H×W uint8.
+    """Return all frames of a video, F×3×H×W uint8, by PyAV or, if it is not installed, by torchcodec.
 
     Raises:
         ValueError: the file cannot be read as a video, or was cut short.
-        ImportError: PyAV is not installed.
+        ImportError: neither is installed.
     """
     if path.exists() and not path.is_file():  # a pipe could be read forever
         raise ValueError(f"{path} is not a regular file; replace it or delete it")
-    av = import_optional("av", "video files", "av")
+    try:
+        import av
+    except ImportError:
+        return _decode_by_torchcodec(path)
     with naming_broken_file(path, "video"), av.open(str(path), options=_CONTAINERS_ONLY) as video:
         expected = video.streams.video[0].frames  # 0 if the file does not say it
         frames = [frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]
@@ -196,6 +201,20 @@ def decode_video(path: Path) -> Tensor:
             f"{path} has {len(frames)} of {expected} frames: the file was cut short; replace it or delete it"
         )
     return torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2)
+
+
+def _decode_by_torchcodec(path: Path) -> Tensor:
+    try:
+        decoders: Any = importlib.import_module("torchcodec.decoders")
+    except (ImportError, RuntimeError) as error:  # RuntimeError: it finds no FFmpeg
+        raise ImportError(f"video files need PyAV: pip install av (or torchcodec: {error})") from error
+    with naming_broken_file(path, "video"):
+        with path.open("rb") as file:
+            start = file.read(12)
+        # torchcodec has no list of allowed formats.
+        if start[4:8] not in _MP4_BOXES and not start.startswith((b"RIFF", b"\x1aE\xdf\xa3")):
+            raise ValueError("it does not begin like an MP4, MOV, AVI, MKV or WebM file")
+        return decoders.VideoDecoder(str(path))[:]
 
 
 def shrink_frames(frames: Tensor, side: int) -> Tensor:
