@@ -8,18 +8,13 @@ from typing import Any
 
 import torch
 
-from micronorm.bench.cases import BN, BN_COMPILED, BN_GN, Case, NormMethod, groups_for
+from micronorm.bench.cases import BN, BN_COMPILED, Case, NormMethod, groups_for
 from micronorm.bench.timing import Spread, floor_ms
 from micronorm.engine.environment import environment, package_version
 
 ROUTES = ("eager", "graph")
 
-RATIOS = {
-    "to_bn_best": "÷ BN best",
-    "to_bn_nhwc": "÷ BN nhwc",
-    "to_bn": "÷ BN",
-    "to_bn_gn": "÷ BN>GN",
-}
+RATIOS = {"to_bn_best": "÷ BN best", "to_bn": "÷ BN"}
 """Ratios of times: the name in CSV files and the heading in tables."""
 
 LEFT = ("method", "mode", "route", "layout", "by")
@@ -93,15 +88,9 @@ def compare(results: Sequence[BenchResult]) -> None:
     timed = [result for result in results if result.time is not None]
     batch_norms = [result for result in timed if result.method in (BN, BN_COMPILED)]
     best = min(batch_norms, key=lambda result: result.median, default=None)
-    at = {(result.method, result.layout, result.route): result for result in timed}
+    same = {(result.layout, result.route): result for result in timed if result.method == BN}
     for result in timed:
-        same = (result.layout, result.route)
-        denominators = {
-            "to_bn_best": best,
-            "to_bn_nhwc": at.get((BN, "nhwc", result.route)),
-            "to_bn": at.get((BN, *same)),
-            "to_bn_gn": at.get((BN_GN, *same)),
-        }
+        denominators = {"to_bn_best": best, "to_bn": same.get((result.layout, result.route))}
         result.ratios = {name: result.median / d.median for name, d in denominators.items() if d is not None}
         result.best = "" if best is None else f"{best.method.name} {best.route} {best.layout} ({best.backend})"
 

@@ -126,18 +126,11 @@ def _print_heading(console: Console, settings: BenchSettings, facts: Mapping[str
         )
     say(
         console,
-        "÷: divided by the time of BN>ReLU. best: the fastest of eager, compiled and graph in either layout; nhwc: "
-        "in that layout by the same route; otherwise in the same layout by the same route. saved: activations stored "
-        "for the backward.",
+        "÷ BN best: divided by the fastest BN>ReLU, eager, compiled or graph, in either layout. ÷ BN: in that layout "
+        "and by that route. saved: activations stored for the backward.",
     )
     if skipped:
-        shapes = "; ".join(f"{group}: {', '.join(case.name for case in CASES[group])}" for group in GPU_GROUPS)
-        left = [method.key for method in cases.ON_GPU if method not in cases.ON_CPU]
-        say(
-            console,
-            f"No CUDA device: skipped the shapes for a GPU ({shapes}), CUDA graphs, the multiples of the traffic "
-            f"floor, and the methods {', '.join(left)}.",
-        )
+        say(console, "No CUDA device: measuring the shapes for a CPU. micronorm bench --list shows those for a GPU.")
 
 
 def _print_table(console: Console, case: Case, found: Sequence[BenchResult]) -> None:
