@@ -138,14 +138,17 @@ def test_a_video_that_names_other_files_or_addresses_is_not_followed(tmp_path, c
         decode_video(tmp_path / "bad.mp4")
 
 
-def test_a_video_whose_metadata_are_no_text_is_named(tmp_path):
-    pytest.importorskip("av")
+def test_a_video_whose_metadata_are_no_text_is_named_or_read(tmp_path):
+    av = pytest.importorskip("av")
     miniature.write_video(tmp_path / "a.mp4")
     content = (tmp_path / "a.mp4").read_bytes()
     assert b"VideoHandler" in content
     (tmp_path / "a.mp4").write_bytes(content.replace(b"VideoHandler", b"Video\xffandler"))
-    with pytest.raises(ValueError, match=r"a\.mp4 is not a readable video"):
-        decode_video(tmp_path / "a.mp4")
+    if int(av.__version__.partition(".")[0]) < 19:
+        with pytest.raises(ValueError, match=r"a\.mp4 is not a readable video"):
+            decode_video(tmp_path / "a.mp4")
+    else:  # PyAV reads such metadata
+        assert len(decode_video(tmp_path / "a.mp4")) > 0
 
 
 def test_a_list_that_is_no_text_is_named(tmp_path):
