@@ -1,5 +1,7 @@
 """The flow of a model, learned in three ways, and what it says of its calls."""
 
+import threading
+
 import pytest
 import timm
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 
 import micronorm as mn
 from micronorm.convert.flow import Flow, one_element_per_channel, passes_scale
+from micronorm.convert.plan import Plan
 from micronorm.convert.trace import trace_flow
 from micronorm.nn import BatchChannelNorm, WSConv2d, WSConvTranspose2d
 
@@ -345,3 +348,62 @@ def test_a_guess_has_the_channels_of_the_first_convolution():
     model.pretrained_cfg = {"input_size": (3, 32, 32)}  # type: ignore[assignment]
     flow = flow_of(model)
     assert (flow.method, flow.detail.split(";")[0]) == ("execution", "run on a guessed input 1×1×32×32")
+
+
+# --- other threads ----------------------------------------------------------------------------------------------------
+
+
+def test_a_model_runs_in_another_thread_while_one_is_planned():
+    tracing, ran = threading.Event(), threading.Event()
+    results: list[object] = []
+
+    class Waits(nn.Sequential):
+        def forward(self, input: Tensor) -> Tensor:
+            tracing.set()
+            ran.wait(30)
+            return super().forward(input)
+
+    def run():
+        tracing.wait(30)
+        try:
+            results.append(nn.Sequential(nn.Conv2d(3, 4, 1), nn.GroupNorm(2, 4))(torch.zeros(1, 3, 2, 2)).shape)
+        except BaseException as error:
+            results.append(error)
+        ran.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    plan = mn.plan(Waits(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
+    thread.join()
+    assert results == [(1, 4, 2, 2)]
+    assert plan.pairing == "fx"
+
+
+def test_plans_of_two_threads_leave_torch_as_it_was():
+    first, second, over = threading.Event(), threading.Event(), threading.Event()
+    before = nn.Module.__call__, nn.Module.__getattr__
+
+    class First(nn.Sequential):
+        def forward(self, input: Tensor) -> Tensor:
+            first.set()
+            second.wait(0.2)  # the other plan begins before this one ends, if it can
+            return super().forward(input)
+
+    class Second(nn.Sequential):
+        def forward(self, input: Tensor) -> Tensor:
+            second.set()
+            over.wait(30)
+            return super().forward(input)
+
+    def plan_second():
+        first.wait(30)
+        plans.append(mn.plan(Second(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))))
+
+    plans: list[Plan] = []
+    thread = threading.Thread(target=plan_second)
+    thread.start()
+    plans.append(mn.plan(First(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))))
+    over.set()
+    thread.join()
+    assert [plan.pairing for plan in plans] == ["fx", "fx"]
+    assert (nn.Module.__call__, nn.Module.__getattr__) == before

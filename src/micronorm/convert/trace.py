@@ -3,6 +3,7 @@
 import copy
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -181,6 +182,9 @@ def guesses(model: nn.Module, *, scale: int = 1) -> Iterator[tuple[str, Any]]:
 
 # --- symbolic tracing -------------------------------------------------------------------------------------------------
 
+_ONE_AT_A_TIME = threading.RLock()
+"""torch.fx replaces `nn.Module.__call__` while it traces. Two threads would not put it back in the right order."""
+
 _METADATA_CALLS = FRESH | {"size", "dim", "numel", "stride", "is_contiguous"}
 
 
@@ -190,7 +194,8 @@ def trace_symbolically(model: nn.Module, is_leaf: IsLeaf) -> Flow:
     defaults = {
         p.name: p.default for p in inspect.signature(model.forward).parameters.values() if p.default is not p.empty
     }
-    graph = _LeafTracer(is_leaf).trace(model, concrete_args=defaults or None)
+    with _ONE_AT_A_TIME:
+        graph = _LeafTracer(is_leaf).trace(model, concrete_args=defaults or None)
     modules = dict(model.named_modules(remove_duplicate=False))
     made: dict[torch.fx.Node, Node] = {}
     metadata: set[torch.fx.Node] = set()
@@ -226,7 +231,10 @@ def _is_metadata(entry: torch.fx.Node, known: set[torch.fx.Node]) -> bool:
 
 
 class _LeafTracer(torch.fx.Tracer):
-    """Trace with the layers of torch.nn, and what `is_leaf` or timm exclude from tracing, as one call each."""
+    """Trace with the layers of torch.nn, and what `is_leaf` or timm exclude from tracing, as one call each.
+
+    Modules that run in other threads meanwhile are not traced.
+    """
 
     def __init__(self, is_leaf: IsLeaf) -> None:
         timm_fx = sys.modules.get("timm.layers._fx")
@@ -234,6 +242,19 @@ class _LeafTracer(torch.fx.Tracer):
         super().__init__(autowrap_functions=tuple(f for f in functions if callable(f)))
         self._leaf_types = tuple(timm_fx.get_notrace_modules()) if timm_fx is not None else ()
         self._is_leaf = is_leaf
+        self._thread = threading.get_ident()
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if threading.get_ident() != self._thread:
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if threading.get_ident() != self._thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if self._is_leaf(m) or super().is_leaf_module(m, module_qualified_name):
