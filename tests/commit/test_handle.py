@@ -259,13 +259,3 @@ def test_bad_arguments_are_refused_with_their_value_and_the_fix(model):
     with pytest.raises(TypeError, match="optimizer must be"):
         mn.attach(model, 3)  # type: ignore[arg-type]
     assert model[1]._window.control.name == ""  # nothing half-done was left behind
-
-
-def test_an_optimizer_made_before_the_conversion_is_noticed():
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mn.convert(model)
-    with pytest.warns(
-        UserWarning, match=r"'1' \(group_weight, group_bias\); was it made before the model was converted"
-    ):
-        mn.attach(model, optimizer)

@@ -1,9 +1,8 @@
 """`mn.attach` and its handle: explicit control over the BatchChannelNorm layers of one model."""
 
 import contextlib
-import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -82,7 +81,6 @@ class Handle:
                 f"the optimizer holds {len(held)} parameters, but the weight of none of the model's {len(layers)} "
                 f"BatchChannelNorm layers (the first is {next(iter(layers))!r}); build it from model.parameters()"
             )
-        _warn_of_partly_held(layers, held)
         refs = tuple(weakref.ref(o) for o in optimizers)
         self._layers = list(layers.values())  # windows have only weak references to them
         self.windows: list[Window] = [layer._window for layer in self._layers]
@@ -278,22 +276,6 @@ def _current_learning_rate(optimizers: Iterable[weakref.ref], window: weakref.re
             if any(id(parameter) in own for parameter in group["params"]):
                 return group_rate(target, group, optimizer)
     raise RuntimeError(f"no attached optimizer holds the weight of {target.describe()} any more; call mn.attach again")
-
-
-def _warn_of_partly_held(layers: Mapping[str, BatchChannelNorm], held: set[int]) -> None:
-    """Warn if the optimizer was made before `mn.convert`: it lacks the new group parameters, which then never move."""
-    found = []
-    for name, layer in layers.items():
-        own = {key: p for key, p in layer.named_parameters(recurse=False) if p.requires_grad}
-        missing = [key for key, p in own.items() if id(p) not in held]
-        if missing and len(missing) < len(own):
-            found.append(f"{name!r} ({', '.join(missing)})")
-    if found:
-        warnings.warn(
-            f"the optimizer holds some parameters of {len(found)} BatchChannelNorm layers but not all, such as "
-            f"{found[0]}; was it made before the model was converted? Build it from model.parameters() afterwards.",
-            stacklevel=4,
-        )
 
 
 def _optimizers(optimizer: Any) -> list[Any]:
