@@ -1,6 +1,7 @@
 """Means and variances that stay accurate when the mean is large against the spread.
 
-Shapes: x is N×C×…, x_ncs the same as N×C×S (S the product of the spatial sizes); mean_nc and var_nc are N×C.
+Shapes: x is N×C×…, x_ncs the same as N×C×S (S the product of the spatial sizes); mean_nc and var_nc are N×C,
+mean_ncp N×C×P for space in P pieces.
 
 Statistics are kept in float64 if the device has it. They are N×C numbers, so this costs nothing compared with the pass
 over x. In float32, the rounding of a mean near 10,000 would be visible in data whose spread is 0.01.
@@ -10,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from micronorm.ops.blocks import Scratch, blocks, can_block, cuts_of, space_of, with_space
 
 
 class Moments(NamedTuple):
@@ -45,15 +48,42 @@ def moments(x: Tensor) -> Moments:
     With c = round(mean(x)) and t = x − c: mean = c + mean(t) and var = mean(t²) − mean(t)². The last subtraction does
     not cancel: mean(t) is the rounding error of c, so its square is far below mean(t²).
     """
+    if can_block(x):
+        return _moments_by_block(with_space(x))
     x_ncs = as_ncs(x).to(compute_dtype(x.dtype))
     # The pivot carries no gradient: the identities above hold for any constant c, and so do their derivatives.
     center_nc = x_ncs.detach().mean(-1)
     t_ncs = x_ncs - center_nc.unsqueeze(-1)
     wide = wide_dtype(x.device)
     residue_nc = t_ncs.mean(-1).to(wide)
-    # In place: on a CPU, new memory of x's size takes longer than the arithmetic.
-    var_nc = t_ncs.pow_(2).mean(-1).to(wide) - residue_nc.square()
+    var_nc = t_ncs.square().mean(-1).to(wide) - residue_nc.square()
     return Moments(center_nc.to(wide) + residue_nc, var_nc.clamp(min=0))
+
+
+def _moments_by_block(x: Tensor) -> Moments:
+    """Compute `moments` around a pivot per block; blocks that cut through space are pooled afterwards."""
+    cuts, space = cuts_of(x), space_of(x)
+    inner = next((cut for cut in cuts if cut.axis == 2), None)
+    pieces = 1 if inner is None else inner.pieces
+    dtype = compute_dtype(x.dtype)
+    scratch = Scratch(dtype)
+    # pivot, mean(t) and mean(t²) of every (n, c) and piece
+    shape = (3, *x.shape[:2], pieces, *(1 for _ in space[1:]))
+    parts = torch.empty(shape, dtype=dtype, device=x.device)
+    for block, pivot, first, second in zip(blocks(x, cuts), *(blocks(p, cuts) for p in parts), strict=True):
+        torch.mean(block, space, keepdim=True, dtype=dtype, out=pivot)
+        t = torch.sub(block, pivot, out=scratch.like(block))
+        torch.mean(t, space, keepdim=True, out=first)
+        torch.mean(t.square_(), space, keepdim=True, out=second)
+    pivot_ncp, residue_ncp, square_ncp = parts.flatten(3).to(wide_dtype(x.device))
+    mean_ncp, var_ncp = pivot_ncp + residue_ncp, (square_ncp - residue_ncp.square()).clamp(min=0)
+    if inner is None:
+        return Moments(mean_ncp.squeeze(-1), var_ncp.squeeze(-1))
+    # As `pool`, with the weight of each piece: the last one may be shorter.
+    share_p = torch.full((pieces,), inner.step / inner.size, dtype=mean_ncp.dtype, device=x.device)
+    share_p[-1] = 1 - (pieces - 1) * inner.step / inner.size
+    mean_nc = mean_ncp @ share_p
+    return Moments(mean_nc, (var_ncp + (mean_ncp - mean_nc.unsqueeze(-1)).square()) @ share_p)
 
 
 def bounded(data: Moments, dtype: torch.dtype) -> Moments:

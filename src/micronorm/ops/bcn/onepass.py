@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from micronorm.ops.bcn.passes import combine, reduce, transform
+from micronorm.ops.blocks import can_block
 from micronorm.ops.moments import Moments, as_ncs, bounded, compute_dtype, moments, over_space, pool, wide_dtype
 
 
@@ -110,12 +112,13 @@ def _gradients(
 
 def elementwise(x: Tensor, pivot_nc: Tensor, scale_nc: Tensor, offset_nc: Tensor, *, relu: bool) -> Tensor:
     """Return y = A·(x − c) + B without a graph: the forward's elementwise pass, which also recomputes y to the bit."""
-    t = x.to(pivot_nc.dtype) - over_space(pivot_nc, x)
-    # While compiling, torch 2.11 loses the gradient of an output made by an in-place operation or by a cast that
+    if can_block(x):
+        return transform(x, pivot_nc, scale_nc, offset_nc, relu=relu)
+    # While tracing, torch 2.11 loses the gradient of an output made by an in-place operation or by a cast that
     # changes nothing, so the last operation makes a new tensor.
-    y = torch.addcmul(over_space(offset_nc, x), t, over_space(scale_nc, x))
+    y = (x.to(pivot_nc.dtype) - over_space(pivot_nc, x)).mul_(over_space(scale_nc, x)) + over_space(offset_nc, x)
     if relu:
-        y = y.clamp(min=0) if torch.compiler.is_compiling() else y.relu_()
+        y = y.clamp(min=0)
     return y if y.dtype == x.dtype else y.to(x.dtype)
 
 
@@ -155,14 +158,15 @@ class _OnePass(torch.autograd.Function):
         terms = _terms(data, estimates, affine, groups=groups, eps=eps)
         residue_nc = data.mean - pivot_nc
         gate = _coefficients(terms, affine, residue_nc, pivot_nc.dtype) if relu else None
-        g, sum_g_nc, sum_gt_nc = _reduce(grads[0], x, pivot_nc, gate)
+        blocked = can_block(x)
+        g, sum_g_nc, sum_gt_nc = (reduce if blocked else _reduce)(grads[0], x, pivot_nc, gate)
         sum_gx_nc = torch.addcmul(sum_gt_nc, residue_nc, sum_g_nc, value=-1)
         elements = as_ncs(x).shape[-1]
         slopes, found = _gradients(sum_g_nc, sum_gx_nc, terms, affine, elements=elements, from_batch=from_batch)
         slope_nc, curve_nc, shift_nc = slopes
         shift_nc = torch.addcmul(shift_nc, curve_nc, residue_nc, value=-1)
         coefficients = (v.to(pivot_nc.dtype) for v in (slope_nc, curve_nc, shift_nc))
-        dx = _combine(g, x, pivot_nc, *coefficients)
+        dx = (combine if blocked else _combine)(g, x, pivot_nc, *coefficients, overwrite=g is not grads[0])
         own = (d.to(parameter.dtype) for d, parameter in zip(found, tensors[:4], strict=True))
         return dx.to(x.dtype), *own, *(None,) * 10
 
@@ -174,25 +178,23 @@ def _widen(*tensors: Tensor, dtype: torch.dtype, groups: int) -> _Affine:
 def _reduce(
     grad_y: Tensor, x: Tensor, pivot_nc: Tensor, gate: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return g, Σg and Σg·(x − c) per (n, c); g is `grad_y`, masked by the ReLU if its `gate` (A, B) is given."""
+    """Do `passes.reduce` in operations that autograd and tracers support."""
     t = x.to(pivot_nc.dtype) - over_space(pivot_nc, x)
     g = grad_y.to(t.dtype)
     if gate is not None:
-        with torch.no_grad():  # the forward's own expression, so that the mask equals the forward's to the last bit
-            y = torch.addcmul(over_space(gate[1], t), t, over_space(gate[0], t))
-        # The function that autograd uses for relu: a masked infinite gradient gives 0, not NaN.
-        g = torch.ops.aten.threshold_backward(g, y, 0)
+        # Not a product: a masked infinite gradient must give 0, not NaN.
+        g = torch.where(t * over_space(gate[0], t) + over_space(gate[1], t) > 0, g, 0.0)
     wide = wide_dtype(x.device)
-    # In place, here and below: on a CPU, new memory of x's size takes longer than the arithmetic.
-    return g, as_ncs(g).sum(-1).to(wide), as_ncs(t.mul_(g)).sum(-1).to(wide)
+    return g, as_ncs(g).sum(-1).to(wide), as_ncs(g * t).sum(-1).to(wide)
 
 
-def _combine(g: Tensor, x: Tensor, pivot_nc: Tensor, slope_nc: Tensor, curve_nc: Tensor, shift_nc: Tensor) -> Tensor:
-    """Return dx = P·g + Q·(x − c) + R, in the memory format of x, whatever that of g."""
+def _combine(
+    g: Tensor, x: Tensor, pivot_nc: Tensor, slope_nc: Tensor, curve_nc: Tensor, shift_nc: Tensor, *, overwrite: bool
+) -> Tensor:
+    """Do `passes.combine` in operations that autograd and tracers support; `overwrite` is ignored."""
     t = x.to(pivot_nc.dtype) - over_space(pivot_nc, x)
-    return (
-        t.mul_(over_space(curve_nc, t)).add_(over_space(shift_nc, t)).addcmul_(g.to(t.dtype), over_space(slope_nc, t))
-    )
+    # t first: dx takes the memory format of x, whatever that of g
+    return t * over_space(curve_nc, t) + over_space(shift_nc, t) + g.to(t.dtype) * over_space(slope_nc, t)
 
 
 def batch_statistics(data: Moments) -> Moments:

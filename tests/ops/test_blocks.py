@@ -1,11 +1,13 @@
-"""The passes give what the reference gives, in every memory layout of the input and of its gradient."""
+"""Passes in blocks give what passes in one piece give, wherever the blocks are cut."""
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import micronorm as mn
+from micronorm.functional import moments
+from micronorm.ops import blocks
 from tests.tolerances import assert_close_to_max, tolerance
 
 TOL = tolerance("gradient", torch.float64)
@@ -17,15 +19,26 @@ LAYOUTS = {
 }
 
 
+def test_a_cut_covers_the_tensor_in_blocks_of_the_size_asked_for(monkeypatch):
+    monkeypatch.setattr(blocks, "_BLOCK", 12)
+    x = torch.arange(5 * 3 * 7).reshape(5, 3, 7)
+    parts = blocks.blocks(x, blocks.cuts_of(x))
+    assert torch.equal(torch.cat([p.flatten() for p in parts]).sort().values, x.flatten())
+    assert max(p.numel() for p in parts) <= 12
+    assert len(parts) > 5
+
+
 @given(
     shape=st.tuples(st.integers(1, 5), st.just(4), st.integers(1, 6), st.integers(1, 6)),
+    size=st.sampled_from([1, 5, 16, 40]),
     layout=st.sampled_from(sorted(LAYOUTS)),
     g_layout=st.sampled_from(sorted(LAYOUTS)),
     statistics=st.sampled_from(["step", "sequential", "batch"]),
     activation=st.sampled_from([None, "relu"]),
 )
-@settings(max_examples=60)
-def test_every_layout_gives_the_reference(shape, layout, g_layout, statistics, activation):
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_blocks_of_any_size_give_the_reference(monkeypatch, shape, size, layout, g_layout, statistics, activation):
+    monkeypatch.setattr(blocks, "_BLOCK", size)
     x = LAYOUTS[layout](torch.randn(shape, dtype=torch.float64) + 1)
     g = LAYOUTS[g_layout](torch.randn(shape, dtype=torch.float64))
     results = []
@@ -42,9 +55,19 @@ def test_every_layout_gives_the_reference(shape, layout, g_layout, statistics, a
         assert_close_to_max(ours, expected, tol=TOL, scale=scale)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_moments_of_blocks_that_cut_through_space_are_pooled_by_their_size(monkeypatch, layout):
+    monkeypatch.setattr(blocks, "_BLOCK", 6)
+    x = LAYOUTS[layout](torch.randn(2, 3, 11, dtype=torch.float64) + 5)
+    with torch.no_grad():
+        mean, var = moments(x)
+    assert_close_to_max(mean, x.mean(2), tol=TOL)
+    assert_close_to_max(var, x.var(2, correction=0), tol=TOL)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_large_map_keeps_its_digits(dtype):
-    """1×4×700×800: sums of half a million elements."""
+def test_a_map_of_many_blocks_keeps_the_digits_of_one(dtype):
+    """1×4×700×800: more than one block of the real size, and sums of half a million elements."""
     x = (torch.randn(1, 4, 700, 800) * 0.1 + 10).to(dtype)
     layer, exact = mn.nn.BatchChannelNorm(4, 2, rate=0.1), mn.nn.BatchChannelNorm(4, 2, rate=0.1).double()
     results = []
