@@ -4,20 +4,45 @@ Every function takes weights as O×… with one row of fan-in I per output chann
 float32 at least, whatever the dtype of the weight and of the computation around it.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from micronorm.ops.moments import Moments, compute_dtype, moments
+from micronorm.ops.runtime import is_transformed
+
+
+class _Standardize(torch.autograd.Function):
+    """Compute Ŵ, with a closed-form backward that needs W and two numbers per row."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, center: bool, scale: bool, eps: float) -> Tensor:
+        rows = _row_moments(w)
+        ctx.save_for_backward(w, *rows)
+        ctx.center, ctx.scale, ctx.eps = center, scale, eps
+        return _standardized(w, rows, center, scale, eps)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        w, mean, var = ctx.saved_tensors
+        # create_graph: the moments must depend on W for the second backward to be right.
+        rows = _row_moments(w) if torch.is_grad_enabled() else Moments(mean, var)
+        return _gradient(w, grads[0], rows, ctx.center, ctx.scale, ctx.eps), None, None, None
+
+
+def _gradient(w: Tensor, g: Tensor, rows: Moments, center: bool, scale: bool, eps: float) -> Tensor:
+    """Return dW = (g − mean(g) − Ŵ·mean(g·Ŵ))/σ, in differentiable operations."""
+    what, rstd = _standardized(w, rows, center, scale, eps)
+    axes = tuple(range(1, w.ndim))
+    dw = g - g.mean(axes, keepdim=True) if center else g
+    return (dw - what * (g * what).mean(axes, keepdim=True)) * rstd if scale else dw
 
 
 def gradient(w: Tensor, g: Tensor, *, center: bool, scale: bool, eps: float) -> Tensor:
-    """Return dW = (g − mean(g) − Ŵ·mean(g·Ŵ))/σ, the backward of `standardize`, as a differentiable function."""
+    """Return the backward of `standardize` as a differentiable function of W and g, in W's dtype."""
     wide = w.to(compute_dtype(w.dtype))
-    g, axes = g.to(wide.dtype), tuple(range(1, w.ndim))
-    what, rstd = _standardized(wide, center, scale, eps)
-    dw = g - g.mean(axes, keepdim=True) if center else g
-    dw = (dw - what * (g * what).mean(axes, keepdim=True)) * rstd if scale else dw
-    return dw.to(w.dtype)
+    return _gradient(wide, g.to(wide.dtype), _row_moments(wide), center, scale, eps).to(w.dtype)
 
 
 def _row_moments(w: Tensor) -> Moments:
@@ -36,9 +61,8 @@ def _factor(rows: Moments, center: bool, scale: bool, eps: float) -> Tensor:
     return (spread + eps).rsqrt() if scale else torch.ones_like(rows.var)
 
 
-def _standardized(w: Tensor, center: bool, scale: bool, eps: float) -> tuple[Tensor, Tensor]:
+def _standardized(w: Tensor, rows: Moments, center: bool, scale: bool, eps: float) -> tuple[Tensor, Tensor]:
     """Return Ŵ and the factor it was scaled by."""
-    rows = _row_moments(w)
     rstd = _factor(rows, center, scale, eps).to(w.dtype)
     if not center:
         return w * rstd, rstd
@@ -49,7 +73,12 @@ def _standardized(w: Tensor, center: bool, scale: bool, eps: float) -> tuple[Ten
 
 def standardize(w: Tensor, *, center: bool, scale: bool, eps: float, dtype: torch.dtype | None = None) -> Tensor:
     """Compute `weight_standardize` in PyTorch operations; the result is rounded once, to `dtype` (None: W's own)."""
-    what, _ = _standardized(w.to(compute_dtype(w.dtype)), center, scale, eps)
+    wide = w.to(compute_dtype(w.dtype))
+    what: Any
+    if is_transformed():  # transforms differentiate operations, not a custom backward
+        what = _standardized(wide, _row_moments(wide), center, scale, eps)[0]
+    else:
+        what = _Standardize.apply(wide, center, scale, eps)
     return what.to(w.dtype if dtype is None else dtype)
 
 
