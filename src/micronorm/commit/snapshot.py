@@ -111,21 +111,22 @@ class Snapshot:
 
 
 @contextlib.contextmanager
-def preserved(model: nn.Module) -> Iterator[None]:
-    """Restore buffers, windows and random states when the block ends, also after an exception.
+def preserved(model: nn.Module, *, parameters: bool = True) -> Iterator[Snapshot]:
+    """Restore parameters, buffers, windows and random states when the block ends, also after an exception.
 
-    The block must not change the parameters. A forward that ran before the block can still run its backward after it,
-    because buffers keep their version counters. A graph made inside the block must not be used after it.
+    Without `parameters`, the block must not change the parameters. A forward that ran before the block can still run
+    its backward after it, because parameters and buffers keep their version counters. A graph made inside the block
+    must not be used after it.
     """
-    snapshot = Snapshot(model)
+    snapshot = Snapshot(model, parameters=parameters)
     with contextlib.ExitStack() as stack:
-        for tensor in model.buffers():
+        for tensor in (*(model.parameters() if parameters else ()), *model.buffers()):
             if not tensor.is_inference():
                 # Safe: the values that autograd saved are restored to the bit. One tensor per call, because older
                 # versions of torch do not accept several.
                 stack.enter_context(preserve_version(tensor))
         try:
-            yield
+            yield snapshot
         finally:
             snapshot.restore()
 

@@ -170,7 +170,7 @@ def measure_norms(
         raise ValueError(f"{type(model).__name__} has no group, layer, instance, batch or batch-channel normalization")
     called: dict[str, _NormRecorder] = {}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(preserved(model))
+        stack.enter_context(preserved(model, parameters=False))
         stack.enter_context(eval_mode(model))
         if statistics == "batch":
             for norm in norms.values():
