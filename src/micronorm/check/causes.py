@@ -174,14 +174,20 @@ class Comparison:
         return "mixes_samples", {}
 
     def _depends_on_the_seed(self, fault: Fault) -> bool:
-        """Return whether another seed changes the whole at this place. A choice among one size draws without effect."""
-        other = self.experiment.run(self.whole.cut, seed=1, backward=False)
-        if other.error is not None:
+        """Return whether another seed changes the whole or its first part. A choice of one draws without effect."""
+        return any(self._seed_changes(samples, fault) for samples in (self.whole.cut[0], self.other.cut[0]))
+
+    def _seed_changes(self, samples: Sequence[int], fault: Fault) -> bool:
+        one, another = (self.experiment.run([samples], seed=seed, backward=False) for seed in (0, 1))
+        if one.error is not None or another.error is not None:
             return True
-        again = dataclasses.replace(self, other=other)
+        again = dataclasses.replace(self, whole=one, other=another, noise=None)
         if fault.seen is None:
             return again.first_fault() is not None
-        return again._counterparts(fault.seen) is None or again._match(fault.seen, fault.side).status != "agree"
+        calls = one.traces[0].by_name.get(fault.seen.name, [])
+        if fault.seen.index >= len(calls) or again._counterparts(calls[fault.seen.index]) is None:
+            return True
+        return again._match(calls[fault.seen.index], fault.side).status != "agree"
 
     def _agrees_when_fresh(self, fault: Fault) -> bool:
         """Return whether the parts reproduce the whole if each has a fresh copy: then kept state is the cause."""
