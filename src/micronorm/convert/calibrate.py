@@ -97,7 +97,7 @@ def calibration_callback(batches: int = 16, *, forward: Forward | None = None) -
 
     Example:
         >>> from micronorm.convert import calibration_callback
-        `Trainer(callbacks=[StochasticWeightAveraging(1e-2), micronorm.convert.calibration_callback()])`
+        >>> callback = calibration_callback()  # Trainer(callbacks=[StochasticWeightAveraging(1e-2), callback])
     """
     if isinstance(batches, bool) or not isinstance(batches, int) or batches < 1:
         raise ValueError(f"batches must be a number of batches, at least 1, got {batches!r}")
