@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch import nn
 
 from micronorm.check.report import Finding, finding
-from micronorm.check.runs import Experiment, Run
+from micronorm.check.runs import Experiment, StepRun
 from micronorm.check.trace import Call, Match, compare
 from micronorm.nn.batch import GhostBatchNorm
 from micronorm.nn.batch_renorm import BatchRenorm
@@ -50,7 +50,7 @@ class Fault:
             return f"its inputs agree, but what it passes to {self.seen.name} does not"
         return f"its inputs agree, but its output{''.join(f'[{key!r}]' for key in self.match.path)} does not"
 
-    def value_in(self, run: Run) -> float:
+    def value_in(self, run: StepRun) -> float:
         """Return the number that shows the fault in a run of one part, or NaN if that run has none."""
         if run.error is not None:
             return math.nan
@@ -74,10 +74,10 @@ class Comparison:
     """
 
     experiment: Experiment
-    whole: Run
-    other: Run
+    whole: StepRun
+    other: StepRun
     tol: float
-    noise: Run | None = None
+    noise: StepRun | None = None
 
     # --- the first call at fault -------------------------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ class Comparison:
         return finding(call.name, call.type, cause, **{what: f"{type(error).__name__}: {error}"})
 
     @cached_property
-    def _fresh(self) -> Run:
+    def _fresh(self) -> StepRun:
         """The other run with a fresh copy of the model for each part."""
         return self.experiment.run(self.other.cut, backward=False, fresh=True)
 

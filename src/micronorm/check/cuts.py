@@ -9,7 +9,7 @@ from torch import nn
 
 from micronorm.check.causes import Comparison, Fault, uses_batch_statistics
 from micronorm.check.report import CutsReport, Difference, Finding, finding
-from micronorm.check.runs import Experiment, Run, check_batch, check_model
+from micronorm.check.runs import Experiment, StepRun, check_batch, check_model
 from micronorm.check.trace import Call, deviation
 
 # For one step, relative to each tensor's maximum, if the model computes in float64 or float32. Narrower types are
@@ -86,7 +86,7 @@ class _Check:
 
     def __init__(self, experiment: Experiment, samples: int) -> None:
         self.experiment, self.samples, self.cuts = experiment, samples, _cuts(samples)
-        self.control: Run | None = None
+        self.control: StepRun | None = None
         self.aliased: dict[str, str] = {}
         self.differences: list[Difference] = []
         self.findings: list[Finding] = []
@@ -118,7 +118,7 @@ class _Check:
             notes=notes,
         )
 
-    def _run_whole(self) -> Run:
+    def _run_whole(self) -> StepRun:
         whole = self.experiment.run(self.cuts["whole"])
         if whole.error is not None:
             whole.error.add_note(
@@ -133,7 +133,7 @@ class _Check:
             )
         return whole
 
-    def _not_finite(self, run: Run, cut: str) -> Finding | None:
+    def _not_finite(self, run: StepRun, cut: str) -> Finding | None:
         for trace, value, part in zip(run.traces, run.sums, run.cut, strict=False):
             if not math.isfinite(value):
                 call, model = trace.first_not_finite() or trace.root, self.experiment.model
@@ -167,7 +167,7 @@ class _Check:
         return Comparison(self.experiment, self.whole, again, _ACTIVATIONS * self.tol).first_fault()
 
     def _compare_cuts(self) -> None:
-        runs: list[Run] = []
+        runs: list[StepRun] = []
         for name in list(self.cuts)[1:]:
             run = self.experiment.run(self.cuts[name])
             differences = [] if run.error is not None else self._differences(name, run)
@@ -186,7 +186,7 @@ class _Check:
         if self.differences and not self.findings:
             self.findings.append(self._without_a_call())
 
-    def _differences(self, cut: str, run: Run) -> list[Difference]:
+    def _differences(self, cut: str, run: StepRun) -> list[Difference]:
         found = []
         whole, parts = self.whole.compared(), run.compared()
         control = {} if self.control is None else self.control.compared()
@@ -212,7 +212,7 @@ class _Check:
                 self.worst = max(self.worst, error / (max(size, largest) if cancelled else size))
         return found
 
-    def _explain(self, run: Run) -> bool:
+    def _explain(self, run: StepRun) -> bool:
         """Add the finding of this run in execution order. Return whether there is one."""
         comparison = Comparison(self.experiment, self.whole, run, _ACTIVATIONS * self.tol, self.control)
         if run.error is not None:
@@ -274,7 +274,7 @@ class _Check:
         return where, type(self.experiment.modules.get(where)).__name__
 
 
-def _tolerance(run: Run) -> float:
+def _tolerance(run: StepRun) -> float:
     return _TOLERANCE.get(run.coarsest, _HALF_EPS * run.coarsest)
 
 

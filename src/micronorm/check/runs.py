@@ -28,7 +28,7 @@ _LONG = 120.0  # seconds
 
 
 @dataclass(eq=False)
-class Run:
+class StepRun:
     """The results of one step. `error` is the exception that ended the run, if a part raised one.
 
     `state` holds gradients, estimates and buffers after the step by kind and name, `aliased` pairs of parameters whose
@@ -84,7 +84,7 @@ class Experiment:
         backward: bool = True,
         fresh: bool = False,
         perturbed: bool = False,
-    ) -> Run:
+    ) -> StepRun:
         """Run a step.
 
         Args:
@@ -94,7 +94,7 @@ class Experiment:
             fresh: use a new copy of the model for each part.
             perturbed: move every parameter by one unit in the last place, and record every dtype.
         """
-        run = Run(cut)
+        run = StepRun(cut)
         self.runs += 1
         with _isolated(self.devices), warnings.catch_warnings():
             if self.runs > 1:
@@ -110,7 +110,7 @@ class Experiment:
                     self._run_parts(run, model, loss, parts, backward=backward)
         return run
 
-    def _run_parts(self, run: Run, model: nn.Module, loss: Callable, parts: Cut, *, backward: bool) -> None:
+    def _run_parts(self, run: StepRun, model: nn.Module, loss: Callable, parts: Cut, *, backward: bool) -> None:
         handle = _attach(nn.ModuleList(m for m in (model, owner_of(loss)) if m is not None))
         tracer = Tracer(named_members(model, loss), self.devices)
         try:
@@ -164,7 +164,7 @@ def _isolated(devices: Sequence[torch.device]) -> Iterator[None]:
 class _Dtypes(TorchDispatchMode):
     """Record the coarsest floating-point dtype of all operations, also of those between modules."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: StepRun) -> None:
         super().__init__()
         self.run = run
 
@@ -184,7 +184,7 @@ def _seed_own_generators(model: nn.Module, seed: int) -> None:
                 value.manual_seed(value.initial_seed() + seed)
 
 
-def _collect(run: Run, model: nn.Module, loss: Callable) -> None:
+def _collect(run: StepRun, model: nn.Module, loss: Callable) -> None:
     """Store the gradients and buffers of the model, and of a loss that is a module, each once."""
     seen: set[int] = set()
     memory: dict[int, str] = {}

@@ -29,7 +29,7 @@ REPARAMETERIZED: frozenset[type[nn.Module]] = frozenset(
 """The convolution and linear layers of micronorm."""
 
 
-class Affine(NamedTuple):
+class ChannelAffine(NamedTuple):
     """The map scale_c·(x − mean_c) + shift_c, in float64."""
 
     scale: Tensor
@@ -50,10 +50,12 @@ def _channel_parameters(norm: BatchChannelNorm | GhostBatchNorm | BatchRenorm) -
     return weight_c, bias_c
 
 
-def channel_affine(norm: BatchChannelNorm) -> Affine:
+def channel_affine(norm: BatchChannelNorm) -> ChannelAffine:
     """Return the channel half of BCN as an affine map; all of BCN if blend = 0."""
     weight_c, bias_c = _channel_parameters(norm)
-    return Affine(weight_c * torch.rsqrt(_wide(norm.running_var) + float(norm.eps)), _wide(norm.running_mean), bias_c)
+    return ChannelAffine(
+        weight_c * torch.rsqrt(_wide(norm.running_var) + float(norm.eps)), _wide(norm.running_mean), bias_c
+    )
 
 
 def is_batch_norm(norm: BatchChannelNorm) -> bool:
@@ -80,7 +82,7 @@ def channels_out(layer: nn.Module) -> int | None:
     return layer_.out_features if isinstance(layer, nn.Linear) else layer_.out_channels
 
 
-def plain_layer(layer: nn.Module, affine: Affine | None, *, name: str) -> nn.Module | None:
+def plain_layer(layer: nn.Module, affine: ChannelAffine | None, *, name: str) -> nn.Module | None:
     """Return the layer of torch (or timm's Conv2dSame) with the effective weight, merged with `affine` if given.
 
     W' = scale·Ŵ, b' = scale·(b − mean) + shift. Return None if these overflow the layer's dtype.
