@@ -21,8 +21,8 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 .PHONY: help setup demo quick test lint format coverage test-slow test-gpu bench sweep clean
 
 help: ## this list
-	@echo "make demo   trains five networks on digits and writes a page of results, about two minutes on one CPU core"
-	@echo "make test   lint, types and tests, about eight minutes on two cores"
+	@echo "make demo   trains five networks on digits and writes a page of results, about one minute on one CPU core"
+	@echo "make test   lint, types and tests, about six minutes on two cores"
 	@echo
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | grep -v -E '^(demo|test):' | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
 

@@ -56,7 +56,7 @@ def demo(
 
     WS is Weight Standardization, BCN is Batch-Channel Normalization. "1 at a time" is one image per micro-batch:
     BatchNorm computes its statistics over that image alone. To save time, the 64 micro-batches of a step are computed
-    together, with the same result. Nothing is downloaded. The demo takes about two minutes on one CPU core.
+    together, with the same result. Nothing is downloaded. The demo takes about one minute on one CPU core.
 
     Exit code 0: done. 2: an option is wrong, or a file in --out would be lost. 130, 143: interrupted.
     """
