@@ -37,8 +37,8 @@ ALLOWED: Mapping[str, frozenset[str] | None] = {
     "records": frozenset(),
     "report": frozenset({"records"}),
     # what it times (nn), what it compares with (ops), what an optimizer's step would do between two rounds (commit),
-    # and where a run ran (engine)
-    "bench": frozenset({"ops", "nn", "commit", "engine"}),
+    # where a run ran (engine), and writing files atomically (records)
+    "bench": frozenset({"ops", "nn", "commit", "engine", "records"}),
     # ops and nn for what is keyed by sample (order, dropout) and for weights computed once per step
     "engine": frozenset({"ops", "nn", "convert", "commit", "records"}),
     "data": frozenset({"ops"}),  # keyed random numbers, for augmentation

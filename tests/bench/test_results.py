@@ -1,5 +1,7 @@
 """Ratios to BatchNorm, tables, and CSV files."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -104,6 +106,19 @@ def test_columns_that_a_row_lacks_are_empty_and_a_missing_file_has_no_rows(tmp_p
     write_csv(tmp_path / "a.csv", [{"x": 1}, {"y": 2}])
     assert read_csv(tmp_path / "a.csv") == [{"x": "1", "y": ""}, {"x": "", "y": "2"}]
     assert read_csv(tmp_path / "absent.csv") == []
+
+
+def test_a_full_disk_is_named_with_the_space_it_needed_and_the_old_table_stays(monkeypatch, tmp_path):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    table = tmp_path / "a.csv"
+    write_csv(table, [{"x": 1}])
+    monkeypatch.setattr("micronorm.records.files.os.fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device \(6 bytes needed, [\d,]+ free\).*a\.csv"):
+        write_csv(table, [{"x": 1}, {"x": 2}])
+    assert [path.name for path in tmp_path.iterdir()] == ["a.csv"]
+    assert read_csv(table) == [{"x": "1"}]
 
 
 def test_provenance_names_versions_and_command_and_of_a_cpu_no_gpu():

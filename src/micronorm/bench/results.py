@@ -1,6 +1,7 @@
 """Results of measurements: ratios to BatchNorm, tables, CSV files, and where figures come from."""
 
 import csv
+import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from micronorm.bench.cases import BN, BN_COMPILED, Case, NormMethod, groups_for
 from micronorm.bench.timing import Spread, floor_ms
 from micronorm.engine.environment import environment, package_version
+from micronorm.records import write_atomically
 
 ROUTES = ("eager", "graph")
 
@@ -177,13 +179,18 @@ def as_record(result: BenchResult, facts: Mapping[str, object]) -> dict[str, obj
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Write the rows; a column that a row does not have is empty there."""
+    """Write the rows atomically; a column that a row does not have is empty there.
+
+    Raises:
+        OSError: the file cannot be written. Names it and, if the disk is full, the bytes that it needs.
+    """
+    text = io.StringIO()
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        columns = list(dict.fromkeys(key for row in rows for key in row))
-        writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write_atomically(path, text.getvalue().encode())
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
