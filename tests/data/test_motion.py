@@ -4,25 +4,29 @@ import torch
 
 from micronorm.data.digits import read_digits
 from micronorm.data.motion import CLASSES, draw_motion, open_motion
+from micronorm.ops.keyed import sample_keys
 
 DIGITS = read_digits().train.images
 
 
+def draw(indices, labels, *, seed=0):
+    return draw_motion(sample_keys(indices, seed=seed, epoch=0), labels, DIGITS)
+
+
 def test_a_clip_played_backwards_is_a_clip_of_the_partner_class():
     indices, labels = torch.arange(20), torch.arange(20) % 10
-    clips = draw_motion(indices, labels, DIGITS, seed=0)
-    partners = draw_motion(indices, labels ^ 1, DIGITS, seed=0)
+    clips, partners = draw(indices, labels), draw(indices, labels ^ 1)
     assert torch.equal(partners, clips.flip(1))
     assert not torch.equal(partners, clips)
 
 
 def test_a_clip_is_a_function_of_seed_and_index():
-    def draw(*indices, seed=0):
-        return draw_motion(torch.tensor(indices), torch.full((len(indices),), 3), DIGITS, seed=seed)
+    def clips(*indices, seed=0):
+        return draw(torch.tensor(indices), torch.full((len(indices),), 3), seed=seed)
 
-    assert torch.equal(draw(5, 9)[1:], draw(9))
-    assert not torch.equal(draw(5), draw(9))
-    assert not torch.equal(draw(5), draw(5, seed=1))
+    assert torch.equal(clips(5, 9)[1:], clips(9))
+    assert not torch.equal(clips(5), clips(9))
+    assert not torch.equal(clips(5), clips(5, seed=1))
 
 
 def bright_columns(clips):
@@ -32,13 +36,12 @@ def bright_columns(clips):
 
 
 def test_classes_show_what_their_names_say():
-    def draw(name):
-        label = torch.full((50,), CLASSES.index(name))
-        return draw_motion(torch.arange(50), label, DIGITS, seed=0)
+    def of_class(name):
+        return draw(torch.arange(50), torch.full((50,), CLASSES.index(name)))
 
-    assert bright_columns(draw("right")).diff(dim=1).mean() > 0.3  # the tile that rests halves the speed
-    assert bright_columns(draw("left")).diff(dim=1).mean() < -0.3
-    light = {name: draw(name).float().mean((2, 3, 4)).mean(0) for name in ("grow", "shrink", "hide", "appear")}
+    assert bright_columns(of_class("right")).diff(dim=1).mean() > 0.3  # the tile that rests halves the speed
+    assert bright_columns(of_class("left")).diff(dim=1).mean() < -0.3
+    light = {name: of_class(name).float().mean((2, 3, 4)).mean(0) for name in ("grow", "shrink", "hide", "appear")}
     assert light["grow"][-1] > 1.2 * light["grow"][0]
     assert light["shrink"][0] > 1.2 * light["shrink"][-1]
     assert light["hide"][0] > 1.1 * light["hide"][-1]
@@ -53,3 +56,19 @@ def test_the_set_is_balanced_and_its_parts_differ():
     assert abs(clips.mean()) < 0.2
     assert abs(clips.std() - 1) < 0.2
     assert not torch.equal(clips[:10], next(train.load([(0, torch.arange(10))], seed=0))[0])
+
+
+def test_a_frame_is_blurred_along_the_line_of_motion():
+    def ratio(name):  # of the changes of brightness from pixel to pixel: across to down
+        clips = draw(torch.arange(100), torch.full((100,), CLASSES.index(name))).float()
+        return clips.diff(dim=-1).abs().mean() / clips.diff(dim=-2).abs().mean()
+
+    assert ratio("right") < 0.95 * ratio("down")
+
+
+def test_training_clips_are_drawn_anew_in_each_epoch():
+    train, test, _ = open_motion()
+    first, second = (next(train.load([(epoch, torch.arange(20))], seed=0)) for epoch in (0, 1))
+    assert not torch.equal(first[0], second[0])
+    assert torch.equal(first[1], second[1])
+    assert torch.equal(*(next(test.load([(epoch, torch.arange(20))], seed=0))[0] for epoch in (0, 1)))
