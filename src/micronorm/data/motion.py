@@ -57,7 +57,7 @@ def open_motion(*, device: torch.device | str = "cpu") -> DataSet:
 
 
 class _DrawnClips(IndexedSamples):
-    """Training clips, drawn when a batch is loaded. The CPU draws them, because another device may round differently."""
+    """Training clips. The CPU draws them when a batch is loaded, because another device may round differently."""
 
     def __init__(self, digits: Tensor, device: torch.device | str) -> None:
         self._digits, self._device = digits, torch.device(device)
