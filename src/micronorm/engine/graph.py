@@ -92,9 +92,12 @@ class GraphedStep:
 
 @contextlib.contextmanager
 def _timed_convolutions() -> Iterator[None]:
-    """Let cuDNN time its algorithms within this block, which pays off because every replay uses its choice."""
+    """Let cuDNN time its algorithms within this block, which pays off because every replay uses its choice.
+
+    Its choice may differ from capture to capture. So if cuDNN has to be deterministic, this block changes nothing.
+    """
     before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.benchmark = before or not torch.backends.cudnn.deterministic
     try:
         yield
     finally:
