@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from step_rounds import parse_arguments, prepare, run
-from training_step import BN, METHODS, TINY, WORKLOADS, TrainingStep
+from training_step import BN, FEW, METHODS, TINY, WORKLOADS, TrainingStep
 
 ROUTES = ("eager", "captured", "compiled", "compiled+captured")
 USUAL = ("BN", "BCN+WS", "BCN+WS shared")
-_WORKLOADS = {workload.name: workload for workload in (*WORKLOADS, *TINY)}
+_WORKLOADS = {workload.name: workload for workload in (*WORKLOADS, *FEW, *TINY)}
 
 
 def build(row: dict[str, Any], device: torch.device, tiny: bool) -> tuple[Callable[[], object], float | None]:

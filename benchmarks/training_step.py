@@ -1,4 +1,4 @@
-"""A training step of a network with BatchNorm or with BCN + WS, for steps_gpu.py.
+"""A training step of a network with BatchNorm, or converted to BCN + WS or GN, for steps_gpu.py.
 
 Forward, cross entropy, backward and SGD with momentum, in bfloat16 autocast and channels_last, on random images. The
 learning rate is a tensor on the device, as a captured step with a schedule needs it. All networks use the same
@@ -8,7 +8,7 @@ max-pooling kernel, so that ratios compare normalization alone.
 import contextlib
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from torch import nn
 import micronorm as mn
 from micronorm.bench.timing import Captured
 from micronorm.convert import pool_by_kernel
-from micronorm.nn.bcn import Statistics
 from micronorm.nn.per_step.shared_weights import SharedWeights
 from micronorm.recipes.networks import build_network
 
@@ -42,25 +41,33 @@ WORKLOADS = (
     Workload("resnet50", 1, (224, 224)),
     Workload("cifar-resnet110", 128, (32, 32)),
 )
+FEW = (  # images: enough for the time of one, if they are taken one at a time
+    Workload("resnet50", 8, (224, 224)),
+    Workload("cifar-resnet110", 8, (32, 32)),
+    Workload("cifar-resnet20", 8, (32, 32)),
+)
 TINY = (Workload("resnet18", 2, (64, 64)), Workload("cifar-resnet20", 4, (16, 16)))
+
+
+_BCN, _WS = mn.BCN(), mn.WS()
 
 
 @dataclass(frozen=True)
 class StepMethod:
-    """What a step computes: BatchNorm or ours, with which statistics; and how.
+    """What a step computes: with BatchNorm (no `norm`) or converted; and how.
 
     Weights are shared or not, activations recomputed or not, and images taken at once or one at a time (`literal`).
     """
 
     name: str
-    is_ours: bool = True
+    norm: mn.BCN | mn.GN | None = _BCN
+    weight: mn.WS | None = _WS
     shares: bool = False
     recomputes: bool = False
     literal: bool = False
-    statistics: Statistics = "step"
 
 
-BN = StepMethod("BN", is_ours=False)
+BN = StepMethod("BN", norm=None, weight=None)
 METHODS = {
     method.name: method
     for method in (
@@ -69,8 +76,10 @@ METHODS = {
         StepMethod("BCN+WS shared", shares=True),
         StepMethod("BCN+WS recompute", recomputes=True),
         StepMethod("BCN+WS shared recompute", shares=True, recomputes=True),
-        StepMethod("BCN+WS batch", statistics="batch"),
-        StepMethod("BCN+WS sequential", statistics="sequential"),
+        StepMethod("BCN+WS batch", norm=mn.BCN(statistics="batch")),
+        StepMethod("BCN+WS sequential", norm=mn.BCN(statistics="sequential")),
+        StepMethod("GN one at a time", norm=mn.GN(), weight=None, literal=True),
+        StepMethod("GN+WS one at a time", norm=mn.GN(), literal=True),
         StepMethod("BCN+WS one at a time", literal=True),
         StepMethod("BCN+WS shared one at a time", shares=True, literal=True),
     )
@@ -94,7 +103,9 @@ class TrainingStep:
         self.optimizer = torch.optim.SGD(
             self.model.parameters(), lr=rate, momentum=0.9, weight_decay=1e-4, fused=on_gpu
         )
-        if method.statistics == "sequential":  # its forward needs the learning rate
+        if (
+            isinstance(method.norm, mn.BCN) and method.norm.statistics == "sequential"
+        ):  # its forward needs the learning rate
             mn.attach(self.model, self.optimizer)
         images = torch.randn(workload.samples, 3, *workload.size, device=device)
         self.images = images.contiguous(memory_format=torch.channels_last)
@@ -148,16 +159,16 @@ class TrainingStep:
 
 
 def build_model(workload: Workload, method: StepMethod) -> nn.Module:
-    """Return the network with BatchNorm, or converted to BCN + WS."""
+    """Return the network with BatchNorm, or converted."""
+    norm = method.norm
     if workload.network.startswith("cifar"):
         model = build_network(workload.network, classes=10)
-        norm = mn.BCN(groups=32, min_channels_per_group=4, statistics=method.statistics)
+        norm = None if norm is None else replace(norm, min_channels_per_group=4)  # as the paper has it
     else:
         import torchvision
 
         model = torchvision.models.get_model(workload.network, weights=None)
-        norm = mn.BCN(statistics=method.statistics)
-    return mn.convert(model, norm, mn.WS()) if method.is_ours else with_fast_pooling(model)
+    return with_fast_pooling(model) if norm is None else mn.convert(model, norm, method.weight)
 
 
 def with_fast_pooling(model: nn.Module) -> nn.Module:
