@@ -91,7 +91,7 @@ class TrainingStep:
 
     def __init__(self, workload: Workload, method: StepMethod, device: torch.device, *, compiled: bool = False) -> None:
         self.workload, self.method, self.device = workload, method, device
-        self.memory_before = allocator_memory(device)
+        self.memory_before, _ = allocator_memory(device)
         torch.manual_seed(0)
         model = build_model(workload, method).to(device).train()
         self.model: nn.Module = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
