@@ -88,7 +88,8 @@ def _line(found: Findings, seconds_per_image: float | None) -> list[str]:
     paper = None if recipe.paper is None else recipe.paper[figure]
     ours = f"{mean[figure]:.2f}" + (f" ± {spread[figure]:.2f}" if spread else "") + unit
     entries = json.loads(TARGET.read_text("utf-8"))
-    minutes = [entries[int(result.where.partition("#")[2])].get("minutes") for result in found.counted]
+    own = [entries[int(result.where.partition("#")[2])] for result in found.counted]
+    minutes = [entry["minutes"] for entry in own if "gpu" in entry and "minutes" in entry]
     days = None
     if seconds_per_image and recipe.micro_batch == 1 and isinstance(recipe.norm, BCN):
         days = seconds_per_image * recipe.settings.epochs * DATA[recipe.data].train / 86_400
@@ -98,7 +99,7 @@ def _line(found: Findings, seconds_per_image: float | None) -> list[str]:
         ours,
         ", ".join(map(str, dict.fromkeys(found.seeds))),
         "–" if paper is None else f"{mean[figure] - paper:+.2f}",
-        "–" if None in minutes else f"{statistics.fmean(minutes):.0f}",
+        f"{statistics.fmean(minutes):.0f}" if len(minutes) == len(own) else "–",
         "–" if days is None else f"{days:.0f} days" if days >= 1 else f"{24 * days:.1f} hours",
     ]
 

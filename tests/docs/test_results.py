@@ -50,7 +50,7 @@ def test_the_table_of_recorded_rows_is_up_to_date(monkeypatch):
 def test_a_row_with_several_seeds_has_mean_spread_difference_and_the_cost_of_single_images(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     record = importlib.import_module("record")
-    entries = [{"minutes": 10.0}, {"minutes": 12.0}]
+    entries = [{"minutes": 10.0, "gpu": "NVIDIA H200"}, {"minutes": 12.0, "gpu": "NVIDIA H200"}]
     (tmp_path / "recorded.json").write_text(json.dumps(entries))
     monkeypatch.setattr(record, "TARGET", tmp_path / "recorded.json")
     made = {"recipe": "", "settings": {}, "data": {}}
