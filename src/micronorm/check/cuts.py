@@ -114,7 +114,7 @@ class _Check:
             compared=self.compared,
             worst=self.worst,
             findings=self.findings,
-            differences=sorted(self.differences, key=lambda d: -d.error),
+            differences=sorted(self.differences, key=lambda d: (d.kind != "gradient", -d.error)),
             notes=notes,
         )
 

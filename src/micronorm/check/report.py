@@ -120,7 +120,7 @@ class CutsReport:
     """The result of `check_cuts`. It is true if the step does not depend on the cut.
 
     `findings` are in execution order. Fix the first one first: it may hide or cause the later ones. `differences` lists
-    every gradient, estimate, buffer and loss that differs, the largest first.
+    every gradient that differs, the largest first, then every estimate, buffer and loss.
     """
 
     samples: int
