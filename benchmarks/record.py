@@ -1,4 +1,4 @@
-"""Add finished runs to the recorded figures of the package, and write the table of recorded rows in docs/results.md.
+"""Add finished runs to the recorded figures of the package, and write the table in results/recorded_rows.md.
 
     python benchmarks/record.py RUN...      # without runs: only write the table
 
@@ -22,7 +22,7 @@ from micronorm.recipes.results import RECORDED, Findings, fault, gather, package
 
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "src" / "micronorm" / "recipes" / RECORDED
-PAGE = ROOT / "docs" / "results.md"
+PAGE = ROOT / "results" / "recorded_rows.md"
 LITERAL = ("steps_gpu_2026-11-16.csv",)  # tables with steps of BCN+WS taken one image at a time, by the kernels
 # The figure of a row, and what is written behind it.
 _UNITS = {"top1": "", "miou": " mIoU", "AP": " AP", "dice": " Dice"}
@@ -116,10 +116,10 @@ def literal_seconds() -> dict[str, float]:
 
 
 def page() -> str:
-    """Return docs/results.md with the table as the records have it now."""
+    """Return results/recorded_rows.md with the table as the records have it now."""
     pattern = r"(<!-- recorded rows -->\n).*?(<!-- end of recorded rows -->)"
     text, count = re.subn(pattern, lambda m: f"{m[1]}{table()}\n{m[2]}", PAGE.read_text("utf-8"), flags=re.DOTALL)
-    assert count == 1, f"docs/results.md needs the markers of the recorded rows once, found {count}"
+    assert count == 1, f"{PAGE.name} needs the markers of the recorded rows once, found {count}"
     return text
 
 

@@ -1,4 +1,4 @@
-"""The figures in docs/results.md and in the README are those of the recorded rows."""
+"""The figures in the README, docs/results.md and docs/speed.md are those of the records."""
 
 import csv
 import importlib
@@ -11,7 +11,7 @@ from micronorm.recipes.cifar import SIZES
 from micronorm.recipes.results import Findings, RunResult, gather, packaged
 
 ROOT = Path(__file__).parents[2]
-RESULTS = (ROOT / "docs" / "results.md").read_text()
+RESULTS, SPEED = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("results", "speed"))
 README = (ROOT / "README.md").read_text()
 PLAIN, SHARED = "BCN+WS", "BCN+WS shared"
 WORKLOADS = {
@@ -43,8 +43,9 @@ def steps() -> dict[str, dict[tuple[str, str], tuple[float, float]]]:
 def test_the_table_of_recorded_rows_is_up_to_date(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     record = importlib.import_module("record")
-    assert record.page() == RESULTS, "run `python benchmarks/record.py`"
-    assert "| `cifar1/c10-micro-gn-ws` | 6.82 | 7.01 | 0 | +0.19 | 11 | – |" in RESULTS
+    rows = record.PAGE.read_text()
+    assert record.page() == rows, "run `python benchmarks/record.py`"
+    assert "| `cifar1/c10-micro-gn-ws` | 6.82 | 7.01 | 0 | +0.19 | 11 | – |" in rows
 
 
 def test_a_row_with_several_seeds_has_mean_spread_difference_and_the_cost_of_single_images(monkeypatch, tmp_path):
@@ -67,11 +68,11 @@ def test_the_table_of_the_plain_loop_is_the_record():
     for workload, found in steps().items():
         (bn, _), (ours, memory), (shared, _) = (found[method, "eager"] for method in ("BN", PLAIN, SHARED))
         ratios = f"{ours:.1f} | {ours / bn:.2f}× | {shared:.1f} | {shared / bn:.2f}×"
-        assert f"| {workload} | {bn:.1f} | {ratios} | {memory:.2f}× |" in RESULTS
+        assert f"| {workload} | {bn:.1f} | {ratios} | {memory:.2f}× |" in SPEED
 
 
 def test_the_table_of_captured_steps_is_the_record():
-    text = RESULTS.replace("**", "")
+    text = SPEED.replace("**", "")
     for workload, found in steps().items():
         (bn, _), (ours, memory) = found["BN", "graph"], found[SHARED, "graph"]
         again, less = found[f"{SHARED} recompute", "graph"]
@@ -157,7 +158,7 @@ def test_the_table_of_the_unet_is_the_record():
         both = [rows[method, layout] for layout in ("nchw", "nhwc")]
         times = (f"{float(row['ms']):.1f} | {float(row['ms_to_torch']):.2f}×" for row in both)
         memory = ", ".join(f"{float(row['peak_mb_to_torch']):.2f}×" for row in both)
-        assert f"| {method} | {' | '.join(times)} | {memory} |" in RESULTS
+        assert f"| {method} | {' | '.join(times)} | {memory} |" in SPEED
 
 
 def test_the_table_of_the_detector_is_the_record():
@@ -169,7 +170,7 @@ def test_the_table_of_the_detector_is_the_record():
         times = (f"{float(r['ms']):.1f} | {float(r['ms_to_frozen_bn']):.2f}×" for r in found)
         peaks = (float(r["peak_mb"]) / float(rows["frozen BN", r["route"]]["peak_mb"]) for r in found)
         memory = ", ".join(f"{peak:.2f}×" for peak in peaks)
-        assert f"| {method} | {' | '.join(times)} | {memory} |" in RESULTS.replace("**", "")
+        assert f"| {method} | {' | '.join(times)} | {memory} |" in SPEED.replace("**", "")
 
 
 def test_the_accuracy_of_the_readme_is_the_record():
