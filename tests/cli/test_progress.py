@@ -51,8 +51,8 @@ def test_away_from_a_terminal_there_is_a_line_per_epoch_and_no_control_character
             progress.on_epoch(epoch_row(step // 10 - 1, loss=0.5, error=2.4))
     progress.on_end()
     assert out.getvalue().splitlines() == [
-        "digits: epoch 1, step 10/20, loss 1.235, test error 2.4, 0:10 left, 128 img/s, 1.5 GiB, lr 0.02",
-        "digits: epoch 2, step 20/20, loss 1.235, test error 2.4, 128 img/s, 1.5 GiB, lr 0.02",
+        "digits: epoch 1, step 10/20, loss 1.235, test error 2.4, 0:10 left, 128 samples/s, 1.5 GiB, lr 0.02",
+        "digits: epoch 2, step 20/20, loss 1.235, test error 2.4, 128 samples/s, 1.5 GiB, lr 0.02",
     ]
 
 
@@ -100,7 +100,7 @@ def test_images_per_second_are_those_of_recent_steps(clock):
     for step in range(1, 101):
         progress.on_step(step_row(step, seconds=100.0 if step <= 50 else 8.0))
     progress.on_epoch(epoch_row(9))
-    assert ", 8.0 img/s" in out.getvalue()
+    assert ", 8.0 samples/s" in out.getvalue()
 
 
 def test_what_a_row_lacks_is_not_shown_and_nothing_fails(clock):
@@ -152,7 +152,7 @@ def test_on_a_terminal_there_is_one_live_line_that_fits(clock, width):
     last = lines[-1]
     assert "epoch 2, step 20/20, loss 1.235, test error 2.4" in last
     assert ("━" in last) is (width == 140)
-    assert ("128 img/s" in last) is (width >= 80)
+    assert ("128 samples/s" in last) is (width >= 80)
     assert ("lr 0.02" in last) is (width == 140)
     assert out.getvalue().count("\n") == 1, "the live line is drawn over itself"
 

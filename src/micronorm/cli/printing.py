@@ -186,12 +186,12 @@ def _is_ours(fault: BaseException) -> bool:
 QUIET_SECONDS = 30.0
 """The shortest time between two plain lines within an epoch."""
 
-_RECENT_STEPS = 50  # images per second are averaged over these
+_RECENT_STEPS = 50  # samples per second are averaged over these
 _BAR_WIDTH, _WIDTH_FOR_BAR = 16, 110  # a narrower terminal has no room for the bar
 
 
 class TrainingProgress(Listener):
-    """Show epoch, step, loss, the first test figure, time left, images per second, memory and learning rate of a run.
+    """Show epoch, step, loss, the first test figure, time left, samples per second, memory and learning rate of a run.
 
     A terminal has one live line; otherwise there is a plain line per epoch or half minute.
 
@@ -285,7 +285,7 @@ class TrainingProgress(Listener):
             f"loss {row['loss']:.4g}" if row.get("loss") is not None else "",
             self._test,
             self._time_left(),
-            self._images_per_second(),
+            self._samples_per_second(),
             f"{row['memory'] / 2**30:.1f} GiB" if row.get("memory") else "",
             f"lr {row['lr']:.3g}" if row.get("lr") is not None else "",
         ]
@@ -301,8 +301,8 @@ class TrainingProgress(Listener):
         clock = f"{hours}:{minutes:02}" if hours else f"{minutes}"
         return f"{clock}:{seconds % 60:02} left"
 
-    def _images_per_second(self) -> str:
+    def _samples_per_second(self) -> str:
         if not self._recent:
             return ""
         samples, seconds = map(sum, zip(*self._recent, strict=True))
-        return f"{samples / seconds:,.{0 if samples >= 10 * seconds else 1}f} img/s"
+        return f"{samples / seconds:,.{0 if samples >= 10 * seconds else 1}f} samples/s"
