@@ -35,6 +35,7 @@ QUICK = [
     "micro_batch/brn-2",
     "shapes/bcn-ws",
     "digits/gn",
+    "rates/adamw-0.001-rate-corrected",
 ]
 SLOW = [
     "imagenet/rn50-bcn-ws-step",

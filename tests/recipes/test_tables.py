@@ -99,6 +99,7 @@ PAPER: dict[str, dict[str, tuple[float, ...]]] = {
     "quick": {},
     "micro_batch": {},
     "digits": {},
+    "rates": {},
     "nuclei": {},
     "coco128": {},
     "tiny_imagenet": {},
@@ -128,6 +129,11 @@ OURS = {
         *("gn", "gn-ws", "bcn-ws"),
     },
     "digits": {"bn-64", "bn", "gn", "gn-ws", "bcn-ws"},
+    "rates": {
+        f"{optimizer}-rate-{rate}"
+        for optimizer in ("sgd-0.1", "sgd-0.01", "adamw-0.001")
+        for rate in ("lr", "corrected", "0.1", "0.01", "0.001")
+    },
     "shapes": {"bn", "gn", "gn-ws", "bcn-ws"},
     "voc": {"micro-bcn-ws-step"},
     "camvid": {"bn", "bn-ws", "gn", "gn-ws", "bcn-ws"},
@@ -148,6 +154,7 @@ OURS = {
 ELSEWHERE = ("mask", "fast", "nuclei", "coco128", "objects", "hippocampus")
 OWN_SETTINGS = (
     "digits",
+    "rates",
     "shapes",
     "voc",
     "camvid",
@@ -320,7 +327,8 @@ def test_the_halves_of_ws_are_told_apart(row, center, scale):
     [
         r
         for r in RUNNABLE
-        if isinstance(r.norm, mn.GN | mn.BCN) and r.table not in ("digits", "shapes", "motion", "clips", *ELSEWHERE)
+        if isinstance(r.norm, mn.GN | mn.BCN)
+        and r.table not in ("digits", "rates", "shapes", "motion", "clips", *ELSEWHERE)
     ],
     ids=name_of,
 )
