@@ -4,7 +4,6 @@ Warm-up and capture take real steps and undo them: parameters, optimizer state, 
 restored to the bit.
 """
 
-import contextlib
 from collections.abc import Iterator
 
 import torch
@@ -68,16 +67,15 @@ class GraphedStep:
         before = _StepSnapshot(step)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with _timed_convolutions():
-            with torch.cuda.stream(stream):
-                for _ in range(WARM_UP):
-                    self._run(static)
-            torch.cuda.current_stream().wait_stream(stream)
-            before.restore()
-            step.optimizer.zero_grad(set_to_none=True)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self._sums = self._run(static)
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP):
+                self._run(static)
+        torch.cuda.current_stream().wait_stream(stream)
+        before.restore()
+        step.optimizer.zero_grad(set_to_none=True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._sums = self._run(static)
         before.restore()  # capturing computes nothing, but moves counters on the host
         # Write constant rates once. The captured commit reads learning rates from the device. Writing them before every
         # replay would cost two launches per layer, which take as long as the whole step of a ResNet-110.
@@ -88,20 +86,6 @@ class GraphedStep:
         sums = self.step.flatten(self.step.accumulate(inputs))
         self.step.apply(sums)
         return sums
-
-
-@contextlib.contextmanager
-def _timed_convolutions() -> Iterator[None]:
-    """Let cuDNN time its algorithms within this block, which pays off because every replay uses its choice.
-
-    Its choice may differ from capture to capture. So if cuDNN has to be deterministic, this block changes nothing.
-    """
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = before or not torch.backends.cudnn.deterministic
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before
 
 
 class _StepSnapshot(Snapshot):
