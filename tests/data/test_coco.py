@@ -42,6 +42,13 @@ def test_the_training_images_can_be_tested_on(tmp_path):
     assert any(torch.equal(_load(train, [0], epoch=k)[0][0], _load(test, [0])[0][0]) for k in range(9))
 
 
+def test_the_aspect_ratios_are_those_of_the_images(tmp_path):
+    write_coco(tmp_path)
+    for samples in open_coco(tmp_path, masks=False)[:2]:
+        images, _, _ = _load(samples, range(len(samples)))
+        assert samples.aspect_ratios.tolist() == pytest.approx([image.shape[2] / image.shape[1] for image in images])
+
+
 def test_category_ids_with_gaps_become_consecutive_labels_in_the_order_of_ids(tmp_path):
     write_coco(tmp_path)
     test = open_coco(tmp_path, masks=False).test

@@ -87,6 +87,17 @@ def test_epochs_come_in_different_orders_and_seeds_too():
     assert orders() == [first, second]
 
 
+def test_the_samples_of_a_step_are_ordered_by_aspect_ratio_and_stay_the_same_samples():
+    def load(aspect_ratios):
+        sampler = sampler_of(20, step_batch=8)
+        sampler._aspect_ratios = aspect_ratios
+        return [inputs.batch[0].tolist() for _, inputs in sampler.load(0, 3)]
+
+    ratios = torch.arange(20) % 3
+    drawn, ordered = load(None), load(ratios)
+    assert ordered == [sorted(step, key=lambda index: index % 3) for step in drawn]  # both orders are stable
+
+
 def test_a_run_begins_with_micro_batches_of_the_largest_share():
     assert run_of(20, step_batch=10, unit=4).step.micro_batch.size == 12  # three units, the last one not full
     assert run_of(20, step_batch=10, unit=4, largest=4).step.micro_batch.size == 4

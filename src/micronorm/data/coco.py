@@ -49,6 +49,7 @@ class DetectionDecoder:
     """
 
     annotations: Any
+    aspect_ratios: Tensor | None = None
 
     def __init__(self, *, masks: bool, train: bool, axes: tuple[int, ...] = (-1,)) -> None:
         self._masks, self._train, self._axes = masks, train, axes
@@ -89,6 +90,11 @@ class DetectionSamples(FileSamples):
     def annotations(self) -> dict[str, Any]:
         """The objects of all images as a COCO dictionary, for scoring. Its images are in the order of the samples."""
         return self._decoder.annotations
+
+    @property
+    def aspect_ratios(self) -> Tensor | None:
+        """Width / height of each sample, by which the samples of a step are ordered; None if all have one shape."""
+        return self._decoder.aspect_ratios
 
 
 def flip_sample(image: Tensor, target: Target, *, axis: int) -> tuple[Tensor, Target]:
@@ -333,6 +339,7 @@ class _CocoDecoder(DetectionDecoder):
         entries = [entry for image in images for entry in by_image[image["id"]]]
         self.annotations = {**annotations, "images": images, "annotations": entries}
         self.objects = [objects for _, objects in pairs]
+        self.aspect_ratios = torch.tensor([image["width"] / image["height"] for image in images])
         self._paths = [folder / image["file_name"] for image in images]
 
     def __len__(self) -> int:

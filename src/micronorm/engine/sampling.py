@@ -109,6 +109,7 @@ class Sampler:
     def __init__(self, samples: Samples, settings: Settings, parallel: OneRank) -> None:
         self.samples, self.settings, self.parallel = samples, settings, parallel
         self.steps_per_epoch = math.ceil(len(samples) / settings.step_batch)
+        self._aspect_ratios: Tensor | None = getattr(samples, "aspect_ratios", None)
 
     def load(self, first: int, last: int) -> Iterator[tuple[int, StepInputs]]:
         """Yield the epoch and the inputs of the steps from `first` on, up to but without `last`.
@@ -136,6 +137,8 @@ class Sampler:
             if epoch != order_epoch:
                 order, order_epoch = permutation(len(self.samples), seed=settings.seed, epoch=epoch), epoch
             chosen = order[within * settings.step_batch : (within + 1) * settings.step_batch]
+            if self._aspect_ratios is not None:  # which samples a step has does not change
+                chosen = chosen[self._aspect_ratios[chosen].argsort(stable=True)]
             indices = chosen[self.parallel.share(len(chosen), unit=settings.unit)]
             # A rank without samples loads one that does not count, so that no loader or collective forward gets none.
             share = epoch, indices if len(indices) else chosen[:1]

@@ -35,7 +35,11 @@ class Loss(Protocol):
 
 
 class Samples(Protocol):
-    """A set of samples that are requested by index. Files may be opened as late as in `load`."""
+    """A set of samples that are requested by index. Files may be opened as late as in `load`.
+
+    Images of different sizes may have `aspect_ratios`, width / height of each sample as a tensor. The samples of a step
+    are then computed in their order, so that images of equal shape share a micro-batch.
+    """
 
     def __len__(self) -> int: ...
 
