@@ -48,7 +48,6 @@ FEW = (  # images: enough for the time of one, if they are taken one at a time
 )
 TINY = (Workload("resnet18", 2, (64, 64)), Workload("cifar-resnet20", 4, (16, 16)))
 
-
 _BCN, _WS = mn.BCN(), mn.WS()
 
 
@@ -103,10 +102,8 @@ class TrainingStep:
         self.optimizer = torch.optim.SGD(
             self.model.parameters(), lr=rate, momentum=0.9, weight_decay=1e-4, fused=on_gpu
         )
-        if (
-            isinstance(method.norm, mn.BCN) and method.norm.statistics == "sequential"
-        ):  # its forward needs the learning rate
-            mn.attach(self.model, self.optimizer)
+        if isinstance(method.norm, mn.BCN) and method.norm.statistics == "sequential":
+            mn.attach(self.model, self.optimizer)  # the forward needs the learning rate
         images = torch.randn(workload.samples, 3, *workload.size, device=device)
         self.images = images.contiguous(memory_format=torch.channels_last)
         self.labels = torch.randint(10, (workload.samples,), device=device)
