@@ -50,9 +50,10 @@ class BatchChannelNormState(Fingerprinted, WideBuffers):
         self.update_estimates_weight()
 
     def update_estimates_weight(self) -> None:
-        """After the estimates were set: start anew if they are (0, 1), otherwise regard them as an average of windows.
+        """Restart bias correction if the estimates are (0, 1); otherwise treat them as an average of past windows.
 
-        Reads the device. It has an effect only with `bias_correction`.
+        Call it after the estimates were set. It has an effect only with `bias_correction`, and synchronizes with the
+        device.
         """
         if self.bias_correction and not self.running_mean.is_meta:
             fresh = (self.running_mean == 0).all() & (self.running_var == 1).all()

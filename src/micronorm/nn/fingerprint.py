@@ -48,7 +48,7 @@ class Fingerprinted:
 
 
 def mark_plain(layer: nn.Module) -> None:
-    """Let a convolution that conversion left as it was write and compare the fingerprint of a plain weight."""
+    """Make a convolution that conversion left unchanged write and compare the fingerprint of a plain weight."""
     if not _is_marked(layer):
         layer._register_state_dict_hook(_write_plain)
         layer._register_load_state_dict_pre_hook(_compare_plain)

@@ -185,7 +185,7 @@ class Window:
         self.ran, self.idle_steps = False, 0
 
     def attach(self, control: Control) -> None:
-        """Put a control in force. Drop those that can never be in force again: below one whose handle is gone."""
+        """Make `control` the current one. Remove the controls that precede one whose handle was deleted."""
         gone = [i for i, c in enumerate(self.controls) if c.handle is not None and c.handle() is None]
         self.controls[:] = [*self.controls[max(gone, default=0) :], control]
 

@@ -131,7 +131,7 @@ def _sum_over_images(
         levels = {"0": features} if isinstance(features, Tensor) else features
         per_image = zip(*(level.split(1) for level in levels.values()), strict=True)
         for i, own in zip(members, per_image, strict=True):
-            with dropout_keys(keys[i : i + 1]):  # what a head sees are regions of this image
+            with dropout_keys(keys[i : i + 1]):  # the heads get regions of this image only
                 found = _losses_of_image(detector, *prepared[i], dict(zip(levels, own, strict=True)), keys[i : i + 1])
             for name, value in found.items():
                 losses[name] = losses[name] + value if name in losses else value

@@ -168,7 +168,7 @@ class Recorder:
     def remember(
         self, y: Tensor, compute: Callable[..., Tensor], sources: tuple[Tensor, ...], numbers: tuple[Tensor, ...] = ()
     ) -> None:
-        """Note how y can be computed again to the bit: y = compute(*sources, *numbers).
+        """Record how to recompute y bit for bit: y = compute(*sources, *numbers).
 
         Call it after the operation has saved its tensors. The formula is used only if autograd keeps the sources, too.
 
@@ -275,7 +275,7 @@ class Recorder:
                 self.spared.bytes -= storage.nbytes()
 
     def _drop_freed(self) -> None:
-        """Forget tensors whose storage is freed."""
+        """Remove the records of tensors whose storage is freed."""
         self._by_storage = {key: found for key, found in self._by_storage.items() if not found.storage.expired()}
         self._by_node = {key: found for key, found in self._by_node.items() if not found.storage.expired()}
 

@@ -129,7 +129,7 @@ def _twice_differentiable(ctx: Any, grad: Tensor, saved: tuple[Any, ...]) -> tup
             y = batch_channel_norm(x, estimates, *affine, groups=groups, eps=eps, blend=kept_blend(numbers))
         if output is None:
             y = y if ctx.has_residual else Activation(ActivationKind(kind), slope).apply(y)
-        else:  # relu and leaky_relu are told from the sign of their output
+        else:  # the sign of the output gives the derivative of relu and leaky_relu
             grad = torch.where(output > 0, grad, 0.0 if kind == ActivationKind.RELU else grad * slope)
         sources = [t for t, is_wanted in zip((x, *saved[5:9]), wanted, strict=True) if is_wanted]
         found = torch.autograd.grad(y, sources, grad, create_graph=True, allow_unused=True) if sources else ()
