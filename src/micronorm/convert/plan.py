@@ -151,7 +151,7 @@ def plan(
         warm_steps: start as the pretrained network and become BCN over this many optimizer steps; implies `absorb`.
         layer_norm: convert layer norms too.
         fuse: let norms compute the addition and the activation that follow them, in nn.Sequential and in known blocks
-            (`docs/conversion.md`), and let kernels compute max-pooling on a GPU. Outputs and gradients are the same,
+            (`docs/kernels.md`), and let kernels compute max-pooling on a GPU. Outputs and gradients are the same,
             except that in half precision the kernels round once where separate operations round each time. A model
             that already has our norms can be converted just for this, for example after unpickling.
         zero_init_residual: start the last norm of each residual branch at zero (BCN: `group_weight`, others: `weight`),
