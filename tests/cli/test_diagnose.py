@@ -157,6 +157,16 @@ def test_the_batch_that_a_factory_brings_is_used_and_random_images_where_there_i
     assert "note: random images tell little" in result.output
 
 
+def test_a_run_directory_as_target_names_the_option_that_takes_it():
+    Path("run").mkdir()
+    Path("run/run.json").write_text("{}")
+    result = CliRunner().invoke(app, ["diagnose", "run"])
+    assert result.exit_code == 2, result.output
+    (line,) = result.stderr.splitlines()
+    assert "'run' is a run directory" in line
+    assert "diagnose recipe:TABLE/ROW --checkpoint run" in line
+
+
 def test_a_recipe_is_a_target_with_its_own_data():
     result = invoke("recipe:digits/gn", "--images", "40")
     assert result.exit_code == 0, result.output

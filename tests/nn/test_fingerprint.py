@@ -110,6 +110,20 @@ def test_an_unconverted_network_loads_wherever_it_did(specs):
     assert all(torch.equal(value, source[key]) for key, value in model.state_dict().items() if key in source)
 
 
+@pytest.mark.parametrize("options", [{"absorb": True}, {"warm_steps": 5}], ids=str)
+def test_a_kernel_does_not_load_silently_beside_the_absorbed_mean_and_scale_of_another(options):
+    model = mn.convert(plain(), **options)
+    for source in (plain(), make((BCN, WS))):
+        with pytest.warns(UserWarning, match="load the weights first"):
+            model.load_state_dict(source.state_dict(), strict=False)
+        with pytest.raises(ValueError, match="load the weights first") as error:
+            load_state(model, source.state_dict())
+        assert str(error.value).count("mn.convert(") == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.load_state_dict(mn.convert(plain(), **options).state_dict())
+
+
 def test_tensors_alone_load_as_they_did():
     for saved, loaded, _ in OTHER.values():
         model, source = make(loaded), dict(make(saved).state_dict())

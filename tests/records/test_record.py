@@ -47,3 +47,6 @@ def test_a_folder_without_a_run_is_said_to_have_none(tmp_path):
     for open_ in (read, Run.open):
         with pytest.raises(FileNotFoundError, match=r"holds no run: there is no run\.json"):
             open_(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(FileNotFoundError, match=r"give the directory of the run, not a file"):
+        read(tmp_path / "model.safetensors")

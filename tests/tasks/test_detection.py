@@ -214,6 +214,8 @@ def test_wrong_arguments_are_named():
         detection_losses(model, images, targets, cast(Any, [0, 1, 2, 3]))
     with pytest.raises(ValueError, match="got 4 images, 4 targets and 3 keys"):
         detection_losses(model, images, targets, keys[:3])
+    with pytest.raises(ValueError, match=r"needs boxes and labels, target 1 has only \['boxes'\]"):
+        detection_losses(model, images, [targets[0], {"boxes": targets[1]["boxes"]}, *targets[2:]], keys)
     for box in ([5.0, 5.0, 5.0, 9.0], [float("nan")] * 4):
         bad = [{**targets[0], "boxes": torch.tensor([[1.0, 1.0, 2.0, 2.0], box])}, *targets[1:]]
         with pytest.raises(ValueError, match="x1 < x2 and y1 < y2, target 0 has"):

@@ -33,6 +33,11 @@ def batch_of(count: int, dtype=torch.float64):
     return volumes, torch.randint(0, 3, (count, *PATCH), generator=generator)
 
 
+def test_a_network_with_unequal_numbers_of_widths_and_blocks_is_refused():
+    with pytest.raises(ValueError, match="a width and a number of blocks, got 2 and 1"):
+        ResidualUNet3d(widths=(8, 16), blocks=(1,), classes=3)
+
+
 def test_dice_and_entropy_are_those_of_the_equations():
     logits, labels = torch.randn(2, 3, 4, 5, dtype=torch.float64), torch.randint(0, 3, (2, 4, 5))
     dice, entropy = dice_and_entropy(logits, labels)

@@ -21,6 +21,7 @@ from micronorm.data.files import import_optional
 from micronorm.nn import SPECS
 from micronorm.nn.spec import NormSpec, WeightSpec
 from micronorm.recipes import Recipe, find, unknown
+from micronorm.records import FACTS
 
 ANY_CLASSES = 2
 """Outputs of a recipe that takes their number from its data set, for commands whose result does not depend on it."""
@@ -67,6 +68,11 @@ def resolve(target: str, *, classes: int | None = None, from_file: bool = False)
 def _look_up(target: str, *, from_file: bool) -> Any:
     """Return the model of a library, the recipe, or the object in the user's code that a target names."""
     source, colon, name = target.rpartition(":") if ".py:" in target else target.partition(":")
+    if not colon and (Path(target) / FACTS).is_file():
+        raise TargetError(
+            f"{target!r} is a run directory: name its network, recipe:TABLE/ROW. With its weights: micronorm diagnose "
+            f"recipe:TABLE/ROW --checkpoint {target}, or micronorm fold {target}"
+        )
     if not colon or not source or not name:
         raise TargetError(
             f"{target!r} is not a target: write timm:NAME, torchvision:NAME, recipe:NAME, package.module:factory or "

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from micronorm.nn.fingerprint import KEY, MISMATCH, fingerprints, layer_of_torch, with_fingerprints
+from micronorm.nn.fingerprint import KEY, MISMATCH, UNABSORBED, fingerprints, layer_of_torch, with_fingerprints
 
 _WRAPPERS = ("state_dict", "model", "model_state_dict")  # keys under which training scripts save a state dict
 _PREFIXES = ("module.", "_orig_mod.")  # of DataParallel and DistributedDataParallel, and of torch.compile
@@ -107,7 +108,7 @@ def load_state(model: nn.Module, state: dict[str, Tensor]) -> None:
             state.setdefault(key, tensor)
     try:
         with warnings.catch_warnings():  # the error says the same
-            warnings.filterwarnings("ignore", f".*{MISMATCH}", UserWarning)
+            warnings.filterwarnings("ignore", f".*({MISMATCH}|{re.escape(UNABSORBED)})", UserWarning)
             model.load_state_dict(state)
     except RuntimeError as error:
         raise ValueError(f"it does not fit the model: {' '.join(str(error).split())}") from error

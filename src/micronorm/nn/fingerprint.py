@@ -18,6 +18,7 @@ KEY = "micronorm"
 """The key of a fingerprint in a layer's metadata, and of all fingerprints in the metadata of a safetensors file."""
 
 MISMATCH = "was saved from"
+UNABSORBED = "is loaded without the mean and scale that mn.convert(absorb=True) or warm_steps stored"
 _PLAIN = "a plain weight"
 
 
@@ -121,3 +122,15 @@ def _compare(
         advice = "With these weights the outputs differ: convert the model as it was when they were saved"
         unexpected_keys.append(f"{prefix}weight (and perhaps others): {difference}. {advice}, by mn.convert")
         warnings.warn(unexpected_keys[-1], UserWarning, stacklevel=2)
+
+
+def report_unabsorbed(state_dict: dict[str, Any], prefix: str, unexpected_keys: list[str]) -> None:
+    """Warn if a weight is loaded into a layer that absorbed another kernel; a strict load raises in addition.
+
+    The layer keeps the mean and scale of the kernel that it had, so the function is that of neither network.
+    """
+    if prefix + "weight" not in state_dict or any(UNABSORBED in key for key in unexpected_keys):
+        return
+    advice = "Those of the old kernel would be added to the new one: load the weights first, then call mn.convert"
+    unexpected_keys.append(f"{prefix}weight (and perhaps others): {UNABSORBED}. {advice}")
+    warnings.warn(unexpected_keys[-1], UserWarning, stacklevel=2)

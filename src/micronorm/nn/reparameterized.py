@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from micronorm.nn.fingerprint import Fingerprinted
+from micronorm.nn.fingerprint import Fingerprinted, report_unabsorbed
 from micronorm.nn.inputs import check_eps, check_flag
 from micronorm.nn.passive_hook import PassiveHook
 from micronorm.ops.moments import compute_dtype
@@ -214,6 +214,8 @@ class _WS(Reparameterized):
             saved = state_dict.get(prefix + name)
             if saved is not None and getattr(self, name) is None:  # saved by a layer after `absorb()`
                 setattr(self, name, torch.empty_like(saved, device=self.weight.device))
+        if self.absorbed_mean is not None and prefix + "absorbed_mean" not in state_dict:
+            report_unabsorbed(state_dict, prefix, args[-2])  # torch passes the lists by position
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # type: ignore[misc]
 
     def extra_repr(self) -> str:

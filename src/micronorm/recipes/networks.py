@@ -180,6 +180,8 @@ class ResidualUNet3d(nn.Module):
 
     def __init__(self, *, widths: Sequence[int], blocks: Sequence[int], classes: int, inputs: int = 1) -> None:
         super().__init__()
+        if len(blocks) != len(widths):
+            raise ValueError(f"each level has a width and a number of blocks, got {len(widths)} and {len(blocks)}")
         self.stem = _conv_norm_act(inputs, widths[0])
         self.down = nn.ModuleList()
         before = widths[0]

@@ -132,7 +132,8 @@ def read_facts(folder: Path) -> Row:
     """
     file = folder / FACTS
     if not file.exists():
-        raise FileNotFoundError(f"{folder} holds no run: there is no {FACTS}")
+        fix = "; give the directory of the run, not a file" if folder.is_file() else ""
+        raise FileNotFoundError(f"{folder} holds no run: there is no {FACTS}{fix}")
     facts = parse(read_file(file), str(file))
     check_facts(facts, file)
     return facts

@@ -240,6 +240,8 @@ def _check_arguments(
             f"{len(targets)} targets and {len(keys)} keys"
         )
     for k, target in enumerate(targets):
+        if not {"boxes", "labels"} <= set(target):
+            raise ValueError(f"a target needs boxes and labels, target {k} has only {sorted(target)}")
         boxes = target["boxes"]
         if boxes.ndim != 2 or boxes.shape[1] != 4:
             raise ValueError(f"boxes must have shape K×4, those of target {k} have {tuple(boxes.shape)}")
