@@ -77,13 +77,21 @@ def test_wrong_paths_are_refused_in_a_line(digits_run, tmp_path):
     for arguments, complaint in (
         ((digits_run, tmp_path / "none.png"), "no image or folder"),
         ((digits_run, digits_run / "run.json"), "must be an image (.jpg, .jpeg, .png) or a folder of images"),
-        ((tmp_path, tmp_path / "none.png"), "no image or folder"),
+        ((tmp_path, tmp_path / "none.png"), "holds no run"),
     ):
         found = predict(*arguments, *CPU)
         assert found.exit_code == 2
         assert complaint in " ".join(found.output.split())
-    write_image(tmp_path / "a.png")
-    assert "holds no run" in predict(tmp_path, tmp_path / "a.png", *CPU).output
+
+
+def test_a_run_on_volumes_is_named_as_the_reason_and_not_its_files(digits_run, tmp_path):
+    shutil.copytree(digits_run, tmp_path / "run")
+    known = json.loads((tmp_path / "run/run.json").read_text())
+    (tmp_path / "run/run.json").write_text(json.dumps({**known, "recipe": "hippocampus/bcn-ws-fold0"}))
+    (tmp_path / "volume.nii.gz").touch()
+    found = predict(tmp_path / "run", tmp_path / "volume.nii.gz", *CPU)
+    assert found.exit_code == 2
+    assert "reads images, which are not the samples of hippocampus-fold0" in " ".join(found.output.split())
 
 
 def test_images_are_found_once_and_in_order(tmp_path):

@@ -44,10 +44,10 @@ def predict(
 
     Exit code 0: all images were predicted. 1: an image could not be read. 2: a name or an option is wrong.
     """
-    files = find_images(images)
     facts = records.read(run, rows=False).facts
     trained = find_recipe(recipe) if recipe is not None else find_trained(run, facts)
     predictor = _open_predictor(trained, facts)
+    files = find_images(images)
     own = None if recipe is None else trained.build(seed=0, classes=len(recorded_names(facts)) or None)
     model = load(run, model=own).to(own_device(find_device(device)))
     out.mkdir(parents=True, exist_ok=True)
