@@ -351,7 +351,7 @@ def _copy_gradient_hooks(old: Tensor, new: Tensor) -> None:
     """Copy the hooks of a parameter, which deepcopy does not: a hook that clips makes a step depend on its cut."""
     for hook in (old._backward_hooks or {}).values():
         new.register_hook(hook)
-    for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
+    for hook in (old._post_accumulate_grad_hooks or {}).values():
         new.register_post_accumulate_grad_hook(hook)
 
 
