@@ -33,12 +33,12 @@ def evaluate(step: Step, *, seed: int, stop: Callable[[], bool] = _never) -> dic
         EvaluationStopped: `stop()` was true on some rank, between two batches. Shards are evaluated to the end.
     """
     was_training = step.model.training
-    random_state = RandomState.get(step.device)  # a model may draw random numbers in evaluation too
     step.model.eval()
     score, error, stopped = step.task.new_score(), None, False
     check_score(score)
     try:
-        with step.parallel.buffers_of_rank_0():
+        # A model may draw random numbers in evaluation, too.
+        with RandomState.preserved([step.device]), step.parallel.buffers_of_rank_0():
             score = _score_share(step, seed=seed, stop=stop)
     except EvaluationStopped:
         stopped = True
@@ -48,7 +48,6 @@ def evaluate(step: Step, *, seed: int, stop: Callable[[], bool] = _never) -> dic
         error = caught
     finally:
         step.model.train(was_training)
-        RandomState.set(random_state, step.device)
     # No rank may wait for the score of a rank that failed.
     flags = step.parallel.agree(Flags(failed=error is not None, stop=stopped))
     if error is not None:

@@ -79,19 +79,18 @@ def train(
         lacking = "an observer, observer=mn.observe," if observer is None else "a run directory to write to"
         raise ValueError(f"observe={execution.observe} needs {lacking} as well")
     run = _TrainingRun(model, task, settings, execution, folder, listener or Listener(), observer)
-    caller_state = RandomState.get(run.device)
     try:
-        # For code that draws from the global generators: no two ranks may draw the same numbers.
-        RandomState.seed(settings.seed + 2**20 * run.parallel.rank, run.device)
-        if run.execution.recompute:
-            run.recomputation = recompute(run.step.model)
-        return run.run(resume=resume, facts=facts or {})
+        with RandomState.preserved([run.device]):
+            # For code that draws from the global generators: no two ranks may draw the same numbers.
+            RandomState.seed(settings.seed + 2**20 * run.parallel.rank, run.device)
+            if run.execution.recompute:
+                run.recomputation = recompute(run.step.model)
+            return run.run(resume=resume, facts=facts or {})
     finally:
         if run.recomputation is not None:
             run.recomputation.remove()
         run.journal.close()
         run.step.transaction.detach()
-        RandomState.set(caller_state, run.device)
         run.parallel.close()
 
 
