@@ -5,7 +5,7 @@ find how many samples fit into memory, and whether the loss is a sum over sample
 random states are restored.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
@@ -93,23 +93,18 @@ def _score_share(step: Step, *, seed: int, stop: Callable[[], bool]) -> Score:
 def _score_in_batches(step: Step, *, seed: int, size: int, stop: Callable[[], bool]) -> Score:
     samples = len(step.task.test)
     own = step.parallel.share(samples)
-    indices = torch.arange(own.start, own.stop)
-    count = step.parallel.forward_count(samples, unit=1, size=size)
-
-    def shares() -> Iterator[tuple[int, torch.Tensor]]:
-        for k in range(count):
-            part = indices[k * size : (k + 1) * size]
-            # A rank with fewer samples joins collective forwards with its first sample, which is not scored again.
-            yield 0, part if len(part) else torch.zeros(1, dtype=torch.int64)
-
+    own_indices = [torch.arange(k, min(k + size, own.stop)) for k in range(own.start, own.stop, size)]
+    # A rank with fewer samples joins collective forwards with the first sample, whose score it drops.
+    unscored = step.parallel.forward_count(samples, unit=1, size=size) - len(own_indices)
+    shares = [(0, part) for part in (*own_indices, *[torch.zeros(1, dtype=torch.int64)] * unscored)]
     total = step.task.new_score()
-    for k, batch in enumerate(step.task.test.load(shares(), seed=seed)):
+    for k, batch in enumerate(step.task.test.load(shares, seed=seed)):
         if stop():
             raise EvaluationStopped
         with step.autocast():
             score = step.task.score(step.model, step.place(batch))
         check_score(score)
-        if k * size < len(indices):
+        if k < len(own_indices):
             total.merge(score)
     return total
 
