@@ -119,12 +119,13 @@ TOLERANCE, TOLERANCE_HALF = 1e-3, 0.05
 
 def choose_micro_batch(step: Step, inputs: StepInputs) -> None:
     """Set the micro-batch to the largest that memory seems to hold, on a GPU. A wrong guess costs one repeated step."""
-    cut, parallel = step.micro_batch, step.parallel
+    micro_batch, parallel = step.micro_batch, step.parallel
+    unit = micro_batch.unit
     # Shares may differ by a unit, but all ranks must take the same branch.
-    if step.device.type != "cuda" or min(cut.size, *parallel.gather(inputs.own_samples)) <= 4 * cut.unit:
+    if step.device.type != "cuda" or min(micro_batch.size, *parallel.gather(inputs.own_samples)) <= 4 * unit:
         return
-    fits = min(parallel.gather(largest_fitting(step, inputs, cut.unit, 4 * cut.unit)))
-    cut.size = max(cut.unit, min(cut.size, fits) // cut.unit * cut.unit)
+    fitting = min(parallel.gather(largest_fitting(step, inputs, unit, 4 * unit)))
+    micro_batch.size = max(unit, min(micro_batch.size, fitting) // unit * unit)
 
 
 def largest_fitting(step: Step, inputs: StepInputs, few: int, many: int) -> int:

@@ -180,10 +180,10 @@ class _TrainingRun:
         elif resume:  # the folder may be mistyped
             self.listener.on_message(f"no checkpoint in {self.journal.folder}: the run starts with its first step")
         if resume and self.execution.micro_batch is None:  # start with a size that fitted into memory before
-            cut = self.step.micro_batch
+            micro_batch = self.step.micro_batch
             saved = None if state is None else state["micro_batch"]
             sizes = [size for size in (saved, self.journal.remembered_size()) if size is not None]
-            cut.size = max(cut.unit, min([cut.size, *sizes]))
+            micro_batch.size = max(micro_batch.unit, min([micro_batch.size, *sizes]))
         nothing_left = self.done >= self.last and not self.evaluation_due
         self.already_complete = resume and nothing_left and self.journal.has_ended()
         if not self.already_complete:
