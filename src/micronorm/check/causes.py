@@ -153,7 +153,7 @@ class Comparison:
 
     @cached_property
     def _fresh(self) -> StepRun:
-        """The other run with a fresh copy of the model for each part."""
+        """Return the other run with a fresh copy of the model for each part."""
         return self.experiment.run(self.other.cut, backward=False, fresh=True)
 
     def _cause(self, fault: Fault) -> tuple[str, dict[str, Any]]:

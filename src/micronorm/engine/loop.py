@@ -252,7 +252,7 @@ class _TrainingRun:
         self.signal = self.parallel.broadcast(received)
 
     def _try_out(self, inputs: StepInputs) -> None:
-        """Before the first step, find the micro-batch that fits, and check that the loss is a sum."""
+        """Find the micro-batch that fits, and check that the loss is a sum, before the first step."""
         if self.execution.micro_batch is None:
             choose_micro_batch(self.step, inputs)
         warning = None if self.randomness else check_loss_is_a_sum(self.step, inputs)
