@@ -84,6 +84,7 @@ def reproduce(
     meant = {"--rows": rows, "--epochs": epochs, "--seed": seed, "--data": data, "--minutes": minutes, "--dtype": dtype}
     meant |= {"--channels-last": channels_last or None, "--cuda-graph": cuda_graph or None}
     meant |= {"--workers": workers or None, "--dataset": dataset}
+    meant |= {"--evaluate-every": None if evaluate_every == 1 else evaluate_every}
     given = [name for name, value in meant.items() if value is not None]
     _check_options(table, given, as_json=as_json)
     if table is None:
