@@ -201,7 +201,7 @@ class TrainingProgress(Listener):
     The methods take the rows of the run's record. A figure that a row lacks is left out.
 
     Args:
-        console: Where to show it; standard output if None.
+        console: Where to show it.
         name: Shown instead of the name of the run's recipe.
         clock: A function that returns seconds.
 
@@ -214,11 +214,8 @@ class TrainingProgress(Listener):
         >>> progress.on_end()
     """
 
-    def __init__(
-        self, console: Console | None = None, *, name: str = "", clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._console, self._name = console or Console(highlight=False), name
-        self._clock = clock
+    def __init__(self, console: Console, *, name: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._name, self._clock = console, name, clock
         self._live: Progress | None = None
         self._bar = TaskID(0)
         self._reset(None, 0, "")
