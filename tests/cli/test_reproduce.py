@@ -161,6 +161,7 @@ def test_without_a_table_the_tables_are_listed():
         (["fig:distance"], "no figure 'fig:distance'; near it: fig:dist, "),
         (["fig:dist", "--rows", "gn"], "--rows is for tables; fig:dist is a figure"),
         (["fig:dist", "--seed", "1", "--cuda-graph"], "--seed, --cuda-graph is for tables; fig:dist is a figure"),
+        (["fig:dist", "--evaluate-every", "5"], "--evaluate-every is for tables; fig:dist is a figure"),
         (["digits", "--dataset", "cifar10"], "--dataset is for figures"),
         (["cifar"], "near it: cifar"),
         (["digits", "--rows", "bcn"], "digits has no row 'bcn'; near it: bn, bcn-ws"),

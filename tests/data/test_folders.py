@@ -93,8 +93,9 @@ def test_test_images_are_the_usual_central_crops(root):
         assert (image - usual(read(path))).abs().max() < 1e-5
 
 
-def test_greyscale_images_become_three_equal_channels(root):
-    opened = open_folders(root, size=SIZE, standardization=BYTES)
+def test_greyscale_images_become_three_equal_channels(root, monkeypatch):
+    monkeypatch.setattr("micronorm.data.folders.IMAGENET", BYTES)
+    opened = open_folders(root, size=SIZE)
     path = sorted((root / "val" / "ant").iterdir())[1]
     with Image.open(path) as image:
         assert image.mode == "L"
@@ -108,7 +109,8 @@ def test_a_training_image_is_the_resized_crop_of_its_box_or_its_mirror_image(roo
 
     box = Box(3, 5, 20, 24)
     monkeypatch.setattr("micronorm.data.folders.crop_box", lambda draws, *, height, width: box)
-    opened = open_folders(root, size=SIZE, standardization=BYTES)
+    monkeypatch.setattr("micronorm.data.folders.IMAGENET", BYTES)
+    opened = open_folders(root, size=SIZE)
     path = sorted((root / "train" / "ant").iterdir())[2]
     crop = transforms.resized_crop(read(path), *box, size=[SIZE, SIZE])
     expected = transforms.pil_to_tensor(crop).float()
@@ -135,9 +137,9 @@ def test_a_sample_does_not_depend_on_companions_order_or_workers(root):
             assert labels.tolist() == [index // 4 for index in part]
 
 
-def test_without_augmentation_training_images_are_central_crops(root):
-    plain = open_folders(root, size=SIZE, augment=False).train
-    assert torch.equal(images_of(plain, [0, 5]), images_of(plain, [0, 5], seed=8, epoch=9))
+def test_test_images_depend_on_neither_seed_nor_epoch(root):
+    test = open_folders(root, size=SIZE).test
+    assert torch.equal(images_of(test, [0, 5]), images_of(test, [0, 5], seed=8, epoch=9))
 
 
 @pytest.mark.parametrize("workers, ahead", [(0, 0), (1, 2)])
@@ -230,7 +232,7 @@ def test_images_in_folders_below_a_class_belong_to_it(root, tmp_path):
     bee = tmp_path / "imagenet" / "train" / "bee"
     (bee / "images").mkdir()
     (bee / "bee_0.jpg").rename(bee / "images" / "bee_0.jpg")
-    train = open_folders(tmp_path, size=SIZE, augment=False).train
+    train = open_folders(tmp_path, size=SIZE).train
     labels = next(train.load(shares(range(12)), seed=0))[1]
     assert labels.tolist() == [0] * 4 + [1] * 4 + [2] * 4
 
@@ -313,7 +315,9 @@ def test_where_no_box_fits_it_is_the_largest_central_one(height, width, box):
     assert crop_box([1 - 2**-24] * 40, height=height, width=width) == box
 
 
-def test_imagenet_figures_are_the_default(root):
-    opened, raw = open_folders(root, size=SIZE), open_folders(root, size=SIZE, standardization=BYTES)
+def test_images_are_standardized_by_imagenets_figures(root, monkeypatch):
+    opened = open_folders(root, size=SIZE)
+    monkeypatch.setattr("micronorm.data.folders.IMAGENET", BYTES)
+    raw = open_folders(root, size=SIZE)
     mean, std = (torch.tensor(column).reshape(3, 1, 1) for column in IMAGENET)
     assert torch.allclose(images_of(opened.test, [0]), (images_of(raw.test, [0]) - mean) / std)

@@ -1,13 +1,15 @@
 """Channels: merged moments, activity, the distance to BN, and normalization told from moments alone."""
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from micronorm.diagnostics.norms import (
-    RunningMoments,
+    NormMoments,
+    as_norm_layer,
     channel_normalized,
     count_positive,
     distance_to_bn,
@@ -21,24 +23,32 @@ WIDE = torch.float64
 EXACT = tolerance("output", WIDE) * 10
 
 
+def input_moments(parts: Sequence[torch.Tensor]) -> NormMoments:
+    """Return the moments of these inputs of a norm; the values that it normalizes together are its input."""
+    norm = as_norm_layer(torch.nn.GroupNorm(1, parts[0].shape[1]))
+    assert norm is not None
+    sums = NormMoments(norm)
+    for part in parts:
+        sums.add_input(part, moments(part))
+    return sums
+
+
 @pytest.mark.parametrize("cut", [(10,), (1,) * 10, (3, 7), (9, 1)])
 def test_merged_moments_are_those_of_all_elements_however_they_were_cut(cut):
     x = torch.randn(10, 4, 5, 3, dtype=WIDE) * torch.tensor([1.0, 2, 3, 4]).view(4, 1, 1) + 100
-    running = RunningMoments()
-    for part in x.split(cut):
-        running.add(moments(part), positions=15)
-    assert running.count == 150
-    assert_close_to_max(running.moments.mean, x.mean((0, 2, 3)), tol=EXACT)
+    sums = input_moments(x.split(cut))
+    assert sums.count == 150
+    grouped, _ = sums.halves(sums.moments)
+    assert_close_to_max(grouped.mean, x.mean((0, 2, 3)), tol=EXACT)
     condition = 100.0
-    assert_close_to_max(running.moments.var, x.var((0, 2, 3), correction=0), tol=EXACT * condition)
+    assert_close_to_max(grouped.var, x.var((0, 2, 3), correction=0), tol=EXACT * condition)
 
 
 def test_a_mean_far_from_zero_costs_no_digits_of_the_variance():
     x = torch.randn(40, 2, 6, dtype=WIDE) * 1e-3 + 1e4
-    running = RunningMoments()
-    for part in x.split(8):
-        running.add(moments(part), positions=6)
-    assert_close_to_max(running.moments.var, (x - 1e4).var((0, 2), correction=0), tol=1e-6)
+    sums = input_moments(x.split(8))
+    grouped, _ = sums.halves(sums.moments)
+    assert_close_to_max(grouped.var, (x - 1e4).var((0, 2), correction=0), tol=1e-6)
 
 
 @pytest.mark.parametrize("axis", [1, -1, 2])

@@ -12,7 +12,7 @@ from torch import nn
 
 from micronorm.check.report import Finding, finding
 from micronorm.check.runs import Experiment, StepRun
-from micronorm.check.trace import Call, Match, compare
+from micronorm.check.trace import ROUNDING, Call, Match, compare
 from micronorm.nn.batch import GhostBatchNorm
 from micronorm.nn.batch_renorm import BatchRenorm
 from micronorm.nn.bcn import BatchChannelNorm
@@ -109,7 +109,7 @@ class Comparison:
         error = abs(whole - sum(parts)) / scale if scale else 0.0
         allowed = self.tol
         if self.noise is not None and scale:
-            allowed += 64 * abs(sum(self.noise.sums) - whole) / scale
+            allowed += ROUNDING * abs(sum(self.noise.sums) - whole) / scale
         return None if error <= allowed else Fault(root, Match("differ", error))
 
     def _counterparts(self, call: Call) -> tuple[list[Call], Sequence[int]] | None:
@@ -123,8 +123,8 @@ class Comparison:
 
     def _match(self, call: Call, side: Side) -> Match:
         others, sizes = self._counterparts(call) or ([], [])
-        quiet = self.noise.traces[0].by_name.get(call.name, []) if self.noise is not None and self.noise.traces else []
-        noise = getattr(quiet[call.index], side) if call.index < len(quiet) else None
+        perturbed = [] if self.noise is None else self.noise.traces[0].by_name.get(call.name, [])
+        noise = getattr(perturbed[call.index], side) if call.index < len(perturbed) else None
         return compare(getattr(call, side), [getattr(o, side) for o in others], sizes, tol=self.tol, noise=noise)
 
     # --- its cause ---------------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class Comparison:
 
     @cached_property
     def _fresh(self) -> StepRun:
-        """The other run with a fresh copy of the model for each part."""
+        """Return the other run with a fresh copy of the model for each part."""
         return self.experiment.run(self.other.cut, backward=False, fresh=True)
 
     def _cause(self, fault: Fault) -> tuple[str, dict[str, Any]]:

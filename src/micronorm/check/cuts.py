@@ -10,7 +10,7 @@ from torch import nn
 from micronorm.check.causes import Comparison, Fault, uses_batch_statistics
 from micronorm.check.report import CutsReport, Difference, Finding, finding
 from micronorm.check.runs import Experiment, StepRun, check_batch, check_model
-from micronorm.check.trace import Call, deviation
+from micronorm.check.trace import MOST_ROUNDING, ROUNDING, Call, deviation
 
 # For one step, relative to each tensor's maximum, if the model computes in float64 or float32. Narrower types are
 # compared at a multiple of their rounding.
@@ -18,12 +18,6 @@ _TOLERANCE = {torch.finfo(torch.float64).eps: 1e-12, torch.finfo(torch.float32).
 _HALF_EPS = 4.0
 # A fault changes activations by its full size. Rounding stays below this factor times the tolerance.
 _ACTIVATIONS = 100.0
-# Deep networks amplify rounding, and a gradient that cancels to zero consists of rounding. A tensor may differ by this
-# factor times its change when every parameter moves by one unit in the last place ...
-_ROUNDING = 64.0
-# ... but by no more than this, relative to its maximum or to the largest gradient. Otherwise a chaotic model would
-# pass with any fault.
-_MOST_ROUNDING = 1e-6
 
 
 def check_cuts(model: nn.Module, batch: tuple, loss: Callable[[nn.Module, tuple], Any]) -> CutsReport:
@@ -192,16 +186,16 @@ class _Check:
         control = {} if self.control is None else self.control.compared()
         largest = max((g.abs().max().item() for g in self.whole.gradients.values() if g.numel()), default=0.0)
         for key in dict.fromkeys((*whole, *(key for key in parts if key[0] == "gradient"))):
-            (kind, name), quiet = key, control.get(key)
+            (kind, name), perturbed = key, control.get(key)
             expected = whole[key] if key in whole else torch.zeros_like(parts[key])
             missing = torch.zeros_like(expected) if kind == "gradient" else expected.new_zeros(0)
             actual = parts.get(key, missing)
             error, size = deviation(expected, actual)
             exact = not (expected.is_floating_point() or expected.is_complex())
             allowed = 0.0 if exact else self.tol * size
-            if quiet is not None and not exact:
-                most = max(_MOST_ROUNDING, self.tol) * (max(size, largest) if kind == "gradient" else size)
-                allowed += min(_ROUNDING * deviation(expected, quiet)[0], most)
+            if perturbed is not None and not exact:
+                most = max(MOST_ROUNDING, self.tol) * (max(size, largest) if kind == "gradient" else size)
+                allowed += min(ROUNDING * deviation(expected, perturbed)[0], most)
             self.compared += 1
             if error > allowed:
                 relative = error / size if size else math.inf

@@ -103,6 +103,9 @@ class Experiment:
                 RandomState.seed(seed, device)
             for parts in [[p] for p in cut] if fresh else [cut]:
                 model, loss = copy_together(self.model, self.loss)
+                for module in (model, owner_of(loss)):
+                    if module is not None:
+                        module.double().zero_grad()
                 if perturbed:
                     _perturb(model)
                 _seed_own_generators(model, seed)
@@ -331,7 +334,7 @@ def owner_of(loss: Callable) -> nn.Module | None:
 
 
 def copy_together(model: nn.Module, loss: Callable) -> tuple[nn.Module, Callable]:
-    """Return float64 copies of the model and of a loss that is a module or its method. Shared parts stay shared."""
+    """Return copies of the model and of a loss that is a module or its method. Shared parts stay shared."""
     try:
         twin, loss_twin = copy.deepcopy((model, loss if owner_of(loss) is not None else None))
     except (RuntimeError, TypeError) as error:
@@ -339,20 +342,16 @@ def copy_together(model: nn.Module, loss: Callable) -> tuple[nn.Module, Callable
             f"the check needs a deep copy, and {type(model).__name__} cannot be copied: {error}. The usual reason is a "
             "tensor kept from an earlier forward; detach or delete it"
         ) from error
-    loss_twin = loss if loss_twin is None else loss_twin
     for old, new in zip(model.parameters(), twin.parameters(), strict=True):
         _copy_gradient_hooks(old, new)
-    for module in (twin, owner_of(loss_twin)):
-        if module is not None:
-            module.double().zero_grad()
-    return twin, loss_twin
+    return twin, loss if loss_twin is None else loss_twin
 
 
 def _copy_gradient_hooks(old: Tensor, new: Tensor) -> None:
     """Copy the hooks of a parameter, which deepcopy does not: a hook that clips makes a step depend on its cut."""
     for hook in (old._backward_hooks or {}).values():
         new.register_hook(hook)
-    for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
+    for hook in (old._post_accumulate_grad_hooks or {}).values():
         new.register_post_accumulate_grad_hook(hook)
 
 

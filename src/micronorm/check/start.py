@@ -1,6 +1,5 @@
 """`check_start`: take the first steps of training on a copy, and warn if the loss jumps."""
 
-import copy
 import math
 import warnings
 from collections.abc import Callable
@@ -9,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from micronorm.check.runs import check_batch, check_model, owner_of, read_loss
+from micronorm.check.runs import check_batch, check_model, copy_together, read_loss
 from micronorm.commit import Handle
 from micronorm.commit.snapshot import RandomState
 from micronorm.records.collapse import JUMP
@@ -44,8 +43,7 @@ def check_start(
     if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 < lr < math.inf:
         raise ValueError(f"lr must be a number above 0, got {lr!r}")
     with RandomState.preserved(list({p.device for p in model.parameters()})), torch.enable_grad():
-        twin, loss_twin = copy.deepcopy((model, loss if owner_of(loss) is not None else None))
-        losses = _losses(twin, batch, loss_twin or loss, lr=lr, steps=steps)
+        losses = _losses(*copy_together(model, loss), batch, lr=lr, steps=steps)
     peak = next((value for value in losses if not math.isfinite(value)), max(losses))
     if peak <= JUMP * losses[0]:
         return None
@@ -56,7 +54,7 @@ def check_start(
     )
 
 
-def _losses(model: nn.Module, batch: tuple, loss: Callable, *, lr: float, steps: int) -> list[float]:
+def _losses(model: nn.Module, loss: Callable, batch: tuple, *, lr: float, steps: int) -> list[float]:
     """Train on the batch, and return the mean losses before each step and after the last, up to one not finite."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr, momentum=0.9)
     Handle(model, [optimizer], process_group=None)  # "sequential" layers need the learning rate in the forward

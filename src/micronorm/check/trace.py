@@ -26,7 +26,13 @@ _CHUNK = 4096
 # Sequence-first activations have fewer elements and a shorter second axis, and images do not need the second axis.
 _MAX_SECOND_AXIS = 2**22
 _MAX_SECOND_ROWS = 4096
-_MOST_NOISE = 1e-6  # rounding may explain at most this relative difference
+
+# Deep networks amplify rounding, and a gradient that cancels to zero consists of rounding. A tensor may differ by this
+# factor times its change when every parameter moves by one unit in the last place ...
+ROUNDING = 64.0
+# ... but by no more than this, relative to its maximum or to the largest gradient. Otherwise a chaotic model would
+# pass with any fault.
+MOST_ROUNDING = 1e-6
 
 TreePath = tuple[str | int, ...]
 
@@ -145,8 +151,8 @@ def compare(whole: Tree, parts: Sequence[Tree], sizes: Sequence[int], *, tol: fl
     else:
         return AGREE
     best = AGREE
-    for key, w, ps, n, quiet in rows:
-        found = compare(w, ps, n, tol=tol, noise=quiet)
+    for key, w, ps, n, perturbed in rows:
+        found = compare(w, ps, n, tol=tol, noise=perturbed)
         if found.status != "agree":
             return replace(found, path=(key, *found.path))
         best = max(best, found, key=lambda m: m.error)
@@ -154,12 +160,12 @@ def compare(whole: Tree, parts: Sequence[Tree], sizes: Sequence[int], *, tol: fl
 
 
 def _match_lists(whole: list, parts: Sequence[list], sizes: Sequence[int], noise: Tree) -> list[tuple]:
-    quiet = noise if isinstance(noise, list) and len(noise) == len(whole) else [None] * len(whole)
+    perturbed = noise if isinstance(noise, list) and len(noise) == len(whole) else [None] * len(whole)
     if all(len(p) == len(whole) for p in parts):
-        return [(i, w, [p[i] for p in parts], sizes, quiet[i]) for i, w in enumerate(whole)]
+        return [(i, w, [p[i] for p in parts], sizes, perturbed[i]) for i, w in enumerate(whole)]
     flat = [entry for p in parts for entry in p]
     if len(flat) == len(whole):  # one entry per sample
-        return [(i, w, [flat[i]], [1], quiet[i]) for i, w in enumerate(whole)]
+        return [(i, w, [flat[i]], [1], perturbed[i]) for i, w in enumerate(whole)]
     return []
 
 
@@ -167,7 +173,7 @@ def _compare_leaf(whole: Leaf, parts: Sequence[Leaf], sizes: Sequence[int], tol:
     shapes = tuple(p.shape for p in parts)
     allowance = 0.0
     if noise is not None and noise.shape == whole.shape:
-        allowance = min(64 * _relative(whole.first, noise.first), max(_MOST_NOISE, tol))
+        allowance = min(ROUNDING * _relative(whole.first, noise.first), max(MOST_ROUNDING, tol))
     errors = [max(0.0, _relative(*pair) - allowance) for pair in _alignments(whole, parts, sizes)]
     if not errors:
         return Match("shape", math.inf, (), whole.shape, shapes)

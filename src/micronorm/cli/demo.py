@@ -42,7 +42,7 @@ _MEASURED = (
     f"pixels. Every optimizer step uses {STEP_BATCH} images; the methods differ in how many of them a normalization "
     "layer sees at a time."
 )
-_WORDS = {"BN": "BatchNorm", "GN": "GroupNorm", "GN+WS": "GroupNorm + WS", "BCN+WS": "BCN + WS"}
+_LONG_NAMES = {"BN": "BatchNorm", "GN": "GroupNorm", "GN+WS": "GroupNorm + WS", "BCN+WS": "BCN + WS"}
 
 
 def demo(
@@ -151,12 +151,12 @@ def _train(recipe: Recipe, variation: Variation, folder: Path, console: Console)
 def split_difference(recipe: Recipe, variation: Variation, *, micro_batch: int, steps: int) -> float:
     """Return how much the result of the first steps changes if each is split into micro-batches, in float64."""
     # BatchNorm's recipe keeps its 64 images together (`unit`). Without that, the measurement shows what a split does.
-    free = replace(recipe, settings=replace(recipe.settings, unit=1, largest=None))
+    splittable = replace(recipe, settings=replace(recipe.settings, unit=1, largest=None))
     settings = variation.apply(recipe.settings)
     states = []
     for size in (settings.step_batch, micro_batch):
-        model = free.build(settings.seed)
-        run(free, replace(variation, dtype="float64"), Execution(micro_batch=size, steps=steps), model=model)
+        model = splittable.build(settings.seed)
+        run(splittable, replace(variation, dtype="float64"), Execution(micro_batch=size, steps=steps), model=model)
         # Integer buffers are left out: BatchNorm's count of forward passes would hide what happens to its statistics.
         states.append({name: value for name, value in model.state_dict().items() if value.is_floating_point()})
     whole, split = states
@@ -185,7 +185,7 @@ def largest_difference(actual: Mapping[str, Tensor], expected: Mapping[str, Tens
 def name_of(recipe: Recipe) -> str:
     """Return the method and how many images its statistics cover: "BatchNorm, 64 at a time"."""
     short = method(recipe.norm, recipe.weight)
-    return f"{_WORDS.get(short, short)}, {recipe.micro_batch} at a time"
+    return f"{_LONG_NAMES.get(short, short)}, {recipe.micro_batch} at a time"
 
 
 def _error(record: records.Record) -> float:

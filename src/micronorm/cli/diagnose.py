@@ -12,14 +12,24 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from micronorm.cli.printing import FAILED, TargetError, print_json, show_report
-from micronorm.cli.targets import ANY_CLASSES, Groups, Norm, Target, Weight, attempt, converted, input_channels, resolve
+from micronorm.cli.targets import (
+    ANY_CLASSES,
+    Groups,
+    Norm,
+    Target,
+    Weight,
+    attempt,
+    converted,
+    find_weights,
+    input_channels,
+    resolve,
+)
 from micronorm.cli.train import find_device
 from micronorm.convert.checkpoint import load_state, read_state
 from micronorm.data.files import SUFFIXES, decode, require_torchvision, to_pixels
 from micronorm.data.samples import IMAGENET, Standardization
 from micronorm.diagnostics.diagnosis import Diagnosis
 from micronorm.diagnostics.diagnosis import diagnose as examine
-from micronorm.engine.journal import WEIGHTS
 from micronorm.recipes.load import facts_beside, recorded_names
 
 _BATCH = 32
@@ -66,7 +76,7 @@ def diagnose(
     Exit code 0: no problem. 1: a layer has one, or training collapsed. 2: the model, the checkpoint, the data or an
     option is wrong.
     """
-    file = None if checkpoint is None else _weights_of(checkpoint)
+    file = None if checkpoint is None else find_weights(checkpoint)
     facts = {} if file is None else facts_beside(file)
     subject = resolve(target, classes=ANY_CLASSES if file is None else len(recorded_names(facts)) or None)
     place = find_device(device)
@@ -92,14 +102,6 @@ def diagnose(
         shape = "×".join(map(str, batch.shape))
         _print(Console(highlight=False), f"{target} on {source}, {shape}", diagnosis, target, rows=layers)
     raise typer.Exit(0 if diagnosis.ok else FAILED)
-
-
-def _weights_of(checkpoint: Path) -> Path:
-    """Return the file of weights: the checkpoint itself, or the one in a run directory."""
-    file = checkpoint / WEIGHTS if checkpoint.is_dir() else checkpoint
-    if not file.is_file():
-        raise TargetError(f"{file} does not exist")
-    return file
 
 
 def _load(model: nn.Module, file: Path) -> None:
@@ -199,7 +201,7 @@ def read_images(
     return images
 
 
-def random_images(count: int, *, channels: int, size: int, seed: int = 0) -> Tensor:
+def random_images(count: int, *, channels: int, size: int) -> Tensor:
     """Return noise with the spectrum of photographs: amplitudes fall as 1/f, and colours vary together.
 
     All images together have mean 0 and standard deviation 1. White noise would not do: convolutions average it away.
@@ -209,7 +211,7 @@ def random_images(count: int, *, channels: int, size: int, seed: int = 0) -> Ten
         >>> images.shape, round(images.std().item(), 3)
         (torch.Size([4, 3, 32, 32]), 1.0)
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     noise = torch.randn(count, 1 + channels, size, size, generator=generator)
     frequency = torch.hypot(torch.fft.fftfreq(size)[:, None], torch.fft.rfftfreq(size)[None])
     amplitude = 1 / frequency.clamp(min=1 / size)  # the mean of an image varies as its slowest wave does

@@ -8,10 +8,9 @@ import typer
 from torch import Tensor, nn
 
 from micronorm.cli.printing import CommandFailed, TargetError, one_line
-from micronorm.cli.targets import Groups, Statistics, input_channels, norm_spec, resolve, weight_spec
+from micronorm.cli.targets import Groups, Statistics, find_weights, input_channels, norm_spec, resolve, weight_spec
 from micronorm.convert import convert
 from micronorm.convert.checkpoint import load_state, pack_state, read_header, read_state
-from micronorm.engine.journal import WEIGHTS
 from micronorm.export import fold as fold_model
 from micronorm.export import onnx as export_onnx
 from micronorm.export.fold import is_ours
@@ -76,25 +75,22 @@ def fold(
 
 def _read(checkpoint: Path, model: str | None, options: dict[str, Any]) -> nn.Module:
     """Return the trained network in eval mode."""
-    if checkpoint.is_dir():
-        if model is None and not options:
-            return load_run(checkpoint)
-        checkpoint = checkpoint / WEIGHTS
-    if not checkpoint.is_file():
-        raise TargetError(f"no file {checkpoint}")
-    classes = len(recorded_names(facts_beside(checkpoint))) or None
-    network = _rebuild(model, options, read_header(checkpoint), classes)
-    state = read_state(checkpoint)
+    if checkpoint.is_dir() and model is None and not options:
+        return load_run(checkpoint)
+    file = find_weights(checkpoint)
+    classes = len(recorded_names(facts_beside(file))) or None
+    network = _rebuild(model, options, read_header(file), classes)
+    state = read_state(file)
     has_bcn, saved_bcn = (any("group_weight" in key for key in keys) for keys in (network.state_dict(), state))
     if has_bcn and not saved_bcn:
         raise ValueError(
-            f"{checkpoint} contains no group_weight: it was saved before the conversion. Give a checkpoint "
+            f"{file} contains no group_weight: it was saved before the conversion. Give a checkpoint "
             "of the converted model"
         )
     try:
         load_state(network, state)
     except ValueError as error:
-        raise ValueError(f"{checkpoint}: {error}") from error
+        raise ValueError(f"{file}: {error}") from error
     return network.eval()
 
 

@@ -24,6 +24,7 @@ from typer.core import TyperGroup
 from micronorm.engine.loop import Diverged
 from micronorm.engine.sampling import is_out_of_memory
 from micronorm.engine.task import Listener
+from micronorm.report.runs import PERCENT
 
 
 def say(console: Console, text: str) -> None:
@@ -76,8 +77,10 @@ def as_options(given: Mapping[str, Any]) -> list[str]:
     return words
 
 
-_FIGURES = {"top1": "top-1 error {:.4g} %", "top5": "top-5 error {:.4g} %"}
-_FIGURES |= {"miou": "mIoU {:.4g} %", "accuracy": "accuracy {:.4g} %"}
+_PRECISIONS = {"AP": "AP", "AP50": "AP.5", "AP75": "AP.75", "APl": "APl", "APm": "APm", "APs": "APs"}
+FIGURE_NAMES = {"top1": "top-1 error", "top5": "top-5 error", "miou": "mIoU", "dice": "Dice", **_PRECISIONS}
+FIGURE_NAMES |= {f"mask_{name}": f"mask {title}" for name, title in _PRECISIONS.items()}
+"""Names of recorded figures for readers; other figures are shown under the name in the record."""
 
 
 def figure_text(name: str, value: float) -> str:
@@ -87,7 +90,7 @@ def figure_text(name: str, value: float) -> str:
         >>> figure_text("top1", 2.4), figure_text("soft_dice", 81.25)
         ('top-1 error 2.4 %', 'soft dice 81.25')
     """
-    return _FIGURES.get(name, name.replace("_", " ") + " {:.4g}").format(value)
+    return f"{FIGURE_NAMES.get(name, name.replace('_', ' '))} {value:.4g}{' %' * (name in PERCENT)}"
 
 
 def print_json(value: Any) -> None:
@@ -198,7 +201,7 @@ class TrainingProgress(Listener):
     The methods take the rows of the run's record. A figure that a row lacks is left out.
 
     Args:
-        console: Where to show it; standard output if None.
+        console: Where to show it.
         name: Shown instead of the name of the run's recipe.
         clock: A function that returns seconds.
 
@@ -211,11 +214,8 @@ class TrainingProgress(Listener):
         >>> progress.on_end()
     """
 
-    def __init__(
-        self, console: Console | None = None, *, name: str = "", clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._console, self._name = console or Console(highlight=False), name
-        self._clock = clock
+    def __init__(self, console: Console, *, name: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._name, self._clock = console, name, clock
         self._live: Progress | None = None
         self._bar = TaskID(0)
         self._reset(None, 0, "")

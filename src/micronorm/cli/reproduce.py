@@ -13,6 +13,7 @@ from rich.console import Console
 from micronorm import records
 from micronorm.cli.printing import (
     FAILED,
+    FIGURE_NAMES,
     CommandFailed,
     TargetError,
     TrainingProgress,
@@ -30,10 +31,6 @@ from micronorm.recipes import Recipe, Table, figures, find_table, tables, unknow
 from micronorm.recipes.figures.figure import read
 from micronorm.recipes.results import Findings, RunResult, gather, packaged, read_runs
 from micronorm.recipes.run import Variation
-
-_AP = {"AP": "AP", "AP50": "AP.5", "AP75": "AP.75", "APl": "APl", "APm": "APm", "APs": "APs"}
-_SHOWN = {"top1": "top-1 error", "top5": "top-5 error", "miou": "mIoU", "dice": "Dice", **_AP}
-_SHOWN |= {f"mask_{name}": f"mask {title}" for name, title in _AP.items()}
 
 
 def reproduce(
@@ -84,6 +81,7 @@ def reproduce(
     meant = {"--rows": rows, "--epochs": epochs, "--seed": seed, "--data": data, "--minutes": minutes, "--dtype": dtype}
     meant |= {"--channels-last": channels_last or None, "--cuda-graph": cuda_graph or None}
     meant |= {"--workers": workers or None, "--dataset": dataset}
+    meant |= {"--evaluate-every": None if evaluate_every == 1 else evaluate_every}
     given = [name for name, value in meant.items() if value is not None]
     _check_options(table, given, as_json=as_json)
     if table is None:
@@ -250,10 +248,11 @@ def _command(name: str, request: figures.Request) -> str:
 def _print_rows(console: Console, table: Table, rows: Sequence[Findings]) -> None:
     in_paper = {name for row in rows for name in row.recipe.paper or ()}
     in_ours = {name for row in rows for name in row.mean() or ()}
-    shown = [name for name in _SHOWN if name in in_paper] or [name for name in _SHOWN if name in in_ours][:1]
+    shown = [name for name in FIGURE_NAMES if name in in_paper]
+    shown = shown or [name for name in FIGURE_NAMES if name in in_ours][:1]
     say(console, f"{table.name}: {table.title}.")
     if shown:
-        titles = " / ".join(_SHOWN[name] for name in shown)
+        titles = " / ".join(FIGURE_NAMES[name] for name in shown)
         say(console, f"Figures: {titles} in %; of several seeds mean ± standard deviation.")
     cells = [
         (

@@ -18,6 +18,7 @@ from torch import nn
 from micronorm.cli.printing import TargetError
 from micronorm.convert import convert
 from micronorm.data.files import import_optional
+from micronorm.engine.journal import WEIGHTS
 from micronorm.nn import SPECS
 from micronorm.nn.spec import NormSpec, WeightSpec
 from micronorm.recipes import Recipe, find, unknown
@@ -92,6 +93,14 @@ def _look_up(target: str, *, from_file: bool) -> Any:
 def input_channels(model: nn.Module) -> int:
     """Return the input channels of a model's first convolution over images, or 3."""
     return next((module.in_channels for module in model.modules() if isinstance(module, nn.Conv2d)), 3)
+
+
+def find_weights(checkpoint: Path) -> Path:
+    """Return the file of weights: the checkpoint itself, or the one in a run directory."""
+    file = checkpoint / WEIGHTS if checkpoint.is_dir() else checkpoint
+    if not file.is_file():
+        raise TargetError(f"no file {file}")
+    return file
 
 
 def find_recipe(name: str) -> Recipe:

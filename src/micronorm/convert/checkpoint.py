@@ -101,11 +101,9 @@ def load_state(model: nn.Module, state: dict[str, Tensor]) -> None:
         raise ValueError(f"it does not fit the model: {other}")
     places = {key: (tensor.data_ptr(), tensor.shape) for key, tensor in expected.items() if tensor.numel()}
     given = {places[key]: state[key] for key in state.keys() & places.keys()}
-    for key, tensor in expected.items():
+    for key in expected:
         if key not in state and places.get(key) in given:
             state[key] = given[places[key]]
-        elif key.endswith("num_batches_tracked"):  # files of torch before 0.4.1 have none
-            state.setdefault(key, tensor)
     try:
         with warnings.catch_warnings():  # the error says the same
             warnings.filterwarnings("ignore", f".*({MISMATCH}|{re.escape(UNABSORBED)})", UserWarning)
@@ -118,10 +116,10 @@ def _all_start(keys: Iterable[str], prefix: str) -> bool:
     return all(key.startswith(prefix) for key in keys)
 
 
-def shorten(names: list[str], most: int = 12) -> str:
-    """Return the names in quotes, at most so many."""
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(repr, names[:most])) + rest
+def shorten(names: list[str]) -> str:
+    """Return the names in quotes, at most twelve."""
+    rest = f" and {len(names) - 12} more" if len(names) > 12 else ""
+    return ", ".join(map(repr, names[:12])) + rest
 
 
 def pack_state(source: nn.Module | Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:

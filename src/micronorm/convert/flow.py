@@ -33,7 +33,7 @@ class Node:
 
     @property
     def label(self) -> str:
-        """The module's type and name, or the function's name, for messages."""
+        """Return the module's type and name, or the function's name, for messages."""
         return f"{type(self.module).__name__} {self.name!r}" if self.module is not None else self.name
 
 
@@ -56,7 +56,7 @@ class Flow:
 
     @cached_property
     def calls(self) -> dict[nn.Module, list[Node]]:
-        """The calls of each module."""
+        """Return the calls of each module."""
         calls: dict[nn.Module, list[Node]] = {}
         for node in self.nodes:
             if node.module is not None:
@@ -65,7 +65,7 @@ class Flow:
 
     @cached_property
     def consumers(self) -> dict[Node, list[Node]]:
-        """The consumers of each node, one entry per use."""
+        """Return the consumers of each node, one entry per use."""
         consumers: dict[Node, list[Node]] = {node: [] for node in self.nodes}
         for node in self.nodes:
             for source in node.inputs:

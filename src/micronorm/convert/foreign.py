@@ -161,9 +161,6 @@ def load_foreign(
     for key in (new for old, new in renamed.items() if file[old].ndim == 3):  # the group affine
         state[key] = state[key].flatten()
     loaded = tuple(sorted(state.keys() & expected.keys()))
-    for key in expected.keys() - state.keys():  # files of torch before 0.4.1 have none; torch too takes them so
-        if key.endswith("num_batches_tracked"):
-            state[key] = expected[key]
     problems += _mismatches(state, expected)
     rescaled = {} if problems else _rescale(model, state, standardization, problems)
     if problems:
@@ -201,7 +198,8 @@ def _norm_names(
 def _mismatches(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
     """Return messages on keys that only one side has, and on tensors of another shape or kind."""
     found = []
-    if missing := [key for key in expected if key not in state]:
+    # Files of torch before 0.4.1 have no num_batches_tracked; torch loads them without it.
+    if missing := [key for key in expected if key not in state and not key.endswith("num_batches_tracked")]:
         found.append(f"missing in the file: {shorten(missing)}")
     if unexpected := [key for key in state if key not in expected]:
         found.append(f"in the file but not in the model: {shorten(unexpected)}")

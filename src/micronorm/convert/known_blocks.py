@@ -145,7 +145,7 @@ def _dla_root(self: Any, x_children: list[Tensor]) -> Tensor:
 
 
 def _senet(self: Any, x: Tensor) -> Tensor:
-    """The blocks of timm's SENet, with two convolutions or three."""
+    """Compute a block of timm's SENet, with two convolutions or three."""
     out = _conv_norm_relu(self, x, 2)
     if hasattr(self, "conv3"):
         out = self.bn3(self.conv3(out))
@@ -208,14 +208,14 @@ def _is_conv_and_norm(layer: Any) -> bool:
 
 
 def _monai_residual(self: Any, inp: Tensor) -> Tensor:
-    """MONAI's block of DynUNet with a shortcut."""
+    """Compute MONAI's block of DynUNet with a shortcut."""
     out = norm_act(self.norm1, self.conv1(inp), self.lrelu)
     residual = self.norm3(self.conv3(inp)) if hasattr(self, "conv3") else inp
     return norm_act(self.norm2, self.conv2(out), self.lrelu, residual=residual, inplace=True)
 
 
 def _monai_basic(self: Any, inp: Tensor) -> Tensor:
-    """MONAI's block of DynUNet without a shortcut."""
+    """Compute MONAI's block of DynUNet without a shortcut."""
     return norm_act(self.norm2, self.conv2(norm_act(self.norm1, self.conv1(inp), self.lrelu)), self.lrelu)
 
 
@@ -223,7 +223,7 @@ def _monai_basic(self: Any, inp: Tensor) -> Tensor:
 
 
 def _resnet(self: Any, x: Tensor) -> Tensor:
-    """torchvision's ResNet."""
+    """Compute torchvision's ResNet."""
     x = self.maxpool(norm_act(self.bn1, self.conv1(x), self.relu))
     x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
     return self.fc(torch.flatten(self.avgpool(x), 1))

@@ -73,7 +73,7 @@ class Decision:
 
     @property
     def name(self) -> str:
-        """The first of its names."""
+        """Return the first of the layer's names."""
         return self.names[0]
 
     def to_dict(self) -> dict[str, Any]:
@@ -327,7 +327,7 @@ class Planner:
 
     @cached_property
     def _registered(self) -> list[Node]:
-        """The layers in the order of registration, for branches that the data flow does not reach.
+        """Return the layers in the order of registration, for branches that the data flow does not reach.
 
         The input of a norm is the layer before it, if that is a convolution with as many channels.
         """

@@ -88,7 +88,7 @@ class DetectionSamples(FileSamples):
 
     @property
     def annotations(self) -> dict[str, Any]:
-        """The objects of all images as a COCO dictionary, for scoring. Its images are in the order of the samples."""
+        """Return the objects of all images as a COCO dictionary, for scoring, in the order of the samples."""
         return self._decoder.annotations
 
     @property

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from micronorm.data.files import SUFFIXES, decode, find_root, require_torchvision
 from micronorm.data.loading import FileSamples, Order
-from micronorm.data.samples import CROP, FLIP, IMAGENET, DataSet, Standardization, Standardizer
+from micronorm.data.samples import CROP, FLIP, IMAGENET, DataSet, Standardizer
 from micronorm.ops.keyed import uniforms
 
 SCALE = (0.08, 1.0)
@@ -58,24 +58,16 @@ def find_folders(folder: Path | str | None, *, name: str = "imagenet") -> Path:
     return find_root(folder, names, holds, title=title, layout=layout, itself=folder is not None)
 
 
-def open_folders(
-    folder: Path | str | None,
-    *,
-    name: str = "imagenet",
-    size: int = 224,
-    augment: bool = True,
-    workers: int = 0,
-    standardization: Standardization = IMAGENET,
-) -> DataSet:
+def open_folders(folder: Path | str | None, *, name: str = "imagenet", size: int = 224, workers: int = 0) -> DataSet:
     """Open the images in `folder`/train and `folder`/val, a folder per class; labels follow the sorted class names.
+
+    Training images are random resized crops, mirrored half the time; test images are central crops.
 
     Args:
         folder: the root, or a folder that contains it; see `find_folders`.
         name: the usual name of the root, such as "imagenet" or "tiny_imagenet20".
         size: height and width of the inputs.
-        augment: train on random resized crops, mirrored half the time, instead of central crops.
         workers: processes that decode; 0 decodes in this one.
-        standardization: per channel, for bytes.
 
     Example:
         >>> open_folders("no/such/folder")
@@ -89,10 +81,7 @@ def open_folders(
     if strangers:
         shown = ", ".join(strangers[:5]) + (f" and {len(strangers) - 5} more" if len(strangers) > 5 else "")
         raise ValueError(f"train and val of {root} must have the same class folders; only one of them has {shown}")
-    train, test = (
-        FolderDecoder(root / part, classes, size=size, augment=random, standardization=standardization)
-        for part, random in (("train", augment), ("val", False))
-    )
+    train, test = (FolderDecoder(root / part, classes, size=size, augment=part == "train") for part in ("train", "val"))
     return DataSet(FileSamples(train, workers=workers), FileSamples(test, workers=workers), classes)
 
 
@@ -108,17 +97,14 @@ class FolderDecoder:
         classes: their names, in the order of the labels.
         size: height and width of the inputs.
         augment: crop and mirror at random.
-        standardization: per channel, for bytes.
     """
 
-    def __init__(
-        self, root: Path, classes: Sequence[str], *, size: int, augment: bool, standardization: Standardization
-    ) -> None:
+    def __init__(self, root: Path, classes: Sequence[str], *, size: int, augment: bool) -> None:
         if size < 1:
             raise ValueError(f"size must be positive, got {size}")
         require_torchvision()
         self._root, self._size, self._augment = root, size, augment
-        self._standardize = Standardizer(standardization)
+        self._standardize = Standardizer(IMAGENET)
         names, labels = [], []
         for label, name in enumerate(classes):
             files = _images(root / name)

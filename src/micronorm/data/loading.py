@@ -23,7 +23,7 @@ class Order(NamedTuple):
 
     @property
     def keys(self) -> Tensor:
-        """One random key per sample, int64 N: a function of seed, epoch and index."""
+        """Return one random key per sample, int64 N: a function of seed, epoch and index."""
         return sample_keys(torch.tensor(self.indices, dtype=torch.int64), seed=self.seed, epoch=self.epoch)
 
 
@@ -126,5 +126,5 @@ class _Shares(Sampler[Order]):
 
 
 def _ignore_interrupts(worker: int) -> None:
-    """Ctrl-C reaches every process of a terminal, but the training process decides when to stop."""
+    """Ignore Ctrl-C in a worker. It reaches all processes of a terminal; the training process decides when to stop."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

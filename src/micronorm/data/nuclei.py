@@ -101,7 +101,7 @@ class _NucleiDecoder(DetectionDecoder):
 
     @cached_property
     def annotations(self) -> dict[str, Any]:
-        """The nuclei as a COCO dictionary."""
+        """Return the nuclei as a COCO dictionary."""
         images, entries = [], []
         for number, picture in enumerate(self._pictures, 1):
             height, width = picture.nuclei.shape

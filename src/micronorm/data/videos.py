@@ -23,25 +23,24 @@ FRAMES = 8
 _TIME = int.from_bytes(b"time", "big")  # a stream of a sample's key
 
 
-def choose_frames(lengths: Tensor, keys: Tensor | None, *, frames: int = FRAMES) -> Tensor:
-    """Return T frames of each video, one from each of T equal parts: N×T int64, in the order of time.
+def choose_frames(lengths: Tensor, keys: Tensor | None) -> Tensor:
+    """Return eight frames of each video, one from each of eight equal parts: N×8 int64, in the order of time.
 
     A video with fewer frames repeats some of them.
 
     Args:
         lengths: the number of frames of each video, N int64.
         keys: of the samples: the frame is drawn at random within its part. None takes the middle of each part.
-        frames: T.
 
     Example:
-        >>> choose_frames(torch.tensor([16, 30, 3]), None, frames=4)
-        tensor([[ 2,  6, 10, 14],
-                [ 3, 11, 18, 26],
-                [ 0,  1,  1,  2]])
+        >>> choose_frames(torch.tensor([32, 60, 5]), None)
+        tensor([[ 2,  6, 10, 14, 18, 22, 26, 30],
+                [ 3, 11, 18, 26, 33, 41, 48, 56],
+                [ 0,  0,  1,  2,  2,  3,  4,  4]])
     """
-    places = 0.5 if keys is None else uniforms(keys, frames, stream=_TIME).double()
-    parts = torch.arange(frames, dtype=torch.float64) + places
-    return (parts * lengths[:, None] / frames).long()
+    places = 0.5 if keys is None else uniforms(keys, FRAMES, stream=_TIME).double()
+    parts = torch.arange(FRAMES, dtype=torch.float64) + places
+    return (parts * lengths[:, None] / FRAMES).long()
 
 
 class MemoryClips(IndexedSamples):

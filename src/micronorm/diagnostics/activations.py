@@ -23,9 +23,7 @@ _ACTIVATIONS: dict[Any, str] = {
     getattr(_aten, operator): name
     for name in ("relu", "silu", "gelu", "leaky_relu", "elu", "hardswish", "mish", "hardsigmoid", "sigmoid", "tanh")
     for operator in (name, name + "_")
-    if hasattr(_aten, operator)
-}
-_ACTIVATIONS |= {_aten._prelu_kernel: "prelu"}
+} | {_aten._prelu_kernel: "prelu"}
 _CLAMPS = (_aten.hardtanh, _aten.hardtanh_, _aten.clamp, _aten.clamp_, _aten.clamp_min, _aten.clamp_min_)
 
 OnActivation = Callable[[str, bool, Tensor], None]

@@ -204,41 +204,33 @@ deviations below zero, and 99 of 100 positions give its weights no gradient.
 """
 
 
-class RunningMoments:
-    """Mean and variance of each channel over all batches. The result does not depend on how the data was cut.
+class NormMoments:
+    """Moments of the values that one norm normalizes together, and of its result without affine, over all forwards.
+
+    They do not depend on how the data was cut.
 
     Example:
-        >>> running = RunningMoments()
-        >>> for batch in (torch.zeros(1, 2, 4), torch.ones(3, 2, 4)):
-        ...     mean_nc = batch.mean(-1)
-        ...     running.add(Moments(mean_nc, torch.zeros_like(mean_nc)), positions=4)
-        >>> running.count, running.moments.mean, running.moments.var
-        (16, tensor([0.7500, 0.7500]), tensor([0.1875, 0.1875]))
+        >>> sums = NormMoments(NormLayer(nn.GroupNorm(1, 2, eps=0.0), "group", 2, 1))
+        >>> for x in (torch.zeros(1, 2, 4), torch.ones(3, 2, 4)):
+        ...     sums.add_input(x, moments(x))
+        >>> grouped, _ = sums.halves(sums.moments)
+        >>> sums.count, grouped.mean.tolist(), grouped.var.tolist()
+        (16, [0.75, 0.75], [0.1875, 0.1875])
     """
 
-    moments: Moments  # C numbers each, from the first `add` on
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def add(self, data_nc: Moments, *, positions: int) -> None:
-        """Add N samples of `positions` elements each, given by their moments (N×C)."""
-        new, count = pool(data_nc, dim=0), data_nc.mean.shape[0] * positions
-        before, self.count = self.count, self.count + count
-        self.moments = merge(self.moments, new, share=count / self.count) if before else new
-
-
-class NormMoments(RunningMoments):
-    """Moments of the values that one norm normalizes together, and beside them of its result without affine."""
+    moments: Moments  # 2·C numbers each, from the first `add_input` on
 
     def __init__(self, norm: NormLayer) -> None:
-        super().__init__()
         self.norm = norm
+        self.count = 0
 
     def add_input(self, x: Tensor, data: Moments) -> None:
         """Add one forward, given its input N×C×… and the moments of that (N×C)."""
         both = zip(*self.norm.normalize(x, data), strict=True)
-        self.add(Moments(*(torch.cat(part, 1) for part in both)), positions=x.numel() // data.mean.numel())
+        new = pool(Moments(*(torch.cat(part, 1) for part in both)), dim=0)
+        before, count = self.count, x.numel() // x.shape[1]
+        self.count += count
+        self.moments = merge(self.moments, new, share=count / self.count) if before else new
 
     def halves(self, numbers: Sequence[Tensor]) -> list[Moments]:
         """Return the two moments, given all numbers on the host."""

@@ -5,7 +5,7 @@ find how many samples fit into memory, and whether the loss is a sum over sample
 random states are restored.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
@@ -33,12 +33,12 @@ def evaluate(step: Step, *, seed: int, stop: Callable[[], bool] = _never) -> dic
         EvaluationStopped: `stop()` was true on some rank, between two batches. Shards are evaluated to the end.
     """
     was_training = step.model.training
-    random_state = RandomState.get(step.device)  # a model may draw random numbers in evaluation too
     step.model.eval()
     score, error, stopped = step.task.new_score(), None, False
     check_score(score)
     try:
-        with step.parallel.buffers_of_rank_0():
+        # A model may draw random numbers in evaluation, too.
+        with RandomState.preserved([step.device]), step.parallel.buffers_of_rank_0():
             score = _score_share(step, seed=seed, stop=stop)
     except EvaluationStopped:
         stopped = True
@@ -48,7 +48,6 @@ def evaluate(step: Step, *, seed: int, stop: Callable[[], bool] = _never) -> dic
         error = caught
     finally:
         step.model.train(was_training)
-        RandomState.set(random_state, step.device)
     # No rank may wait for the score of a rank that failed.
     flags = step.parallel.agree(Flags(failed=error is not None, stop=stopped))
     if error is not None:
@@ -94,23 +93,18 @@ def _score_share(step: Step, *, seed: int, stop: Callable[[], bool]) -> Score:
 def _score_in_batches(step: Step, *, seed: int, size: int, stop: Callable[[], bool]) -> Score:
     samples = len(step.task.test)
     own = step.parallel.share(samples)
-    indices = torch.arange(own.start, own.stop)
-    count = step.parallel.forward_count(samples, unit=1, size=size)
-
-    def shares() -> Iterator[tuple[int, torch.Tensor]]:
-        for k in range(count):
-            part = indices[k * size : (k + 1) * size]
-            # A rank with fewer samples joins collective forwards with its first sample, which is not scored again.
-            yield 0, part if len(part) else torch.zeros(1, dtype=torch.int64)
-
+    own_indices = [torch.arange(k, min(k + size, own.stop)) for k in range(own.start, own.stop, size)]
+    # A rank with fewer samples joins collective forwards with the first sample, whose score it drops.
+    unscored = step.parallel.forward_count(samples, unit=1, size=size) - len(own_indices)
+    shares = [(0, part) for part in (*own_indices, *[torch.zeros(1, dtype=torch.int64)] * unscored)]
     total = step.task.new_score()
-    for k, batch in enumerate(step.task.test.load(shares(), seed=seed)):
+    for k, batch in enumerate(step.task.test.load(shares, seed=seed)):
         if stop():
             raise EvaluationStopped
         with step.autocast():
             score = step.task.score(step.model, step.place(batch))
         check_score(score)
-        if k * size < len(indices):
+        if k < len(own_indices):
             total.merge(score)
     return total
 
@@ -125,12 +119,13 @@ TOLERANCE, TOLERANCE_HALF = 1e-3, 0.05
 
 def choose_micro_batch(step: Step, inputs: StepInputs) -> None:
     """Set the micro-batch to the largest that memory seems to hold, on a GPU. A wrong guess costs one repeated step."""
-    cut, parallel = step.micro_batch, step.parallel
+    micro_batch, parallel = step.micro_batch, step.parallel
+    unit = micro_batch.unit
     # Shares may differ by a unit, but all ranks must take the same branch.
-    if step.device.type != "cuda" or min(cut.size, *parallel.gather(inputs.own_samples)) <= 4 * cut.unit:
+    if step.device.type != "cuda" or min(micro_batch.size, *parallel.gather(inputs.own_samples)) <= 4 * unit:
         return
-    fits = min(parallel.gather(largest_fitting(step, inputs, cut.unit, 4 * cut.unit)))
-    cut.size = max(cut.unit, min(cut.size, fits) // cut.unit * cut.unit)
+    fitting = min(parallel.gather(largest_fitting(step, inputs, unit, 4 * unit)))
+    micro_batch.size = max(unit, min(micro_batch.size, fitting) // unit * unit)
 
 
 def largest_fitting(step: Step, inputs: StepInputs, few: int, many: int) -> int:

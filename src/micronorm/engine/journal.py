@@ -174,7 +174,7 @@ class Journal:
 
     @property
     def is_late(self) -> bool:
-        """Whether the last checkpoint of this rank is older than ten minutes."""
+        """Return whether the last checkpoint of this rank is older than ten minutes."""
         return self.folder is not None and time.monotonic() - self.saved_at > SAVE_SECONDS
 
     def save(self, done: int, rest: Mapping[str, Any]) -> None:

@@ -79,19 +79,18 @@ def train(
         lacking = "an observer, observer=mn.observe," if observer is None else "a run directory to write to"
         raise ValueError(f"observe={execution.observe} needs {lacking} as well")
     run = _TrainingRun(model, task, settings, execution, folder, listener or Listener(), observer)
-    caller_state = RandomState.get(run.device)
     try:
-        # For code that draws from the global generators: no two ranks may draw the same numbers.
-        RandomState.seed(settings.seed + 2**20 * run.parallel.rank, run.device)
-        if run.execution.recompute:
-            run.recomputation = recompute(run.step.model)
-        return run.run(resume=resume, facts=facts or {})
+        with RandomState.preserved([run.device]):
+            # For code that draws from the global generators: no two ranks may draw the same numbers.
+            RandomState.seed(settings.seed + 2**20 * run.parallel.rank, run.device)
+            if run.execution.recompute:
+                run.recomputation = recompute(run.step.model)
+            return run.run(resume=resume, facts=facts or {})
     finally:
         if run.recomputation is not None:
             run.recomputation.remove()
         run.journal.close()
         run.step.transaction.detach()
-        RandomState.set(caller_state, run.device)
         run.parallel.close()
 
 
@@ -181,10 +180,10 @@ class _TrainingRun:
         elif resume:  # the folder may be mistyped
             self.listener.on_message(f"no checkpoint in {self.journal.folder}: the run starts with its first step")
         if resume and self.execution.micro_batch is None:  # start with a size that fitted into memory before
-            cut = self.step.micro_batch
+            micro_batch = self.step.micro_batch
             saved = None if state is None else state["micro_batch"]
             sizes = [size for size in (saved, self.journal.remembered_size()) if size is not None]
-            cut.size = max(cut.unit, min([cut.size, *sizes]))
+            micro_batch.size = max(micro_batch.unit, min([micro_batch.size, *sizes]))
         nothing_left = self.done >= self.last and not self.evaluation_due
         self.already_complete = resume and nothing_left and self.journal.has_ended()
         if not self.already_complete:
@@ -253,7 +252,7 @@ class _TrainingRun:
         self.signal = self.parallel.broadcast(received)
 
     def _try_out(self, inputs: StepInputs) -> None:
-        """Before the first step, find the micro-batch that fits, and check that the loss is a sum."""
+        """Find the micro-batch that fits, and check that the loss is a sum, before the first step."""
         if self.execution.micro_batch is None:
             choose_micro_batch(self.step, inputs)
         warning = None if self.randomness else check_loss_is_a_sum(self.step, inputs)

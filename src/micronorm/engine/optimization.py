@@ -18,7 +18,7 @@ class OptimizerSpec(Protocol):
 
     @property
     def lr(self) -> float:
-        """The learning rate that a schedule's factor multiplies."""
+        """Return the learning rate that a schedule's factor multiplies."""
         ...
 
     def __call__(self, parameters: Iterable[Any], **options: Any) -> torch.optim.Optimizer:

@@ -50,10 +50,10 @@ class MicroBatch:
         largest: the most samples that a micro-batch may hold.
 
     Example:
-        >>> cut = MicroBatch(8)
-        >>> cut.pieces(20)
+        >>> micro_batch = MicroBatch(8)
+        >>> micro_batch.pieces(20)
         [slice(0, 8, None), slice(8, 16, None), slice(16, 20, None)]
-        >>> cut.halve()
+        >>> micro_batch.halve()
         4
     """
 

@@ -79,7 +79,7 @@ class Settings:
 
     @property
     def length(self) -> str:
-        """The length of the run in words: "15 epochs" or "300 steps"."""
+        """Return the length of the run in words: "15 epochs" or "300 steps"."""
         return f"{self.epochs} epochs" if self.steps is None else f"{self.steps} steps"
 
 

@@ -20,17 +20,17 @@ class Loss(Protocol):
 
     @property
     def sum(self) -> Tensor:
-        """The sum over samples. The engine divides it once, by the count of the whole step."""
+        """Return the sum over samples. The engine divides it once, by the count of the whole step."""
         ...
 
     @property
     def count(self) -> Tensor | int:
-        """What these samples add to the count: samples, labelled pixels, or 0 if nothing is labelled."""
+        """Return what these samples add to the count: samples, labelled pixels, or 0 if nothing is labelled."""
         ...
 
     @property
     def counts(self) -> Mapping[str, Tensor]:
-        """More sums for the record, such as the number of wrong answers."""
+        """Return more sums for the record, such as the number of wrong answers."""
         ...
 
 
@@ -81,22 +81,22 @@ class Task(Protocol):
 
     @property
     def train(self) -> Samples:
-        """The training samples."""
+        """Return the training samples."""
         ...
 
     @property
     def test(self) -> Samples:
-        """The test samples, without augmentation."""
+        """Return the test samples, without augmentation."""
         ...
 
     @property
     def sample(self) -> str:
-        """What one sample is, in the singular: "image", "clip", "volume"."""
+        """Return what one sample is, in the singular: "image", "clip", "volume"."""
         ...
 
     @property
     def evaluation_batch(self) -> int:
-        """How many test samples to load and evaluate at once, at most. Halved if memory runs out."""
+        """Return how many test samples to load and evaluate at once, at most. It is halved if memory runs out."""
         ...
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
@@ -195,16 +195,16 @@ class Listener:
     """Receive the events of a run, on rank 0. These methods do nothing: override those you need."""
 
     def on_start(self, total_steps: int, start_step: int, description: str) -> None:
-        """Called before the first step."""
+        """Handle the start of a run, before its first step."""
 
     def on_step(self, row: dict[str, Any]) -> None:
-        """Called with each row of `steps.jsonl`. On a GPU the rows of several steps come together."""
+        """Handle a row of `steps.jsonl`. On a GPU the rows of several steps come together."""
 
     def on_epoch(self, row: dict[str, Any]) -> None:
-        """Called with each row of `epochs.jsonl`, after the evaluation."""
+        """Handle a row of `epochs.jsonl`, after the evaluation."""
 
     def on_message(self, text: str) -> None:
-        """Called with a message for the user."""
+        """Handle a message for the user."""
 
     def on_end(self) -> None:
-        """Called after the last step, or after an error."""
+        """Handle the end of a run, after its last step or an error."""

@@ -88,7 +88,7 @@ def write_page(
         True
         >>> folder.cleanup()
     """
-    named = _read(runs)
+    named = read_runs(runs)
     sections = [make(named) for make in SECTIONS]
     # A recorded command line may hold bytes that are no text; they become question marks.
     page = _page_html(title, named, sections, lead, left_out).encode("utf-8", "replace")
@@ -109,15 +109,8 @@ def write_plots(folder: str | os.PathLike[str], *, runs: Runs) -> list[Path]:
 
 def sections_of(runs: Runs) -> list[Section]:
     """Return the sections of a page about the runs."""
-    named = _read(runs)
-    return [make(named) for make in SECTIONS]
-
-
-def _read(runs: Runs) -> list[NamedRun]:
     named = read_runs(runs)
-    if not named:
-        raise ValueError("a page needs at least one run, got none")
-    return named
+    return [make(named) for make in SECTIONS]
 
 
 def _page_html(

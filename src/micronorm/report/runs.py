@@ -41,38 +41,43 @@ class NamedRun:
 
     @property
     def colour(self) -> str:
-        """The name of its colour in `plots.LIGHT`."""
+        """Return the name of the run's colour in `plots.LIGHT`."""
         return f"c{self.index % len(COLOURS)}"
 
     @property
     def style(self) -> str:
-        """The style of its lines. From the sixth run on, colours alone do not tell runs apart for every reader."""
+        """Return the style of the run's lines. Colours alone tell only five runs apart for every reader."""
         return "solid" if self.index < 5 else "dashed" if self.index < len(COLOURS) else "dotted"
 
     @property
     def slug(self) -> str:
-        """Its number and name as a part of file names."""
+        """Return the run's number and name as a part of file names."""
         return f"{self.index + 1}-{slug(self.name)}".rstrip("-")
 
 
 def read_runs(runs: Runs) -> list[NamedRun]:
-    """Return the runs in order, under the names given or recorded; equal names get their folder or number added."""
+    """Return the runs in order, under the names given or recorded; equal names get their folder or number added.
+
+    Raises:
+        ValueError: there are no runs.
+    """
+    sources = list(runs.values() if isinstance(runs, Mapping) else runs)
+    if not sources:
+        raise ValueError("a page needs at least one run, got none")
+    records = [source if isinstance(source, Record) else read(source) for source in sources]
     if isinstance(runs, Mapping):
-        named = [(plain(str(name)), _record(source)) for name, source in runs.items()]
-        return [NamedRun(name, index, record) for index, (name, record) in enumerate(named)]
-    records = [_record(source) for source in runs]
-    names = [plain(str(record.facts.get("name") or record.facts["recipe"])) for record in records]
-    for distinguish in (lambda record, _: record.path.resolve().name, lambda _, index: str(index + 1)):
-        often = Counter(names)
-        names = [
-            f"{name} ({distinguish(record, index)})" if often[name] > 1 else name
-            for index, (name, record) in enumerate(zip(names, records, strict=True))
-        ]
+        names = [plain(str(name)) for name in runs]
+    else:
+        names = [plain(str(record.facts.get("name") or record.facts["recipe"])) for record in records]
+        names = _distinguish(names, [record.path.resolve().name for record in records])
+        names = _distinguish(names, [str(number) for number in range(1, len(names) + 1)])
     return [NamedRun(name, index, record) for index, (name, record) in enumerate(zip(names, records, strict=True))]
 
 
-def _record(source: Source) -> Record:
-    return source if isinstance(source, Record) else read(source)
+def _distinguish(names: Sequence[str], marks: Sequence[str]) -> list[str]:
+    """Return the names; those that occur more than once with their mark in parentheses."""
+    often = Counter(names)
+    return [f"{name} ({mark})" if often[name] > 1 else name for name, mark in zip(names, marks, strict=True)]
 
 
 def legend_of(shown: Sequence[NamedRun], runs: Sequence[NamedRun]) -> list[LegendEntry]:
