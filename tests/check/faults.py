@@ -75,7 +75,7 @@ FAULTS: dict[str, Planted] = {
         "batch_statistics", lambda: mn.BN(micro_batch=2)(8), lambda: mn.BN(micro_batch=1)(8)
     ),
     "SwitchableNorm": in_model("batch_statistics", lambda: mn.SN()(8), group_norm),
-    "BatchRenorm": in_model("batch_statistics", lambda: mn.BRN()(8), group_norm),
+    "BatchRenorm": in_model("batch_statistics", lambda: mn.BRN()(8), lambda: mn.BRN(micro_batch=1)(8)),
     "BCN in batch mode": in_model(
         "batch_statistics", lambda: mn.BCN(groups=2, statistics="batch")(8), lambda: mn.BCN(groups=2)(8)
     ),

@@ -29,8 +29,14 @@ def _load(samples, indices, *, epoch=0, seed=3):
     return next(samples.load([(epoch, torch.tensor(indices))], seed=seed))
 
 
-def _save(path, array):
-    nibabel.save(nibabel.Nifti1Image(array, np.eye(4)), path)
+def _save(path, array, affine=None):
+    nibabel.save(nibabel.Nifti1Image(array, np.eye(4) if affine is None else affine), path)
+
+
+def _move_labels(root, affine):
+    """Give the labels of v1 (10×12×11) another affine."""
+    path = root / "labelsTr/v1.nii.gz"
+    _save(path, np.asarray(nibabel.load(path).dataobj), np.array(affine, dtype=float))
 
 
 @pytest.mark.parametrize("below", ["", ".."])
@@ -84,6 +90,25 @@ def test_a_smaller_volume_lies_in_the_middle_of_its_patch():
     inside[1:3, :, 1:4] = True
     assert torch.equal(labels == 1, inside)
     assert torch.equal(image[0] == 0, ~inside)
+
+
+@pytest.mark.parametrize(
+    "affine, apart",
+    [
+        (np.diag([-1, 1, 1, 1]), "18"),  # left and right exchanged
+        (np.diag([1, 1, 2, 1]), "10"),  # slices twice as thick
+        ([[1, 0, 0, 1], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]], "1"),  # one voxel further
+    ],
+)
+def test_labels_that_lie_elsewhere_than_their_image_are_refused(root, affine, apart):
+    _move_labels(root, affine)
+    with pytest.raises(ValueError, match=rf"labelsTr/v1\.nii\.gz lies elsewhere .* up to {apart} voxels apart"):
+        _open(root)
+
+
+def test_affines_that_differ_by_rounding_are_those_of_one_volume(root):
+    _move_labels(root, np.eye(4) * [1 + 1e-4, 1 - 1e-4, 1, 1] + 1e-6)
+    assert len(_open(root).train) == 5
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from micronorm.check.trace import Trace, Tracer
 from micronorm.commit import Handle
 from micronorm.commit.snapshot import RandomState
 from micronorm.convert.surgery import refuse_wrappers
+from micronorm.nn.batch_renorm import BatchRenorm
 from micronorm.nn.bcn import BatchChannelNorm
 from micronorm.ops.private_api import TorchDispatchMode, tree_map
 
@@ -194,9 +195,12 @@ def _collect(run: StepRun, model: nn.Module, loss: Callable) -> None:
     for prefix, owner in (("", model), ("loss", owner_of(loss))):
         for path, module in owner.named_modules(prefix=prefix) if owner is not None else ():
             kind: Kind = "estimate" if isinstance(module, BatchChannelNorm) else "buffer"
+            scratch = module.scratch if isinstance(module, BatchRenorm) else ()
             attributes = vars(module) if owner is model else {}
             for attribute, value in (*module._parameters.items(), *module._buffers.items(), *attributes.items()):
                 if not isinstance(value, Tensor) or value.device.type == "meta" or id(value) in seen:
+                    continue
+                if attribute in scratch:  # it differs after equal steps
                     continue
                 seen.add(id(value))
                 name = f"{path}.{attribute}" if path else attribute

@@ -3,6 +3,7 @@
 All volumes are read when the set is opened, and kept in memory. The 260 volumes of the hippocampus are 80 MB.
 """
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -84,12 +85,19 @@ def read_volume(image: Path, labels: Path, *, classes: int) -> Volume:
     """Read a volume and its labels. Subtract the volume's mean, and divide by its standard deviation.
 
     Raises:
-        ValueError: a file cannot be read, the two differ in shape, a label is not a class, or the volume is constant.
+        ValueError: a file cannot be read, the two differ in shape or in where their voxels lie, a label is not a class,
+            or the volume is constant.
     """
-    values, truth = _read_nifti(image), _read_nifti(labels)
+    (values, affine), (truth, own_affine) = _read_nifti(image), _read_nifti(labels)
     if values.ndim != 3 or values.shape != truth.shape:
         shapes = ["×".join(map(str, array.shape)) for array in (values, truth)]
         raise ValueError(f"{labels} must label a volume of three axes: it has {shapes[1]} voxels, {image} {shapes[0]}")
+    apart = _voxels_apart(affine, own_affine, values.shape)
+    if not apart <= 0.5:  # NaN is wrong, too
+        raise ValueError(
+            f"{labels} lies elsewhere than {image}: corners are up to {apart:.3g} voxels apart, because orientation, "
+            "spacing or origin differ. Resample the labels to the image; if their voxels do correspond, copy its affine"
+        )
     found = np.unique(truth)
     if not np.isin(found, np.arange(classes)).all():
         wrong = found[~np.isin(found, np.arange(classes))][0]
@@ -101,14 +109,24 @@ def read_volume(image: Path, labels: Path, *, classes: int) -> Volume:
     return Volume(torch.from_numpy(normalized), torch.from_numpy(truth.astype(np.uint8)))
 
 
-def _read_nifti(path: Path) -> np.ndarray:
-    """Return the values of a file in float64, its intensity scale applied."""
+def _voxels_apart(affine: np.ndarray, other: np.ndarray, shape: tuple[int, ...]) -> float:
+    """Return how far the corners of a volume lie apart under two 4×4 affines, in voxels of the first.
+
+    Files that were written by different programs differ by rounding.
+    """
+    corners = np.array([(*corner, 1) for corner in itertools.product(*((0, size - 1) for size in shape))])
+    distance = np.linalg.norm((corners @ (other - affine).T)[:, :3], axis=1).max()
+    return float(distance / np.linalg.norm(affine[:3, :3], axis=0).min()) if distance else 0.0
+
+
+def _read_nifti(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Return the values of a file in float64, its intensity scale applied, and its 4×4 map from voxels to space."""
     nibabel = import_optional("nibabel", "NIfTI files", "nibabel")
     with naming_broken_file(path, "NIfTI file"):
         opened = nibabel.load(path)
         if opened.get_data_dtype().kind not in "iuf":
             raise TypeError(f"voxels must be real numbers, got {opened.get_data_dtype()}")
-        return np.asarray(opened.dataobj, dtype=np.float64)
+        return np.asarray(opened.dataobj, dtype=np.float64), np.asarray(opened.affine, dtype=np.float64)
 
 
 class WholeVolumes(IndexedSamples):

@@ -76,6 +76,9 @@ class BatchRenorm(RunningNorm):
         torch.Size([2, 8, 4, 4])
     """
 
+    scratch = ("before_mean", "before_var", "before_batches")
+    """Buffers that only a repeated forward reads. What they hold depends on the last micro-batch."""
+
     momentum: float
     before_mean: Tensor
     before_var: Tensor
@@ -92,8 +95,8 @@ class BatchRenorm(RunningNorm):
         check_momentum(momentum, cumulative=False)
         super().__init__(num_channels, momentum=momentum, **options)
         self.schedule = schedule
-        for name, buffer in zip(("mean", "var", "batches"), self.running(), strict=True):
-            self.register_buffer(f"before_{name}", buffer.clone(), persistent=False)
+        for name, buffer in zip(self.scratch, self.running(), strict=True):
+            self.register_buffer(name, buffer.clone(), persistent=False)
 
     def compute(self, x: Tensor) -> tuple[Tensor, Running]:
         before = self.running()
