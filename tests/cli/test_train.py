@@ -210,7 +210,7 @@ def stopped(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("stopped") / "run"
     code, said = command("--step-batch", 200, "--epochs", 1, "--steps", 3, "--save-every", 2, "--out", out)
     assert code == 0
-    assert "3 steps; loss" in said
+    assert "3 steps; on the test samples: loss" in said
     assert f"to continue: micronorm train digits/bcn-ws --out {out} --resume" in said
     return out
 
@@ -224,7 +224,7 @@ def out(tmp_path, stopped) -> Path:
 def test_a_resumed_run_keeps_its_options_and_a_finished_one_is_left_alone(out):
     code, said = command("--out", out, "--resume")
     assert code == 0
-    assert "7 steps; loss" in said
+    assert "7 steps; on the test samples: loss" in said
     assert "to continue" not in said
     record, before = records.read(out), contents(out)
     assert [row["step"] for row in record.steps] == list(range(1, 8))
@@ -278,7 +278,7 @@ def test_there_is_nothing_to_resume_in_a_new_folder_and_the_run_begins(tmp_path)
     code, said = command("--out", tmp_path / "new", "--resume", "--steps", 1)
     assert code == 0
     assert f"no checkpoint in {tmp_path / 'new'}: the run starts with its first step" in said
-    assert "1 steps; loss" in said
+    assert "1 step; on the test samples: loss" in said
 
 
 @pytest.mark.parametrize(

@@ -258,7 +258,7 @@ def check_batch(batch: Any) -> int:
     if not isinstance(batch, tuple):
         raise TypeError(
             f"batch must be a tuple of tensors or lists indexed by sample, got {type(batch).__name__}; "
-            "for one tensor write (images,)"
+            "for one tensor write (images,), for a dictionary tuple(batch.values())"
         )
     if not batch:
         raise ValueError("batch must hold at least one tensor or list, got an empty tuple")

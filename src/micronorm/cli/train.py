@@ -177,7 +177,8 @@ def execution_options(execution: Execution, workers: int = 0) -> list[str]:
 
 def _print_outcome(console: Console, outcome: Outcome, folder: Path, resume_command: list[str]) -> None:
     figures = ", ".join(starmap(figure_text, outcome.figures.items()))
-    say(console, f"{outcome.steps} steps; {f'{figures} on the test samples' if figures else 'not evaluated'}")
+    steps = f"{outcome.steps} step{'s' * (outcome.steps != 1)}"
+    say(console, f"{steps}; {f'on the test samples: {figures}' if figures else 'not evaluated'}")
     say(console, f"weights: {folder / 'model.safetensors'}; digest of the final state: {outcome.digest[:16]}")
     if not outcome.finished:
         say(console, f"to continue: {shlex.join(resume_command)}")
