@@ -11,6 +11,7 @@ import pytest
 from micronorm.records import STEPS, Run
 from micronorm.report import Lead, write_page
 from micronorm.report.html import table_html
+from micronorm.report.plots import LIGHT, METHOD_COLOURS
 from micronorm.report.results import verdict
 from micronorm.report.runs import read_runs
 from tests.report.build import EVIL, begin, full_run
@@ -334,6 +335,21 @@ def test_a_run_has_the_same_colour_in_every_section(tmp_path):
     assert set(entries) == {("c0", "first"), ("c1", "second")}
     assert "var(--c0)" not in section(text, "stat-diff")
     assert "var(--c1)" in section(text, "stat-diff")
+
+
+def test_the_first_run_of_a_method_has_the_colour_of_the_method_and_no_two_runs_share_one(tmp_path):
+    methods = [("BN(eps=1e-05)", None), (None, None), ("GN(groups=32)", "WS(center=True)"), ("FRN()", None)]
+    paths = [
+        make_run(tmp_path / str(k), definition={"norm": norm, "weight": weight})
+        for k, (norm, weight) in enumerate(methods)
+    ]
+    unknown = [make_run(tmp_path / "own loop"), make_run(tmp_path / "text", definition="BN()")]
+    runs = read_runs([*paths, *unknown])
+    assert [run.colour for run in runs] == ["c4", "c0", "c2", "c1", "c3", "c5"]
+    assert LIGHT["c4"] == METHOD_COLOURS["BN"]
+    assert LIGHT["c2"] == METHOD_COLOURS["GN+WS"]
+    more = read_runs(paths * 5)
+    assert len({(run.colour, run.style) for run in more[:16]}) == 16
 
 
 def verdict_on(runs) -> str:

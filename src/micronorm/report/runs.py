@@ -1,5 +1,6 @@
 """The runs of a page with their names and colours, and the figures in their records."""
 
+import itertools
 import os
 import re
 from collections import Counter
@@ -9,7 +10,7 @@ from typing import Any
 
 from micronorm.records import Record, is_number, read
 from micronorm.report.html import LegendEntry, plain, slug
-from micronorm.report.plots import COLOURS
+from micronorm.report.plots import COLOURS, METHOD_COLOURS
 
 Source = str | os.PathLike[str] | Record
 """A run directory, or the record read from one."""
@@ -37,17 +38,18 @@ class NamedRun:
 
     name: str
     index: int
+    colour_index: int
     record: Record
 
     @property
     def colour(self) -> str:
         """Return the name of the run's colour in `plots.LIGHT`."""
-        return f"c{self.index % len(COLOURS)}"
+        return f"c{self.colour_index % len(COLOURS)}"
 
     @property
     def style(self) -> str:
         """Return the style of the run's lines. Colours alone tell only five runs apart for every reader."""
-        return "solid" if self.index < 5 else "dashed" if self.index < len(COLOURS) else "dotted"
+        return "solid" if self.colour_index < 5 else "dashed" if self.colour_index < len(COLOURS) else "dotted"
 
     @property
     def slug(self) -> str:
@@ -71,7 +73,25 @@ def read_runs(runs: Runs) -> list[NamedRun]:
         names = [plain(str(record.facts.get("name") or record.facts["recipe"])) for record in records]
         names = _distinguish(names, [record.path.resolve().name for record in records])
         names = _distinguish(names, [str(number) for number in range(1, len(names) + 1)])
-    return [NamedRun(name, index, record) for index, (name, record) in enumerate(zip(names, records, strict=True))]
+    rows = enumerate(zip(names, _colour_indices(records), records, strict=True))
+    return [NamedRun(name, index, colour, record) for index, (name, colour, record) in rows]
+
+
+def _colour_indices(records: Sequence[Record]) -> list[int]:
+    """Return a different index for each run. The first run of a method has the colour of the method, if it has one."""
+    wanted = [METHOD_COLOURS.get(_method_of(record)) for record in records]
+    found = {run: COLOURS.index(wanted[run]) for run in range(len(records)) if wanted[run] not in (None, *wanted[:run])}
+    free = (index for index in itertools.count() if index not in found.values())
+    return [found[run] if run in found else next(free) for run in range(len(records))]
+
+
+def _method_of(record: Record) -> str:
+    """Return the name of the recorded method, such as "GN+WS"; an empty string if the record has none."""
+    definition = record.facts.get("definition")
+    if not isinstance(definition, dict) or "norm" not in definition:
+        return ""
+    norm, weight = (str(definition.get(part) or "").partition("(")[0] for part in ("norm", "weight"))
+    return "+".join([norm or "BN", *([weight] if weight else [])])
 
 
 def _distinguish(names: Sequence[str], marks: Sequence[str]) -> list[str]:
