@@ -120,6 +120,12 @@ def test_a_failing_conversion_leaves_the_model_as_it_was(monkeypatch):
         assert torch.equal(value, state[name]), name
 
 
+@pytest.mark.parametrize("wrong", [lambda name: True, "layer1"])
+def test_a_filter_that_does_not_take_a_module_and_a_name_is_refused(wrong):
+    with pytest.raises(TypeError, match=r"filter is called as filter\(module, name\), got"):
+        mn.plan(SmallResNet(norm=mn.BN()), filter=wrong)
+
+
 def test_the_filter_keeps_layers_out_and_their_convolutions_follow():
     model = torchvision.models.resnet18()
     plan = mn.plan(model, filter=lambda module, name: not name.startswith("layer4"))

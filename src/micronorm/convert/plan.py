@@ -1,5 +1,6 @@
 """`mn.plan` and `mn.convert`: check the options, decide what becomes of every layer, and carry it out."""
 
+import inspect
 import warnings
 from collections import Counter
 from typing import Any, TypeVar, cast
@@ -183,6 +184,7 @@ def plan(
         raise ValueError(
             "warm_steps starts as the pretrained network, zero_init_residual starts its branches at zero: use only one"
         )
+    _check_filter(filter)
     absorb = _check_options(norm, weight, absorb=absorb, warm_steps=warm_steps)
     planner = Planner(
         model=model,
@@ -237,6 +239,16 @@ def convert(
         zero_init_residual=zero_init_residual,
     )
     return cast(Model, made.apply())  # the model itself, unless the model is a single norm
+
+
+def _check_filter(filter: Filter | None) -> None:
+    """Raise TypeError if the filter cannot be called with a module and a name."""
+    if filter is None:
+        return
+    try:
+        inspect.signature(filter).bind(nn.Identity(), "name")
+    except TypeError as error:
+        raise TypeError(f"filter is called as filter(module, name), got {filter!r}: {error}") from error
 
 
 def _check_options(norm: NormSpec | None, weight: WeightSpec | None, *, absorb: bool | None, warm_steps: int) -> bool:
