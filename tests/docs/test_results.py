@@ -136,10 +136,21 @@ def test_the_table_of_the_nuclei_is_the_record():
         assert f"| {title} | {cells} |" in RESULTS.replace("**", "")
 
 
+def test_the_table_of_rates_is_the_record():
+    for optimizer, title in {"sgd-0.1": "SGD, 0.1", "sgd-0.01": "SGD, 0.01", "adamw-0.001": "AdamW, 0.001"}.items():
+        rates = ("lr", "corrected", "0.1", "0.01", "0.001")
+        errors = [figures_of(f"rates/{optimizer}-rate-{rate}")["top1"] for rate in rates]
+        assert {len(values) for values in errors} == {3}
+        cells = " | ".join(f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}" for values in errors)
+        assert f"| {title} | {cells} |" in RESULTS
+
+
 def test_the_tables_of_clips_and_volumes_are_the_record():
     rows = ("bcn-ws", "gn-ws", "gn", "bn-ws", "bn", "no-shift-gn-ws", "no-shift-bcn-ws")
-    errors = (f"{figures_of(f'motion/{row}')['top1'][0]:.1f}" for row in rows)
-    assert f"| test error, % | {' | '.join(errors)} |" in RESULTS.replace("**", "")
+    motion = [figures_of(f"motion/{row}")["top1"] for row in rows]
+    assert {len(errors) for errors in motion} == {3}
+    cells = " | ".join(f"{statistics.mean(errors):.1f} ± {statistics.stdev(errors):.1f}" for errors in motion)
+    assert f"| test error, % | {cells} |" in RESULTS.replace("**", "")
     with_shift, without = (
         figures_of(*(f"clips/{row}-fold{k}" for k in range(5)))["top1"] for row in ("shift", "no-shift")
     )
