@@ -98,6 +98,16 @@ def test_the_samples_of_a_step_are_ordered_by_aspect_ratio_and_stay_the_same_sam
     assert ordered == [sorted(step, key=lambda index: index % 3) for step in drawn]  # both orders are stable
 
 
+def test_the_order_by_aspect_ratio_does_not_change_the_result_of_a_run():
+    drawn, plain, sorted_by_ratio = SmallResNet(), Toy(24), Toy(24)
+    ordered = copy.deepcopy(drawn)
+    sorted_by_ratio.train.aspect_ratios = torch.arange(24) % 5
+    for model, task in ((drawn, plain), (ordered, sorted_by_ratio)):
+        train(model, task, settings(epochs=2), Execution(device=CPU, micro_batch=3))
+    assert plain.train.asked != sorted_by_ratio.train.asked
+    assert_same_state(ordered.state_dict(), drawn.state_dict(), tol=tolerance("fifty_steps", torch.float64))
+
+
 def test_a_run_begins_with_micro_batches_of_the_largest_share():
     assert run_of(20, step_batch=10, unit=4).step.micro_batch.size == 12  # three units, the last one not full
     assert run_of(20, step_batch=10, unit=4, largest=4).step.micro_batch.size == 4

@@ -93,7 +93,7 @@ class DetectionSamples(FileSamples):
 
     @property
     def aspect_ratios(self) -> Tensor | None:
-        """Width / height of each sample, by which the samples of a step are ordered; None if all have one shape."""
+        """Return width / height of each sample, by which those of a step are ordered; None if all have one shape."""
         return self._decoder.aspect_ratios
 
 
