@@ -114,6 +114,12 @@ def test_images_keep_their_size_in_the_detector_of_nuclei():
     assert network.rpn.anchor_generator.sizes == ((8,), (16,), (32,), (64,), (128,))
 
 
+def test_all_images_of_coco128_have_one_padded_size_so_that_they_share_a_forward():
+    transform = built("coco128/bcn-ws").transform
+    images = [torch.rand(3, height, width) for height, width in ((240, 320), (320, 213), (100, 320), (320, 320))]
+    assert {transform([image])[0].tensors.shape for image in images} == {(1, 3, 512, 512)}
+
+
 def test_a_run_counts_only_if_it_started_from_the_recipe_s_weights():
     recipe = recipes.find("nuclei/pretrained-bcn-ws")
     settings = {"epochs": None, "step_batch": 8}
