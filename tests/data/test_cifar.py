@@ -11,7 +11,7 @@ import torch
 from torchvision.datasets import CIFAR10, CIFAR100
 
 from micronorm.data import cifar
-from micronorm.data.cifar import STANDARDIZATION, find_cifar, open_cifar, read_cifar
+from micronorm.data.cifar import CLASSES, STANDARDIZATION, find_cifar, open_cifar, read_cifar
 from tests.data.miniature import BINARY, FILES, PYTHON, records, write_binary, write_python
 
 WRITERS = {"binary": write_binary, "python": write_python}
@@ -193,6 +193,11 @@ def test_a_download_without_torchvision_says_what_to_do(tmp_path, monkeypatch):
 def test_the_python_release_is_that_of_torchvision():
     for classes, theirs in ((10, CIFAR10), (100, CIFAR100)):
         assert cifar._RELEASES[classes].python == theirs.base_folder == PYTHON[classes]
+
+
+def test_classes_have_their_names():
+    assert (CLASSES[10][3], CLASSES[100][3]) == ("cat", "bear")
+    assert [len(set(names)) for names in CLASSES.values()] == [10, 100]
 
 
 def test_only_training_images_are_augmented(tmp_path):

@@ -25,6 +25,21 @@ STANDARDIZATION: Mapping[int, Standardization] = {
     100: Standardization(mean=(129.30417, 124.06996, 112.43405), std=(68.17024, 65.39181, 70.41837)),
 }
 
+_FINE = """
+apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle
+caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin elephant flatfish
+forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree motorcycle
+mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree plain plate poppy porcupine
+possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk skyscraper snail snake spider squirrel streetcar
+sunflower sweet_pepper table tank telephone television tiger tractor train trout tulip turtle wardrobe whale willow_tree
+wolf woman worm
+"""
+CLASSES: Mapping[int, tuple[str, ...]] = {
+    10: ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
+    100: tuple(_FINE.split()),
+}
+"""The names of the classes by label; of CIFAR-100 the fine ones."""
+
 _PIXELS = 3 * 32 * 32
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from micronorm.data.cifar import STANDARDIZATION, open_cifar
+from micronorm.data.cifar import CLASSES, STANDARDIZATION, open_cifar
 from micronorm.data.digits import SCALE, open_digits
 from micronorm.data.files import decode, to_pixels
 from micronorm.data.folders import TINY, crop_centre, open_folders
@@ -182,7 +182,7 @@ def _open_cifar(
     classes: int | None = None,
 ) -> Classification:
     opened = open_cifar(folder, classes=labels, device=device, verify=verify, download=download)
-    return _fit(*opened, labels, classes)
+    return _fit(*opened, labels, classes, CLASSES[labels])
 
 
 def _open_folders(
