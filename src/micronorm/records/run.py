@@ -84,14 +84,15 @@ class Record:
 
 
 def find_runs(folder: str | os.PathLike[str]) -> list[Path]:
-    """Return the run directories in `folder`, itself included and at any depth, sorted.
+    """Return the run directories in `folder`, itself included and at any depth, sorted: `bn-8` before `bn-16`.
 
     Raises:
         FileNotFoundError: the folder does not exist.
     """
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"no folder {folder}")
-    return sorted(file.parent for file in Path(folder).rglob(FACTS))
+    found = (file.parent for file in Path(folder).rglob(FACTS))
+    return sorted(found, key=lambda run: [int(w) if w.isdecimal() else w for w in re.split(r"(\d+)", str(run))])
 
 
 def read(path: str | os.PathLike[str], *, rows: bool = True) -> Record:
