@@ -5,7 +5,6 @@
     python benchmarks/micro_batch_picture.py              # draws results/micro_batch_cifar10.png
 
 GN, GN+WS and BCN+WS give the same step for every micro-batch, so each seed trains them once: they are flat lines.
-A dotted line connects sizes between which others are not recorded yet.
 """
 
 from collections.abc import Mapping
@@ -46,9 +45,8 @@ def draw(errors: Mapping[str, Mapping[int, list[float]]], path: Path) -> None:
     means_of = {method: [sum(e) / len(e) for e in by_size.values()] for method, by_size in errors.items()}
     for method in sorted(errors, key=lambda name: means_of[name][-1]):  # labels stand above one another, from below
         means, colour, sizes = means_of[method], COLOURS[method], list(errors[method])
-        style = "-" if len(sizes) == len(SIZES) else ":"
         lows, highs = ([pick(e) for e in errors[method].values()] for pick in (min, max))
-        axes.plot(sizes, means, style, color=colour, linewidth=2.2, marker="o" if method in BY_SIZE else None)
+        axes.plot(sizes, means, color=colour, linewidth=2.2, marker="o" if method in BY_SIZE else None)
         axes.fill_between(sizes, lows, highs, color=colour, alpha=0.13, linewidth=0)
         label_height = max(means[-1], 1.14 * label_height)
         end = f"{method} {means[0]:.1f} → {means[-1]:.1f} %" if method in BY_SIZE else f"{method} {means[-1]:.1f} %"

@@ -16,14 +16,15 @@ from typing import Any
 
 from micronorm import recipes, records
 from micronorm.bench.results import markdown_table
-from micronorm.nn import BCN
+from micronorm.recipes.protocols import method
 from micronorm.recipes.recipe import DATA
 from micronorm.recipes.results import RECORDED, Findings, fault, gather, packaged, read_runs
 
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "src" / "micronorm" / "recipes" / RECORDED
 PAGE = ROOT / "results" / "recorded_rows.md"
-LITERAL = ("steps_gpu_2026-11-16.csv",)  # tables with steps of BCN+WS taken one image at a time, by the kernels
+LITERAL = ROOT / "benchmarks" / "results" / "steps_gpu_2026-11-19.csv"
+"""A table of steps_gpu.py with methods "… one at a time"."""
 # The figure of a row, and what is written behind it.
 _UNITS = {"top1": "", "miou": " mIoU", "AP": " AP", "dice": " Dice"}
 HEADER = ["row", "paper, %", "ours, %", "seeds", "difference", "GPU minutes", "one image at a time"]
@@ -76,7 +77,8 @@ def table() -> str:
         counted = tuple(result for recipe in members for result in gather(recipe, results).counted)
         records_of_row = {result.where for result in counted}
         if records_of_row - shown:
-            line = _line(Findings(members[0], counted, ()), seconds.get(members[0].network))
+            first = members[0]
+            line = _line(Findings(first, counted, ()), seconds.get((first.network, method(first.norm, first.weight))))
             lines.append([f"`{name}`, {len(counted)} folds", *line[1:]] if len(members) > 1 else line)
             shown |= records_of_row
     return markdown_table(HEADER, lines)
@@ -91,7 +93,7 @@ def _line(found: Findings, seconds_per_image: float | None) -> list[str]:
     own = [entries[int(result.where.partition("#")[2])] for result in found.counted]
     minutes = [entry["minutes"] for entry in own if "gpu" in entry and "minutes" in entry]
     days = None
-    if seconds_per_image and recipe.micro_batch == 1 and isinstance(recipe.norm, BCN):
+    if seconds_per_image and recipe.micro_batch == 1:
         days = seconds_per_image * recipe.settings.epochs * DATA[recipe.data].train / 86_400
     return [
         f"`{recipe.name}`",
@@ -100,18 +102,19 @@ def _line(found: Findings, seconds_per_image: float | None) -> list[str]:
         ", ".join(map(str, dict.fromkeys(found.seeds))),
         "–" if paper is None else f"{mean[figure] - paper:+.2f}",
         f"{statistics.fmean(minutes):.0f}" if len(minutes) == len(own) else "–",
-        "–" if days is None else f"{days:.0f} days" if days >= 1 else f"{24 * days:.1f} hours",
+        "–" if days is None else f"{days:.0f} days" if days >= 2 else f"{24 * days:.1f} hours",
     ]
 
 
-def literal_seconds() -> dict[str, float]:
-    """Return the seconds per image of an eager step taken one image at a time, by network, where one was measured."""
+def literal_seconds() -> dict[tuple[str, str], float]:
+    """Return the seconds per image of an eager step taken one image at a time, by network and method."""
     found = {}
-    for name in LITERAL:
-        with (ROOT / "benchmarks" / "results" / name).open(newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
-                if row["what"] == "literal" and "eager" in row.values():
-                    found[row["network"]] = float(row["ms"]) / 1e3 / float(row["samples"])
+    with LITERAL.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            name = row["method"].removesuffix(" one at a time")
+            network, images = re.fullmatch(r"(.+)-(\d+)x\d+x\d+", row["workload"]).groups()
+            if row["route"] == "eager" and row["method"] != name:
+                found[network, name] = float(row["ms"]) / 1e3 / int(images)
     return found
 
 

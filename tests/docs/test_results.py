@@ -45,7 +45,7 @@ def test_the_table_of_recorded_rows_is_up_to_date(monkeypatch):
     record = importlib.import_module("record")
     rows = record.PAGE.read_text()
     assert record.page() == rows, "run `python benchmarks/record.py`"
-    assert "| `cifar1/c10-micro-gn-ws` | 6.82 | 7.01 | 0 | +0.19 | 11 | – |" in rows
+    assert "| `cifar1/c10-micro-gn-ws` | 6.82 | 7.01 | 0 | +0.19 | 11 | 5 days |" in rows
 
 
 def test_a_row_with_several_seeds_has_mean_spread_difference_and_the_cost_of_single_images(monkeypatch, tmp_path):
@@ -60,8 +60,8 @@ def test_a_row_with_several_seeds_has_mean_spread_difference_and_the_cost_of_sin
         for seed, error in enumerate((6.0, 7.0))
     )
     recipe = recipes.find("cifar1/c10-micro-bcn-ws")  # 164 epochs of 50,000 images
-    line = record._line(Findings(recipe, counted, ()), 86_400 / 8.2e6)
-    assert line[1:] == ["6.31", "6.50 ± 0.71", "0, 1", "+0.19", "11", "1 days"]
+    line = record._line(Findings(recipe, counted, ()), 2 * 86_400 / 8.2e6)
+    assert line[1:] == ["6.31", "6.50 ± 0.71", "0, 1", "+0.19", "11", "2 days"]
 
 
 def test_the_table_of_the_plain_loop_is_the_record():
@@ -121,9 +121,22 @@ def test_the_table_of_cifar10_by_micro_batch_is_the_record():
         return f"{statistics.mean(errors):.2f} ± {statistics.stdev(errors):.2f}"
 
     text = RESULTS.replace("**", "")
-    assert f"| BN | {' | '.join(cell(f'bn-{size}') for size in SIZES)} |" in text
+    for name in ("BN", "BRN"):
+        assert f"| {name} | {' | '.join(cell(f'{name.lower()}-{size}') for size in SIZES)} |" in text
     for row, title in {"gn": "GN", "gn-ws": "GN+WS", "bcn-ws": "BCN+WS"}.items():
         assert f"| {title} | {cell(row)} |{' same |' * 7}" in text
+
+
+def test_the_table_of_resnet110_is_the_record():
+    for row in ("gn", "gn-ws", "bcn-ws", "bcn-ws-step"):
+        (error,), paper = figures_of(f"cifar1/c10-micro-{row}")["top1"], recipes.find(f"cifar1/c10-micro-{row}").paper
+        assert f"| {error:.2f} | {paper['top1'] if paper else 'none'} |" in RESULTS.replace("**", "")
+
+
+def test_the_table_of_coco128_is_the_record():
+    figures = figures_of("coco128/bcn-ws")
+    cells = " | ".join(f"{figures[name][0]:.1f}" for name in ("AP50", "AP", "mask_AP50", "mask_AP"))
+    assert f"| the 128 images of that split | {cells} |" in RESULTS.replace("**", "")
 
 
 def test_the_table_of_the_nuclei_is_the_record():
