@@ -196,7 +196,7 @@ _BAR_WIDTH, _WIDTH_FOR_BAR = 16, 110  # a narrower terminal has no room for the 
 class TrainingProgress(Listener):
     """Show epoch, step, loss, the first test figure, time left, samples per second, memory and learning rate of a run.
 
-    A terminal has one live line; otherwise there is a plain line per epoch or half minute.
+    A terminal has one live line; otherwise there is a plain line at the start, and per epoch or half minute.
 
     The methods take the rows of the run's record. A figure that a row lacks is left out.
 
@@ -208,6 +208,7 @@ class TrainingProgress(Listener):
     Example:
         >>> progress = TrainingProgress(Console(width=120))
         >>> progress.on_start(total_steps=4, start_step=0, description="digits")
+        digits: step 0/4
         >>> progress.on_step({"step": 1, "epoch": 0, "loss": 2.25, "samples": 32, "seconds": 0.5})
         >>> progress.on_message("out of memory at micro-batch 64, step repeated with 32")
         out of memory at micro-batch 64, step repeated with 32
@@ -235,14 +236,19 @@ class TrainingProgress(Listener):
             self._live = Progress(*columns, console=self._console, expand=True)
             self._bar = self._live.add_task(self._description, total=total_steps, completed=start_step, figures="")
             self._live.start()
+        self._show()  # the first step may take long: it compiles kernels
 
     def on_step(self, row: Mapping[str, Any]) -> None:
         """Show the figures of a finished step."""
         self._row = row
         if row.get("samples") and row.get("seconds"):
             self._recent.append((row["samples"], row["seconds"]))
-        if self._live is not None or self._clock() - self._printed_at >= QUIET_SECONDS:
-            self._show()
+        self._show_if_due()
+
+    def on_test(self, done: int, samples: int) -> None:
+        """Show how many test samples are scored."""
+        self._test = f"{done:,} of {samples:,} test samples scored"
+        self._show_if_due()
 
     def on_epoch(self, row: Mapping[str, Any]) -> None:
         """Show the figures of the test samples at the end of an epoch."""
@@ -268,6 +274,10 @@ class TrainingProgress(Listener):
         self._test = ""
         self._recent: deque[tuple[float, float]] = deque(maxlen=_RECENT_STEPS)
         self._began_at = self._printed_at = self._clock()
+
+    def _show_if_due(self) -> None:
+        if self._live is not None or self._clock() - self._printed_at >= QUIET_SECONDS:
+            self._show()
 
     def _show(self) -> None:
         if self._live is not None:

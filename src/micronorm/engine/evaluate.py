@@ -21,16 +21,21 @@ class EvaluationStopped(Exception):
     """A signal or another rank stopped the evaluation."""
 
 
-def _never() -> bool:
+def _unwatched(done: int, samples: int) -> bool:
     return False
 
 
 @torch.no_grad()
-def evaluate(step: Step, *, seed: int, stop: Callable[[], bool] = _never) -> dict[str, float]:
+def evaluate(step: Step, *, seed: int, watch: Callable[[int, int], bool] = _unwatched) -> dict[str, float]:
     """Return the figures of `step.model` on the test samples of `step.task`. Collective; leaves no trace.
 
+    Args:
+        step: the model, its task and its device.
+        seed: of the random numbers that the model draws.
+        watch: called before each batch with the numbers of scored and of all test samples of this rank; True stops.
+
     Raises:
-        EvaluationStopped: `stop()` was true on some rank, between two batches. Shards are evaluated to the end.
+        EvaluationStopped: `watch` returned True on some rank. Shards are evaluated to the end.
     """
     was_training = step.model.training
     step.model.eval()
@@ -39,7 +44,7 @@ def evaluate(step: Step, *, seed: int, stop: Callable[[], bool] = _never) -> dic
     try:
         # A model may draw random numbers in evaluation, too.
         with RandomState.preserved([step.device]), step.parallel.buffers_of_rank_0():
-            score = _score_share(step, seed=seed, stop=stop)
+            score = _score_share(step, seed=seed, watch=watch)
     except EvaluationStopped:
         stopped = True
     except Exception as caught:
@@ -71,16 +76,15 @@ def _gather(step: Step, score: Score) -> Score:
     return total
 
 
-def _score_share(step: Step, *, seed: int, stop: Callable[[], bool]) -> Score:
+def _score_share(step: Step, *, seed: int, watch: Callable[[int, int], bool]) -> Score:
     """Return the score of this rank's test samples. Halve the batches while memory runs out."""
     # Forwards of shards are collective, so no rank can halve alone: use the size that training fits into memory.
     sharded = isinstance(step.parallel, ShardedRanks)
     size = step.task.evaluation_batch
     size = min(size, step.micro_batch.size) if sharded else size
-    stop = _never if sharded else stop
     while True:
         try:
-            return _score_in_batches(step, seed=seed, size=size, stop=stop)
+            return _score_in_batches(step, seed=seed, size=size, watch=watch)
         except Exception as error:
             if sharded or not is_out_of_memory(error):
                 raise
@@ -90,16 +94,17 @@ def _score_share(step: Step, *, seed: int, stop: Callable[[], bool]) -> Score:
         size //= 2
 
 
-def _score_in_batches(step: Step, *, seed: int, size: int, stop: Callable[[], bool]) -> Score:
+def _score_in_batches(step: Step, *, seed: int, size: int, watch: Callable[[int, int], bool]) -> Score:
     samples = len(step.task.test)
     own = step.parallel.share(samples)
+    count = own.stop - own.start
     own_indices = [torch.arange(k, min(k + size, own.stop)) for k in range(own.start, own.stop, size)]
     # A rank with fewer samples joins collective forwards with the first sample, whose score it drops.
     unscored = step.parallel.forward_count(samples, unit=1, size=size) - len(own_indices)
     shares = [(0, part) for part in (*own_indices, *[torch.zeros(1, dtype=torch.int64)] * unscored)]
     total = step.task.new_score()
     for k, batch in enumerate(step.task.test.load(shares, seed=seed)):
-        if stop():
+        if watch(min(k * size, count), count) and not isinstance(step.parallel, ShardedRanks):
             raise EvaluationStopped
         with step.autocast():
             score = step.task.score(step.model, step.place(batch))

@@ -276,8 +276,12 @@ class _TrainingRun:
         return is_due
 
     def _evaluate(self) -> dict[str, float]:
+        def watch(done: int, samples: int) -> bool:
+            self.listener.on_test(done, samples)
+            return self.signals.received is not None
+
         def measure() -> dict[str, float]:
-            return evaluate(self.step, seed=self.settings.seed, stop=lambda: self.signals.received is not None)
+            return evaluate(self.step, seed=self.settings.seed, watch=watch)
 
         figures = measure()
         if self.average is not None:

@@ -200,6 +200,9 @@ class Listener:
     def on_step(self, row: dict[str, Any]) -> None:
         """Handle a row of `steps.jsonl`. On a GPU the rows of several steps come together."""
 
+    def on_test(self, done: int, samples: int) -> None:
+        """Handle the progress of an evaluation: `done` of this rank's test samples are scored."""
+
     def on_epoch(self, row: dict[str, Any]) -> None:
         """Handle a row of `epochs.jsonl`, after the evaluation."""
 

@@ -92,7 +92,8 @@ class EpochRecorder(Listener):
     def __init__(self, model: nn.Module, task: Any = None, plan: Any = None, listener: Listener | None = None) -> None:
         self.model, self.task, self.plan = model, task, plan
         self.listener = listener = listener or Listener()
-        self.on_step, self.on_message, self.on_end = listener.on_step, listener.on_message, listener.on_end
+        self.on_step, self.on_test = listener.on_step, listener.on_test
+        self.on_message, self.on_end = listener.on_message, listener.on_end
         self.rows: list[dict[str, Any]] = []
 
     def before_epoch(self, epoch: int) -> dict[str, Any]:
