@@ -81,6 +81,21 @@ def test_the_table_of_captured_steps_is_the_record():
         ) in text
 
 
+def test_the_table_of_single_images_is_the_record():
+    found = {
+        (row["workload"], row["method"], row["route"]): float(row["ms"])
+        for row in rows_of("benchmarks/results/steps_gpu_2026-11-19.csv")
+    }
+    for title, workload in {"ResNet-110": "cifar-resnet110-8x32x32", "ResNet-20": "cifar-resnet20-8x32x32"}.items():
+        batched, literal = (
+            [found[workload, method, route] for route in ("eager", "captured")]
+            for method in ("BCN+WS", "BCN+WS one at a time")
+        )
+        times = f"{batched[0]:.1f}, {batched[1]:.2f} | {literal[0]:.1f}, {literal[1]:.2f}"
+        ratios = ", ".join(f"{slow / fast:.1f}×" for fast, slow in zip(batched, literal, strict=True))
+        assert f"| {title} | {times} | {ratios} |" in SPEED
+
+
 def test_the_readme_has_the_range_of_the_record_for_resnet50():
     found = [row for workload, row in steps().items() if workload.startswith("ResNet-50")]
 
