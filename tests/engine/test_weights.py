@@ -11,7 +11,7 @@ from torch import nn
 
 import micronorm as mn
 from micronorm.convert.checkpoint import pack_state
-from micronorm.engine.checkpoint import load_weights, read_weights
+from micronorm.engine.weights import load_weights, read_weights
 
 
 def network(classes=3):

@@ -9,7 +9,7 @@ from torchvision.models.resnet import Bottleneck, ResNet
 
 import micronorm as mn
 from micronorm import recipes
-from micronorm.engine.checkpoint import load_weights
+from micronorm.engine.weights import load_weights
 from micronorm.recipes.resnet import DeepLabV3
 
 

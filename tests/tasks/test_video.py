@@ -8,9 +8,9 @@ from typer.testing import CliRunner
 from micronorm import recipes, records
 from micronorm.cli import app
 from micronorm.data.motion import CLASSES
-from micronorm.engine.checkpoint import load_weights
 from micronorm.engine.settings import Execution
 from micronorm.engine.task import Task
+from micronorm.engine.weights import load_weights
 from micronorm.recipes.networks import NETWORKS, SmallImageResNet, build_network
 from micronorm.recipes.run import Variation, run_recipe
 from micronorm.recipes.temporal_shift import ClipNetwork, temporal_shift

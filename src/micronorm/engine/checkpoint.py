@@ -1,4 +1,4 @@
-"""Checkpoints, written atomically and verified by their digest; and weights in files.
+"""Checkpoints, written atomically and verified by their digest.
 
 A checkpoint is one file, `step-00000120.3fa9c1d2e4b58677.pt`: the number of completed steps, and the first 16 digits of
 the SHA-256 of its bytes. Rank 0 writes it, with every tensor whole, also if the model is sharded. It is written under
@@ -7,29 +7,24 @@ The newest two are kept. Files are read with `weights_only=True`: nothing in the
 
 `run_state` is what a checkpoint holds: the state between two steps. Optimizer state is stored by the names of
 parameters, not by their numbers. So a run can be resumed replicated if it was sharded before, or the other way round,
-on any number of ranks. Learning rates and other options come from the settings. `save_weights` writes the weights at
-the end of a run, `load_weights` starts from the weights of a file of any origin.
+on any number of ranks. Learning rates and other options come from the settings.
 """
 
 import hashlib
 import io
 import re
-import warnings
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from micronorm.commit.handle import merge_states
 from micronorm.commit.snapshot import RandomState
-from micronorm.convert.checkpoint import header_of, load_state, pack_state, read_state, strip_prefixes
+from micronorm.convert.checkpoint import load_state
 from micronorm.engine.parallel import ShardedRanks
 from micronorm.engine.step import Step
-from micronorm.nn.fingerprint import fingerprints, layer_of_torch, with_fingerprints
 from micronorm.records import write_atomically
 
 FORMAT = "micronorm checkpoint"
@@ -301,107 +296,3 @@ def _optimizer_state(step: Step) -> dict[str, Any]:
 def _by_number(step: Step, state: dict[str, Any]) -> dict[int, Any]:
     numbers = {name: i for i, name in enumerate(_names(step))}
     return {numbers[name]: values for name, values in state.items()}
-
-
-@dataclass(frozen=True)
-class LoadedWeights:
-    """The result of `load_weights`, by the names of tensors."""
-
-    loaded: tuple[str, ...]
-    missing: tuple[str, ...]
-    """Tensors of the model that the file lacks; they keep their initial values."""
-    unused: tuple[str, ...]
-    """Tensors of the file that the model lacks."""
-    other_shape: tuple[str, ...]
-    """Tensors whose shapes differ, such as a classifier of other classes; the model's keep their initial values."""
-
-    def __str__(self) -> str:
-        parts = [f"{len(self.loaded)} tensors loaded"]
-        for found, what in (
-            (self.other_shape, "dropped for their shape"),
-            (self.unused, "dropped, the model lacks them"),
-            (self.missing, "missing, they keep their initial values"),
-        ):
-            if found:
-                more = f" and {len(found) - 4} more" if len(found) > 4 else ""
-                parts.append(f"{len(found)} {what}: {', '.join(found[:4])}{more}")
-        return "; ".join(parts)
-
-
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a safetensors file or of a torch checkpoint. Nothing in the file is executed.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: it holds no weights.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"no weights at {path}")
-    return read_state(path)
-
-
-def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> LoadedWeights:
-    """Copy tensors of matching name and shape into a model, before training, and report the rest.
-
-    The prefixes that DDP and torch.compile add to every name are ignored. Weights of a backbone are loaded into the
-    part of the model that has their names: `layer1.0.conv1.weight` of a classifier is
-    `backbone.body.layer1.0.conv1.weight` in a detector of torchvision.
-
-    Warn if a layer of the model uses a loaded weight in another way than the layer it was saved from: with Weight
-    Standardization instead of without, for example.
-
-    Raises:
-        ValueError: nothing matches.
-
-    Example:
-        >>> import torch
-        >>> print(load_weights(nn.Linear(2, 3), {"weight": torch.ones(3, 2), "bias": torch.ones(5)}))
-        1 tensors loaded; 1 dropped for their shape: bias
-    """
-    own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    tensors, _ = strip_prefixes(with_fingerprints(tensors, fingerprints(tensors)), own)
-    part = _find_part(tensors, own)
-    layers = {part + name: text for name, text in fingerprints(tensors).items()}
-    tensors = {part + name: value for name, value in tensors.items()}
-    common = own.keys() & tensors.keys()
-    fitting = {name: tensors[name] for name in common if tensors[name].shape == own[name].shape}
-    if not fitting:
-        raise ValueError(
-            f"none of the {len(tensors)} tensors fits the model: the file has {next(iter(tensors), 'nothing')!r}, the "
-            f"model {next(iter(own), 'nothing')!r}, for example"
-        )
-    fitting = with_fingerprints(fitting, layers)
-    other = layer_of_torch(model, fitting)
-    if other is not None:
-        warnings.warn(other, UserWarning, stacklevel=2)
-    model.load_state_dict(fitting, strict=False)  # warns if a layer computes something else
-    return LoadedWeights(
-        loaded=tuple(sorted(fitting)),
-        missing=tuple(sorted(own.keys() - tensors.keys())),
-        unused=tuple(sorted(tensors.keys() - own.keys())),
-        other_shape=tuple(sorted(common - fitting.keys())),
-    )
-
-
-def _find_part(tensors: Iterable[str], own: Iterable[str]) -> str:
-    """Return the prefix with which most names are names of the model; "" if two prefixes are equally good."""
-    names, found = set(tensors), Counter({"": 0})
-    for key in own:
-        parts = key.split(".")
-        for k in range(len(parts)):
-            if ".".join(parts[k:]) in names:
-                found["".join(part + "." for part in parts[:k])] += 1
-    (best, most), *others = found.most_common()
-    return "" if any(count == most for _, count in others) else best
-
-
-def save_weights(step: Step, path: Path, tensors: dict[str, Tensor] | None = None, *, recipe: str = "") -> None:
-    """Write the model, or `tensors`, as safetensors, atomically. Collective.
-
-    The metadata hold the recipe's name, and what the layers compute.
-    """
-    if tensors is None and isinstance(step.parallel, ShardedRanks):
-        tensors = whole_state(step)["model"]
-    if step.parallel.rank == 0:
-        metadata = header_of(step.model) | ({"model": f"recipe:{recipe}"} if recipe else {})
-        write_atomically(path, pack_state(step.model if tensors is None else tensors, metadata))

@@ -8,11 +8,12 @@ from typing import Any, BinaryIO
 
 from micronorm.commit.snapshot import Snapshot
 from micronorm.engine import checkpoint
-from micronorm.engine.checkpoint import OtherRun, check_state, load_run_state, run_state, save_weights
+from micronorm.engine.checkpoint import OtherRun, check_state, load_run_state, run_state
 from micronorm.engine.environment import environment
 from micronorm.engine.parallel import ShardedRanks, on_rank_0
 from micronorm.engine.settings import Outcome, Settings, changes, describe
 from micronorm.engine.step import Step
+from micronorm.engine.weights import save_weights
 from micronorm.records import FACTS, OUTCOME, Run, read, remove_partials, write_atomically
 
 try:

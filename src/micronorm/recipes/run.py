@@ -11,12 +11,13 @@ from torch import nn
 from micronorm import records
 from micronorm.convert.checkpoint import read_header
 from micronorm.diagnostics.observe import observe
-from micronorm.engine.checkpoint import load_weights, newest, read_weights
+from micronorm.engine.checkpoint import newest
 from micronorm.engine.journal import CHECKPOINTS
 from micronorm.engine.loop import train
 from micronorm.engine.parallel import own_device
 from micronorm.engine.settings import DTYPES, Execution, Outcome, Settings
 from micronorm.engine.task import Listener
+from micronorm.engine.weights import load_weights, read_weights
 from micronorm.recipes.recipe import Recipe
 from micronorm.tasks import open_task
 
