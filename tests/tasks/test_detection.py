@@ -161,6 +161,22 @@ def test_the_size_of_an_image_is_drawn_from_its_key():
     assert "torch_choice" not in vars(model.transform)
 
 
+def test_the_scales_of_the_features_do_not_depend_on_the_image_that_comes_first():
+    (square, *_), (target, *_), _ = scenes()
+    batch = [square, torch.cat([square, square], 1)[:, :80, :40]]
+    targets = [target, {**target, "boxes": target["boxes"] / 2, "masks": torch.zeros(2, 80, 40)}]
+    key, found = torch.tensor([3]), []
+    for order in ((0, 1), (1, 0)):
+        model = small_detector(mn.GN())
+        model.transform.size_divisible = 96  # torchvision takes 48 pixels, the height of the first image, for 96
+        losses = {k: detection_losses(model, [batch[k]], [targets[k]], key) for k in order}
+        boxes = {k: detect(small_detector(mn.GN()).eval(), [batch[j] for j in order])[order.index(k)] for k in order}
+        found.append([{**losses[k], **boxes[k]} for k in (0, 1)])
+        assert model.roi_heads.mask_roi_pool.scales == [1 / 4, 1 / 8, 1 / 16, 1 / 32]
+    for one, other in zip(*found, strict=True):
+        assert_same_state(one, other, tol=0)
+
+
 def test_sampling_takes_the_wanted_share_and_fills_up_with_negatives():
     class Like:
         batch_size_per_image, positive_fraction = 8, 0.25

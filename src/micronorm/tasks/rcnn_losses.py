@@ -1,9 +1,10 @@
 """Losses and detections of torchvision's R-CNN models, for any training loop.
 
 `detection_losses` takes the place of `model(images, targets)` in any training loop. It makes what an image contributes
-a function of that image alone. In torchvision it is not, for four reasons:
+a function of that image alone. In torchvision it is not, for five reasons:
 
 - images are padded to the largest of their batch;
+- the scales of the feature maps are inferred from the first image that the model sees, without its padding;
 - losses are means over the batch, so that the weight of an image depends on the others in its batch;
 - anchors and regions are sampled by torch's global generator;
 - so is the size of an image, if the model has several.
@@ -11,6 +12,7 @@ a function of that image alone. In torchvision it is not, for four reasons:
 
 import contextlib
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -26,6 +28,7 @@ _ANCHORS, _REGIONS, _SIZE = (int.from_bytes(name, "big") for name in (b"anchor",
 
 _PARTS = ("transform", "backbone", "rpn", "roi_heads")
 _PREDICTORS = ("box_predictor", "mask_predictor", "keypoint_predictor")
+_POOLS = ("box_roi_pool", "mask_roi_pool", "keypoint_roi_pool")
 
 
 def detection_losses(
@@ -62,7 +65,7 @@ def detection_losses(
     detector = _detector_of(model)
     _check_arguments(detector, images, targets, keys)
     # The model itself is called, with another forward, so that its hooks run: DDP and FSDP need them.
-    with _replaced(detector, "forward", partial(_sum_over_images, detector)), _boxes_in_float32(detector):
+    with _replaced(detector, "forward", partial(_sum_over_images, detector)), _image_by_image(detector):
         return model(images, targets, keys.to(images[0].device))
 
 
@@ -75,7 +78,7 @@ def detect(model: nn.Module, images: Sequence[Tensor]) -> list[dict[str, Tensor]
         >>> sorted(detect(model, [torch.rand(3, 64, 64)])[0])
         ['boxes', 'labels', 'scores']
     """
-    with _boxes_in_float32(_detector_of(model)):
+    with _image_by_image(_detector_of(model)):
         return [model([image])[0] for image in images]
 
 
@@ -188,20 +191,41 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _boxes_in_float32(detector: Any) -> Iterator[None]:
-    """Turn half-precision features and predictions into float32 within this block.
+def _image_by_image(detector: Any) -> Iterator[None]:
+    """Set the scales of the feature maps, and turn half-precision features and predictions into float32.
 
     torchvision computes anchors and boxes in the dtype of features and predictions. In bfloat16, which has 8 bits, a
     box near the right edge of a large image moves in steps of 8 pixels.
     """
-    heads = [getattr(detector.roi_heads, name, None) for name in _PREDICTORS]
-    modules = [detector.backbone, detector.rpn.head, *(head for head in heads if head is not None)]
-    hooks = [module.register_forward_hook(_widen) for module in modules]
+    heads = _present(detector.roi_heads, _PREDICTORS)
+    hooks = [module.register_forward_hook(_widen) for module in (detector.backbone, detector.rpn.head, *heads)]
+    hooks.append(detector.backbone.register_forward_hook(partial(_set_scales, _present(detector.roi_heads, _POOLS))))
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _present(owner: Any, names: Sequence[str]) -> list[Any]:
+    return [part for name in names if (part := getattr(owner, name, None)) is not None]
+
+
+def _set_scales(pools: Sequence[Any], backbone: nn.Module, inputs: tuple[Tensor], features: Any) -> None:
+    """Set the scales of the feature maps, powers of two, from the padded size of the images.
+
+    torchvision compares the features with the first image that the model sees, without its padding, and keeps the
+    result. If the padding is 41 % of the image's height, all regions are taken from a wrong place.
+    """
+    from torchvision.ops.poolers import LevelMapper
+
+    size = max(inputs[0].shape[2:])
+    levels = {"0": features} if isinstance(features, Tensor) else features
+    for pool in pools:
+        pooled = [level for name, level in levels.items() if name in pool.featmap_names]
+        shifts = [round(math.log2(size / max(level.shape[2:]))) for level in pooled]
+        pool.scales = [2.0**-shift for shift in shifts]
+        pool.map_levels = LevelMapper(shifts[0], shifts[-1], pool.canonical_scale, pool.canonical_level)
 
 
 def _widen(module: nn.Module, inputs: Any, output: Any) -> Any:
