@@ -106,7 +106,7 @@ def test_broken_files_are_named(tmp_path):
         open_nuclei(tmp_path, masks=False)
     image.write_bytes(whole)
     _relabel(label, np.zeros((5, 6)))
-    with pytest.raises(ValueError, match=r"c\.jpg has 24×20 pixels, .*c\.png 6×5"):
+    with pytest.raises(ValueError, match=r"c\.jpg has 24×20 pixels, .*c\.png has 6×5"):
         open_nuclei(tmp_path, masks=False)
     Image.new("RGB", (24, 20)).save(label)
     with pytest.raises(ValueError, match=r"c\.png has RGB"):

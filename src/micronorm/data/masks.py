@@ -208,6 +208,16 @@ def pair_files(images: Path, masks: Path) -> list[MaskedImage]:
     return [MaskedImage(image, masks / f"{image.stem}.png") for image in found]
 
 
+def check_pair(pair: MaskedImage) -> None:
+    """Raise an error with the name of a file that is missing or cut short, or of a mask of another size."""
+    size, mask_size = map(check_picture, pair)
+    if size != mask_size:
+        raise ValueError(
+            f"a mask must be as large as its image: {pair.image} has {size[0]}×{size[1]} pixels, {pair.mask} has "
+            f"{mask_size[0]}×{mask_size[1]}"
+        )
+
+
 class MaskDecoder:
     """Images and masks. With `crop`, batches are float32 N×3×crop×crop and int64 N×crop×crop; otherwise lists.
 
@@ -228,13 +238,8 @@ class MaskDecoder:
         if crop is not None and crop < 1:
             raise ValueError(f"size must be positive, got {crop}")
         require_torchvision()
-        for image, mask in files:
-            size, mask_size = check_picture(image), check_picture(mask)
-            if size != mask_size:
-                raise ValueError(
-                    f"a mask must be as large as its image: {image} has {size[0]}×{size[1]} pixels, {mask} has "
-                    f"{mask_size[0]}×{mask_size[1]}"
-                )
+        for pair in files:
+            check_pair(pair)
         self._files, self._void, self._crop = list(files), void, crop
         self._standardize = Standardizer(IMAGENET)
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from micronorm.data.coco import DetectionDecoder, DetectionSamples, Target, encode_masks
-from micronorm.data.files import check_picture, decode, decode_labels, find_root, require_torchvision, split_by_fold
-from micronorm.data.masks import MaskedImage, pair_files
+from micronorm.data.files import decode, decode_labels, find_root, require_torchvision, split_by_fold
+from micronorm.data.masks import MaskedImage, check_pair, pair_files
 from micronorm.data.samples import DataSet
 
 NAMES = ("background", "nucleus")
@@ -114,14 +114,8 @@ class _NucleiDecoder(DetectionDecoder):
 
 def _read(pair: MaskedImage) -> _Picture:
     """Read an image and its labels, completely. Raise an error with the name of a broken file."""
-    for path in pair:
-        check_picture(path)
+    check_pair(pair)
     image, nuclei = np.array(decode(pair.image)), decode_labels(pair.mask, modes=("L", "I;16", "I"))
-    if nuclei.shape != image.shape[:2]:
-        sizes = [f"{width}×{height}" for height, width in (image.shape[:2], nuclei.shape)]
-        raise ValueError(
-            f"labels must be as large as the image: {pair.image} has {sizes[0]} pixels, {pair.mask} {sizes[1]}"
-        )
     if nuclei.min() < 0 or nuclei.max() > np.iinfo(np.uint16).max:
         raise ValueError(f"labels must lie between 0 and 65535, {pair.mask} has {nuclei.min()} to {nuclei.max()}")
     return _Picture(pair.image.name, image, nuclei.astype(np.uint16))
