@@ -49,6 +49,7 @@ def resolve(target: str, *, classes: int | None = None, from_file: bool = False)
     Raises:
         TargetError: The name is unknown (the message lists similar names), the factory fails or returns something
             else, or the recipe needs `classes`.
+        ValueError: We have no such recipe.
     """
     found = _look_up(target, from_file=from_file)
     if isinstance(found, Recipe):
@@ -79,7 +80,7 @@ def _look_up(target: str, *, from_file: bool) -> Any:
             f"{target!r} is not a target: write timm:NAME, torchvision:NAME, recipe:NAME, package.module:factory or "
             "file.py:factory"
         )
-    known = {"torchvision": _torchvision, "timm": _timm, "recipe": _recipe}
+    known = {"torchvision": _torchvision, "timm": _timm, "recipe": find}
     if source in known:
         return known[source](name)
     if from_file:
@@ -157,13 +158,6 @@ def _timm(name: str) -> nn.Module:
     return timm.create_model(name, pretrained=False)
 
 
-def _recipe(name: str) -> Recipe:
-    try:
-        return find(name)
-    except ValueError as error:
-        raise TargetError(str(error)) from error
-
-
 def _import_module(source: str) -> Any:
     here = str(Path.cwd())
     if here not in sys.path:  # a console script, unlike `python -m`, does not search it
@@ -229,9 +223,10 @@ def _spec(name: str, kind: type, options: dict[str, Any]) -> Any:
             raise TargetError(f"--{', --'.join(given)} needs another norm than none; name it with --norm")
         return None
     known: dict[str, Any] = {key.lower(): spec for key, spec in SPECS.items() if issubclass(spec, kind)}
-    source, colon, attribute = name.rpartition(":")
+    source, _, attribute = name.rpartition(":")
+    own = source and attribute
     spec: Any
-    if colon and source and attribute:
+    if own:
         spec = import_object(source, attribute)
         if not (isinstance(spec, kind) or (isinstance(spec, type) and issubclass(spec, kind))):
             raise TargetError(f"{name} must be a {kind.__name__} of micronorm.nn, a class or a value; got {spec!r}")
@@ -242,7 +237,6 @@ def _spec(name: str, kind: type, options: dict[str, Any]) -> Any:
     foreign = sorted(given.keys() - {field.name for field in fields(spec)})
     if foreign:
         raise TargetError(f"{name} takes no --{', --'.join(foreign)}")
-    own = colon and source and attribute
     return _build_own(name, spec, given) if own else spec(**given)
 
 
