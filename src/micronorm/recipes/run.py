@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,7 @@ class Variation:
 
     def given(self) -> dict[str, Any]:
         """Return the fields that are not None."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: value for name, value in values.items() if value is not None}
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 def run_recipe(
@@ -167,7 +166,7 @@ def _describe(recipe: Recipe, variation: Variation, command: str) -> dict[str, A
         "recipe": recipe.name,
         "command": command,
         "definition": recipe.definition(),
-        "variation": {f.name: getattr(variation, f.name) for f in fields(variation)},
+        "variation": asdict(variation),
         "title": recipe.title,
         "paper": None if recipe.paper is None else dict(recipe.paper),
     }
@@ -179,6 +178,5 @@ def _start_from(model: nn.Module, path: Path, listener: Listener) -> Mapping[str
     listener.on_message(f"weights of {path}: {found}")
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     origin = read_header(path).get("model", "").removeprefix("recipe:")
-    return {"file": path.name, "sha256": digest, "recipe": origin} | {
-        f.name: list(getattr(found, f.name)) for f in fields(found)
-    }
+    names = {kind: list(names) for kind, names in vars(found).items()}
+    return {"file": path.name, "sha256": digest, "recipe": origin, **names}
