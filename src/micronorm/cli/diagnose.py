@@ -27,7 +27,7 @@ from micronorm.cli.targets import (
 from micronorm.cli.train import find_device
 from micronorm.convert.checkpoint import load_state, read_state
 from micronorm.data.files import SUFFIXES, decode, require_torchvision, to_pixels
-from micronorm.data.samples import IMAGENET, Standardization
+from micronorm.data.samples import IMAGENET, Standardization, Standardizer
 from micronorm.diagnostics.diagnosis import Diagnosis
 from micronorm.diagnostics.diagnosis import diagnose as examine
 from micronorm.recipes.load import facts_beside, recorded_names
@@ -229,8 +229,7 @@ def _read_folder(folder: Path, count: int, size: int, standardization: Standardi
     chosen = [files[i * len(files) // count] for i in range(count)] if len(files) > count else files
     require_torchvision()
     images = torch.stack([to_pixels(crop_centre(decode(file), size)) for file in chosen])
-    mean, std = (torch.tensor(part).view(-1, 1, 1) for part in standardization)
-    return (images - mean) / std
+    return Standardizer(standardization)(images)
 
 
 def _with_channels(images: Tensor, channels: int) -> Tensor:
