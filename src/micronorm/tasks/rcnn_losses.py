@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from micronorm.nn.per_step.keyed_dropout import dropout_keys
 from micronorm.ops.keyed import integers, words
+from micronorm.tasks.scores import widen
 
 # Streams of random words, one for each use of an image's key.
 _ANCHORS, _REGIONS, _SIZE = (int.from_bytes(name, "big") for name in (b"anchor", b"region", b"size"))
@@ -230,7 +231,7 @@ def _set_scales(pools: Sequence[Any], backbone: nn.Module, inputs: tuple[Tensor]
 
 def _widen(module: nn.Module, inputs: Any, output: Any) -> Any:
     if isinstance(output, Tensor):
-        return output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
+        return widen(output)
     if isinstance(output, Mapping):
         return {name: _widen(module, inputs, value) for name, value in output.items()}
     return type(output)(_widen(module, inputs, value) for value in output)

@@ -42,7 +42,12 @@ def compute_logits(model: nn.Module, images: Tensor, shape: tuple[int, ...]) -> 
             f"the model gives shape {tuple(logits.shape)} for {len(images)} images of {shape[0]} classes; build it "
             f"with {shape[0]} outputs, so that the logits are {wanted}"
         )
-    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    return widen(logits)
+
+
+def widen(values: Tensor) -> Tensor:
+    """Return half-precision values in float32, others as they are."""
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
 class SumScore:

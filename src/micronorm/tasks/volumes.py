@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from micronorm.data.files import FOLDS
 from micronorm.data.volumes import Size, open_decathlon
 from micronorm.tasks.pictures import colour_code, draw_image, draw_labels, in_eval_mode, load_few
-from micronorm.tasks.scores import SumLoss, SumScore
+from micronorm.tasks.scores import SumLoss, SumScore, widen
 
 PATCH = (32, 48, 32)
 """Depth, height and width of the patches of the hippocampus, whose volumes have about 35×50×36 voxels."""
@@ -43,7 +43,7 @@ def dice_and_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         >>> [round(part.item(), 3) for part in dice_and_entropy(sure, labels)]
         [1.0, 0.0]
     """
-    wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    wide = widen(logits)
     entropy = F.cross_entropy(wide, labels, reduction="none").flatten(1).mean(1)
     chance = wide.softmax(1)[:, 1:].flatten(2)
     truth = labels.flatten(1)[:, None] == torch.arange(1, wide.shape[1], device=labels.device)[:, None]
