@@ -105,6 +105,17 @@ def test_the_paper_s_bcn_is_algorithm_1_and_ours_by_step():
     assert recipes.find("mask/rn50-bcn-ws-step").norm.statistics == "step"
 
 
+@pytest.mark.parametrize("masks", [False, True])
+def test_torchvision_s_call_knows_the_scales_of_the_features_of_a_padded_image(masks):
+    model = build_rcnn((1, 1, 1, 1), classes=3, masks=masks, **{**OPTIONS, "size_divisible": 96}).eval()
+    image = torch.rand(3, 48, 48)
+    with torch.no_grad():
+        (found,) = model([image])
+        (expected,) = detect(model, [image])
+    assert_close_to_max(found["boxes"], expected["boxes"], tol=0)
+    assert model.roi_heads.box_roi_pool.scales[0] == 1 / 4
+
+
 def test_images_keep_their_size_in_the_detector_of_nuclei():
     network = built("nuclei/gn")
     for mode in (True, False):

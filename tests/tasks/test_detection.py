@@ -167,10 +167,12 @@ def test_the_scales_of_the_features_do_not_depend_on_the_image_that_comes_first(
     targets = [target, {**target, "boxes": target["boxes"] / 2, "masks": torch.zeros(2, 80, 40)}]
     key, found = torch.tensor([3]), []
     for order in ((0, 1), (1, 0)):
-        model = small_detector(mn.GN())
-        model.transform.size_divisible = 96  # torchvision takes 48 pixels, the height of the first image, for 96
+        model, trained = small_detector(mn.GN()), small_detector(mn.GN()).eval()
+        for pool in (model.roi_heads.box_roi_pool, model.roi_heads.mask_roi_pool, trained.roi_heads.box_roi_pool):
+            pool.scales = None  # as in a model that torchvision has built
+        model.transform.size_divisible = trained.transform.size_divisible = 96  # twice the height of the first image
         losses = {k: detection_losses(model, [batch[k]], [targets[k]], key) for k in order}
-        boxes = {k: detect(small_detector(mn.GN()).eval(), [batch[j] for j in order])[order.index(k)] for k in order}
+        boxes = {k: detect(trained, [batch[k]])[0] for k in order}
         found.append([{**losses[k], **boxes[k]} for k in (0, 1)])
         assert model.roi_heads.mask_roi_pool.scales == [1 / 4, 1 / 8, 1 / 16, 1 / 32]
     for one, other in zip(*found, strict=True):

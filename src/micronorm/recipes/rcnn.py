@@ -6,9 +6,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from micronorm.recipes.resnet import build_resnet, import_torchvision
+from micronorm.tasks.rcnn_losses import set_levels
 
 ANCHORS = (32, 64, 128, 256, 512)
 """Sizes of the anchors on the five levels of the pyramid."""
+LEVELS = (2, 3, 4, 5)
+"""How often the features were halved on the levels from which regions are taken."""
 
 
 def build_rcnn(
@@ -73,6 +76,9 @@ def build_rcnn(
             # many classes keep its weights, because small ones would slow the training of each class.
             nn.init.normal_(parts["mask_predictor"].mask_fcn_logits.weight, std=0.001)
     network = (models.MaskRCNN if masks else models.FasterRCNN)(backbone, **parts, **options)
+    for pool in (network.roi_heads.box_roi_pool, network.roi_heads.mask_roi_pool):
+        if pool is not None:  # otherwise torchvision infers them from the first image, without its padding
+            set_levels(pool, LEVELS)
     if keep_size:
         network.transform.resize = _keep_size
     return network

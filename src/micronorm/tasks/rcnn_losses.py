@@ -218,15 +218,19 @@ def _set_scales(pools: Sequence[Any], backbone: nn.Module, inputs: tuple[Tensor]
     torchvision compares the features with the first image that the model sees, without its padding, and keeps the
     result. If the padding is 41 % of the image's height, all regions are taken from a wrong place.
     """
-    from torchvision.ops.poolers import LevelMapper
-
     size = max(inputs[0].shape[2:])
     levels = {"0": features} if isinstance(features, Tensor) else features
     for pool in pools:
         pooled = [level for name, level in levels.items() if name in pool.featmap_names]
-        shifts = [round(math.log2(size / max(level.shape[2:]))) for level in pooled]
-        pool.scales = [2.0**-shift for shift in shifts]
-        pool.map_levels = LevelMapper(shifts[0], shifts[-1], pool.canonical_scale, pool.canonical_level)
+        set_levels(pool, [round(math.log2(size / max(level.shape[2:]))) for level in pooled])
+
+
+def set_levels(pool: Any, levels: Sequence[int]) -> None:
+    """Tell torchvision's MultiScaleRoIAlign how often each of its feature maps was halved: [2, 3, 4, 5]."""
+    from torchvision.ops.poolers import LevelMapper
+
+    pool.scales = [2.0**-level for level in levels]
+    pool.map_levels = LevelMapper(levels[0], levels[-1], pool.canonical_scale, pool.canonical_level)
 
 
 def _widen(module: nn.Module, inputs: Any, output: Any) -> Any:
