@@ -118,6 +118,14 @@ def test_images_per_second_are_those_of_recent_steps(clock):
     assert ", 8.0 samples/s" in out.getvalue()
 
 
+def test_slow_steps_show_the_seconds_of_a_sample(clock):
+    progress, out = listen(clock)
+    progress.on_start(200, 0, "objects")
+    progress.on_step(step_row(1, samples=8, seconds=100.0))
+    progress.on_epoch(epoch_row(0))
+    assert ", 12 s/sample" in out.getvalue()
+
+
 def test_what_a_row_lacks_is_not_shown_and_nothing_fails(clock):
     progress, out = listen(clock)
     progress.on_start(None, 0, "")

@@ -315,4 +315,6 @@ class TrainingProgress(Listener):
         if not self._recent:
             return ""
         samples, seconds = map(sum, zip(*self._recent, strict=True))
+        if seconds > 10 * samples:
+            return f"{seconds / samples:,.0f} s/sample"
         return f"{samples / seconds:,.{0 if samples >= 10 * seconds else 1}f} samples/s"

@@ -45,7 +45,7 @@ class Segmentation:
     """
 
     sample = "image"
-    evaluation_batch = 64
+    evaluation_batch = 8
 
     def __init__(self, train: Any, test: Any, *, names: tuple[str, ...], void: int = VOID) -> None:
         self.train, self.test = train, test
