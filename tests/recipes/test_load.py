@@ -10,8 +10,10 @@ import torch
 
 import micronorm as mn
 from micronorm import recipes
+from micronorm.convert.checkpoint import pack_state
 from micronorm.engine.settings import Execution
-from micronorm.recipes.run import run_recipe
+from micronorm.engine.task import Listener
+from micronorm.recipes.run import _start_from, run_recipe
 
 
 @pytest.fixture(scope="module")
@@ -73,3 +75,15 @@ def test_a_folder_without_a_finished_run_says_what_is_missing(trained, tmp_path)
     (unfinished / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"the run has not ended"):
         mn.load(unfinished)
+
+
+@pytest.mark.parametrize("row, told", [("bn", True), ("bcn-ws", False)])
+def test_weights_of_a_network_without_bcn_are_told_to_compute_something_else(tmp_path, row, told):
+    file = tmp_path / "weights.safetensors"
+    file.write_bytes(pack_state(recipes.find(f"digits/{row}").build(seed=0), {}))
+    heard: list[str] = []
+    listener = Listener()
+    listener.on_message = heard.append
+    facts = _start_from(recipes.find("digits/bcn-ws").build(seed=1), file, listener)
+    assert ["without BCN" in text for text in heard] == ([False, True] if told else [False])
+    assert facts["unused"] == []

@@ -24,7 +24,7 @@ class LoadedWeights:
     missing: tuple[str, ...]
     """Tensors of the model that the file lacks; they keep their initial values."""
     unused: tuple[str, ...]
-    """Tensors of the file that the model lacks."""
+    """Tensors of the file that the model lacks, without BatchNorm's counters of batches."""
     other_shape: tuple[str, ...]
     """Tensors whose shapes differ, such as a classifier of other classes; the model's keep their initial values."""
 
@@ -91,7 +91,7 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> LoadedWeigh
     return LoadedWeights(
         loaded=tuple(sorted(fitting)),
         missing=tuple(sorted(own.keys() - tensors.keys())),
-        unused=tuple(sorted(tensors.keys() - own.keys())),
+        unused=tuple(sorted(name for name in tensors.keys() - own.keys() if not name.endswith("num_batches_tracked"))),
         other_shape=tuple(sorted(common - fitting.keys())),
     )
 

@@ -176,6 +176,11 @@ def _start_from(model: nn.Module, path: Path, listener: Listener) -> Mapping[str
     """Load weights into the model. Report to the listener, and return for the record, what was dropped or missing."""
     found = load_weights(model, read_weights(path))
     listener.on_message(f"weights of {path}: {found}")
+    if any(name.endswith(".group_weight") and name.replace(".group_", ".") in found.loaded for name in found.missing):
+        listener.on_message(
+            "the file is of a network without BCN: this network computes something else with its weights, until it has "
+            "trained; mn.convert(model, warm_steps=...) starts from the old function"
+        )
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     origin = read_header(path).get("model", "").removeprefix("recipe:")
     names = {kind: list(names) for kind, names in vars(found).items()}
