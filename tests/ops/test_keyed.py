@@ -46,6 +46,10 @@ def test_a_draw_is_a_function_of_seed_epoch_index_and_stream(seed, epoch, index,
     assert [word % 2**64 for word in words(keys, 3, stream=stream)[0].tolist()] == expected
 
 
+def test_a_list_of_indices_gives_the_keys_of_a_tensor():
+    assert torch.equal(sample_keys([3, 1], seed=7, epoch=2), sample_keys(torch.tensor([3, 1]), seed=7, epoch=2))
+
+
 def test_draws_do_not_depend_on_the_cut_or_the_order():
     order = torch.randperm(50)
     whole = uniforms(sample_keys(order, seed=7, epoch=2), 3, stream=4)

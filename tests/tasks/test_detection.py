@@ -81,6 +81,9 @@ def test_a_keypoint_rcnn_in_float64_does_not_depend_on_the_cut():
         middle = (target["boxes"][:, :2] + target["boxes"][:, 2:]) / 2
         points = middle[:, None] + torch.tensor([-1.0, 0.0, 1.0])[:, None]  # K×3×2
         target["keypoints"] = torch.cat([points, torch.ones_like(points[..., :1])], 2)
+    short = {**targets[0], "keypoints": targets[0]["keypoints"][:1]}
+    with pytest.raises(ValueError, match="target 0 has 1 for 2 boxes"):
+        detection_losses(model, images[:1], [short], keys[:1])
     whole, *parts = (
         detection_losses(model.double(), *cut((images, targets, keys), part))
         for part in (slice(0, 4), slice(0, 1), slice(1, 4))
@@ -216,10 +219,13 @@ def test_boxes_stay_in_float32_under_autocast():
 def test_the_model_is_as_before_afterwards():
     model = small_detector(mn.GN())
     samplers = model.rpn.fg_bg_sampler, model.roi_heads.fg_bg_sampler
-    images, targets, keys = scenes()
-    without = [{name: target[name] for name in ("boxes", "labels")} for target in targets]
-    with pytest.raises(ValueError, match="should have a masks key"):
-        detection_losses(model, images, without, keys)
+
+    def fail(module, inputs):
+        raise RuntimeError("failed in the mask head")
+
+    model.roi_heads.mask_head.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="failed in the mask head"):
+        detection_losses(model, *scenes())
     assert (model.rpn.fg_bg_sampler, model.roi_heads.fg_bg_sampler) == samplers
     assert "forward" not in vars(model)
     assert not model.backbone._forward_hooks
@@ -232,7 +238,7 @@ def test_wrong_arguments_are_named():
         detection_losses(model, images, targets, cast(Any, [0, 1, 2, 3]))
     with pytest.raises(ValueError, match="got 4 images, 4 targets and 3 keys"):
         detection_losses(model, images, targets, keys[:3])
-    with pytest.raises(ValueError, match=r"needs boxes and labels, target 1 has only \['boxes'\]"):
+    with pytest.raises(ValueError, match=r"needs boxes, labels, masks; target 1 has only \['boxes'\]"):
         detection_losses(model, images, [targets[0], {"boxes": targets[1]["boxes"]}, *targets[2:]], keys)
     for box in ([5.0, 5.0, 5.0, 9.0], [float("nan")] * 4):
         bad = [{**targets[0], "boxes": torch.tensor([[1.0, 1.0, 2.0, 2.0], box])}, *targets[1:]]
@@ -242,10 +248,28 @@ def test_wrong_arguments_are_named():
         detection_losses(model, images[:1], [{**targets[0], "boxes": torch.zeros(4)}], keys[:1])
     with pytest.raises(ValueError, match=r"at least 1 .*; target 0 has \[0, 1\] for 2 boxes"):
         detection_losses(model, images, [{**targets[0], "labels": torch.tensor([0, 1])}, *targets[1:]], keys)
+    with pytest.raises(TypeError, match=r"returns, got torch\.float32"):
+        detection_losses(model, images, targets, keys.float())
     with pytest.raises(ValueError, match="eval mode"):
         detection_losses(model.eval(), images, targets, keys)
     with pytest.raises(TypeError, match="R-CNN of torchvision, got Linear"):
         detection_losses(torch.nn.Linear(2, 2), images, targets, keys)
+
+
+@pytest.mark.parametrize(
+    "name, value, error, message",
+    [
+        ("masks", torch.ones(1, 48, 48), ValueError, r"\(2, 48, 48\); those of target 0 have shape \(1, 48, 48\)"),
+        ("masks", torch.ones(2, 10, 10), ValueError, r"\(2, 48, 48\); those of target 0 have shape \(2, 10, 10\)"),
+        ("labels", torch.tensor([1, 7]), ValueError, r"number of classes, 3; target 0 has \[1, 7\]"),
+        ("labels", torch.tensor([1, 2], dtype=torch.int32), TypeError, r"target 0 are torch.int32; use labels.long"),
+        ("boxes", [[1.0, 1.0, 2.0, 2.0]], TypeError, "boxes must be a tensor, target 0 has a list"),
+    ],
+)
+def test_a_wrong_part_of_a_target_is_named(name, value, error, message):
+    images, targets, keys = scenes()
+    with pytest.raises(error, match=message):
+        detection_losses(small_detector(mn.GN()), images, [{**targets[0], name: value}, *targets[1:]], keys)
 
 
 def step_on_rank(rank: int, world: int, model: Any) -> dict[str, torch.Tensor]:

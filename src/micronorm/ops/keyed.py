@@ -5,6 +5,8 @@ epoch and the sample's index. No cut into micro-batches, ranks or workers can th
 SplitMix64, a fixed bijection of 64-bit words, in torch's wrapping int64 arithmetic: the same bits on every device.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -40,15 +42,16 @@ def _mix_word(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def sample_keys(indices: Tensor, *, seed: int, epoch: int) -> Tensor:
-    """Return one key per sample, int64 N, on the device of `indices`.
+def sample_keys(indices: Tensor | Sequence[int], *, seed: int, epoch: int) -> Tensor:
+    """Return one key per sample, int64 N, on the device of `indices`; a list gives keys on the CPU.
 
     Example:
         >>> whole = sample_keys(torch.arange(4), seed=0, epoch=3)
-        >>> torch.equal(whole[2:], sample_keys(torch.tensor([2, 3]), seed=0, epoch=3))
+        >>> torch.equal(whole[2:], sample_keys([2, 3], seed=0, epoch=3))
         True
     """
-    return _mix(indices.to(torch.int64) + _signed(_mix_word(_mix_word(seed % _WORD) + epoch)))
+    indices = torch.as_tensor(indices, dtype=torch.int64)
+    return _mix(indices + _signed(_mix_word(_mix_word(seed % _WORD) + epoch)))
 
 
 def words(keys: Tensor, draws: int, *, stream: int = 0) -> Tensor:

@@ -51,8 +51,8 @@ def detection_losses(
         keys: int64 N, from `micronorm.ops.keyed.sample_keys`: they determine which anchors and regions are sampled.
 
     Raises:
-        TypeError: the model is another kind of detector, or the keys are no tensor.
-        ValueError: it is in eval mode, the arguments differ in length, or a box has no area.
+        TypeError: the model is another kind of detector, or keys or part of a target are no tensor or no int64.
+        ValueError: it is in eval mode, the arguments differ in length, or a target lacks a part or has a wrong one.
 
     Example:
         >>> from micronorm.ops.keyed import sample_keys
@@ -254,33 +254,55 @@ def _detector_of(model: nn.Module) -> Any:
 
 
 def _check_arguments(
-    detector: nn.Module, images: Sequence[Tensor], targets: Sequence[Mapping[str, Any]], keys: Tensor
+    detector: Any, images: Sequence[Tensor], targets: Sequence[Mapping[str, Any]], keys: Tensor
 ) -> None:
     if not detector.training:
         raise ValueError("the model is in eval mode and has no losses; call model.train() first")
-    if not isinstance(keys, Tensor):
+    if not isinstance(keys, Tensor) or keys.dtype != torch.int64:
         raise TypeError(
             "keys must be the tensor that sample_keys(image_ids, seed=..., epoch=...) returns, got "
-            f"{type(keys).__name__}"
+            f"{keys.dtype if isinstance(keys, Tensor) else type(keys).__name__}"
         )
     if not len(images) == len(targets) == len(keys) > 0:
         raise ValueError(
             f"there must be one target and one key for each of at least one image, got {len(images)} images, "
             f"{len(targets)} targets and {len(keys)} keys"
         )
-    for k, target in enumerate(targets):
-        if not {"boxes", "labels"} <= set(target):
-            raise ValueError(f"a target needs boxes and labels, target {k} has only {sorted(target)}")
-        boxes = target["boxes"]
-        if boxes.ndim != 2 or boxes.shape[1] != 4:
-            raise ValueError(f"boxes must have shape K×4, those of target {k} have {tuple(boxes.shape)}")
-        wrong = ~(boxes[:, 2:] > boxes[:, :2]).all(1)  # NaN is wrong, too
-        if wrong.any():
-            box = boxes[wrong][0].tolist()
-            raise ValueError(f"boxes must have x1 < x2 and y1 < y2, target {k} has {box}; leave such boxes out")
-        labels = target["labels"]
-        if len(labels) != len(boxes) or (labels < 1).any():
-            raise ValueError(
-                f"labels must be one per box, at least 1 (0 is the background); target {k} has {labels.tolist()} for "
-                f"{len(boxes)} boxes"
+    for k, (image, target) in enumerate(zip(images, targets, strict=True)):
+        _check_target(detector.roi_heads, k, image, target)
+
+
+def _check_target(roi_heads: Any, k: int, image: Tensor, target: Mapping[str, Any]) -> None:
+    optional = {"masks": "mask_predictor", "keypoints": "keypoint_predictor"}
+    needed = ["boxes", "labels", *(name for name, part in optional.items() if _present(roi_heads, [part]))]
+    if not set(needed) <= set(target):
+        raise ValueError(f"a target of this model needs {', '.join(needed)}; target {k} has only {sorted(target)}")
+    for name in needed:
+        if not isinstance(target[name], Tensor):
+            raise TypeError(
+                f"{name} must be a tensor, target {k} has a {type(target[name]).__name__}; use torch.as_tensor(...)"
             )
+    boxes, labels = target["boxes"], target["labels"]
+    if boxes.ndim != 2 or boxes.shape[1] != 4:
+        raise ValueError(f"boxes must have shape K×4, those of target {k} have {tuple(boxes.shape)}")
+    wrong = ~(boxes[:, 2:] > boxes[:, :2]).all(1)  # NaN is wrong, too
+    if wrong.any():
+        box = boxes[wrong][0].tolist()
+        raise ValueError(f"boxes must have x1 < x2 and y1 < y2, target {k} has {box}; leave such boxes out")
+    if labels.dtype != torch.int64:
+        raise TypeError(f"labels must be int64, those of target {k} are {labels.dtype}; use labels.long()")
+    classes = getattr(getattr(roi_heads.box_predictor, "cls_score", None), "out_features", math.inf)
+    if labels.shape != boxes.shape[:1] or ((labels < 1) | (labels >= classes)).any():
+        raise ValueError(
+            "labels must be one per box, at least 1 (0 is the background) and less than the model's number of classes, "
+            f"{classes}; target {k} has {labels.tolist()} for {len(boxes)} boxes"
+        )
+    if "masks" in needed and target["masks"].shape != (len(boxes), *image.shape[-2:]):
+        raise ValueError(
+            f"masks must be one per box and as large as the image, {(len(boxes), *image.shape[-2:])}; those of target "
+            f"{k} have shape {tuple(target['masks'].shape)}"
+        )
+    if "keypoints" in needed and len(target["keypoints"]) != len(boxes):
+        raise ValueError(
+            f"keypoints must be one row per box, target {k} has {len(target['keypoints'])} for {len(boxes)} boxes"
+        )
