@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torchvision.models.detection import fasterrcnn_mobilenet_v3_large_320_fpn, maskrcnn_resnet50_fpn
 from torchvision.ops import FrozenBatchNorm2d
 
 import micronorm as mn
@@ -103,6 +104,15 @@ def test_the_schedule_is_the_framework_s(name, batch, lr, steps, drops):
 def test_the_paper_s_bcn_is_algorithm_1_and_ours_by_step():
     assert {recipes.find(f"{table}/rn50-bcn-ws").norm.statistics for table in ("mask", "fast")} == {"sequential"}
     assert recipes.find("mask/rn50-bcn-ws-step").norm.statistics == "step"
+
+
+@pytest.mark.parametrize("builder", [fasterrcnn_mobilenet_v3_large_320_fpn, maskrcnn_resnet50_fpn])
+def test_heads_of_torchvision_without_norms_stay_as_they_are(builder):
+    recipe = recipes.find("nuclei/bcn-ws")
+    with torch.device("meta"):
+        network = recipe.equip(builder(weights=None, weights_backbone=None, num_classes=3))
+    assert any(isinstance(m, mn.nn.BatchChannelNorm) for m in network.backbone.modules())
+    assert not any(isinstance(m, mn.nn.WSConv2d) for m in network.roi_heads.modules())
 
 
 @pytest.mark.parametrize("masks", [False, True])

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from micronorm.convert import convert
+from micronorm.convert.norms import describe_norm, looks_like_a_norm
 from micronorm.engine.settings import Settings
 from micronorm.nn import BCN, BN
 from micronorm.nn.spec import NormSpec, WeightSpec
@@ -195,7 +196,7 @@ class Recipe:
 
 
 def parts_to_convert(network: Any, norm: NormSpec | None) -> list[tuple[nn.Module, NormSpec | None]]:
-    """Return the parts of a detector that have norms, each with its spec; for any other network, the network itself.
+    """Return the backbone of a detector and the heads that have norms, with their specs; else the network itself.
 
     The parts can be traced symbolically. The whole detector must be run instead, on an image of 800 pixels. A spec
     whose micro-batch is one image takes all regions of an image as the micro-batch of a head.
@@ -212,8 +213,13 @@ def parts_to_convert(network: Any, norm: NormSpec | None) -> list[tuple[nn.Modul
     regions = norm
     if (isinstance(norm, BN) and norm.micro_batch) or (isinstance(norm, BCN) and norm.statistics == "sequential"):
         regions = replace(norm, micro_batch=heads.fg_bg_sampler.batch_size_per_image)
-    found = [(network.backbone, norm), (heads.box_head, regions), (heads.mask_head, regions)]
-    return [(part, spec) for part, spec in found if part is not None]
+    # `convert` refuses a part without norms, such as torchvision's usual box head of two linear layers.
+    normed = [head for head in (heads.box_head, heads.mask_head) if head is not None and _has_norm(head)]
+    return [(network.backbone, norm), *((head, regions) for head in normed)]
+
+
+def _has_norm(part: nn.Module) -> bool:
+    return any(looks_like_a_norm(module) or describe_norm(module) is not None for module in part.modules())
 
 
 @dataclass(frozen=True, kw_only=True)
