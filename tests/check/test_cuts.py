@@ -246,6 +246,16 @@ def test_float32_inside_a_model_is_allowed_for_and_noted():
     assert "narrower type" in report.notes[0]
 
 
+def test_a_batch_norm_that_gets_one_sample_at_a_time_is_noted():
+    net = Net(nn.BatchNorm2d(8))
+    for norm, notes in ((nn.BatchNorm2d(8), 1), (nn.BatchNorm2d(8).eval().requires_grad_(False), 0)):
+        net.middle = norm
+        report = mn.check_cuts(Loop(net), images(), summed)
+        assert report, str(report)
+        assert len(report.notes) == notes
+        assert all("net.middle use batch statistics, but every forward had one sample" in n for n in report.notes)
+
+
 class _ToDouble(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.double()

@@ -10,7 +10,7 @@ from torch import nn
 from micronorm.check.causes import Comparison, Fault, uses_batch_statistics
 from micronorm.check.report import CutsReport, Difference, Finding, finding
 from micronorm.check.runs import Experiment, StepRun, check_batch, check_model
-from micronorm.check.trace import MOST_ROUNDING, ROUNDING, Call, deviation
+from micronorm.check.trace import MOST_ROUNDING, ROUNDING, Call, Leaf, deviation
 
 # For one step, relative to each tensor's maximum, if the model computes in float64 or float32. Narrower types are
 # compared at a multiple of their rounding.
@@ -101,6 +101,13 @@ class _Check:
         notes = []
         if self.tol > 1e-12:
             notes.append(f"parts of the model compute in a narrower type than float64; the tolerance is {self.tol:.0e}")
+        if not (self.findings or self.differences) and (alone := self._norms_of_single_samples()):
+            more = f" and {len(alone) - 1} more" if len(alone) > 1 else ""
+            notes.append(
+                f"{alone[0]}{more} use batch statistics, but every forward had one sample only: this batch does not "
+                "show whether they mix samples. detection_losses joins neighbours of equal padded size: use two such "
+                "images"
+            )
         return CutsReport(
             samples=self.samples,
             cuts={name: [len(part) for part in cut] for name, cut in self.cuts.items()},
@@ -111,6 +118,16 @@ class _Check:
             differences=sorted(self.differences, key=lambda d: (d.kind != "gradient", -d.error)),
             notes=notes,
         )
+
+    def _norms_of_single_samples(self) -> list[str]:
+        """Return the norms by batch statistics that got one sample in every call, although the batch has more."""
+        found = []
+        for name, module in self.experiment.modules.items():
+            if uses_batch_statistics(module) and module.training:
+                inputs = [call.inputs for call in self.whole.traces[0].calls(name)]
+                if {len(x[0].first) for x in inputs if isinstance(x, list) and isinstance(x[0], Leaf)} == {1}:
+                    found.append(name)
+        return found
 
     def _run_whole(self) -> StepRun:
         whole = self.experiment.run(self.cuts["whole"])
