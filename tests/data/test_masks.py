@@ -94,8 +94,15 @@ def test_label_maps_with_more_labels_than_classes_and_void_are_refused_by_file(t
     (tmp_path / "classes.txt").write_text("a\n")
     with pytest.raises(ValueError, match=r"names 1 classes"):
         open_label_maps(tmp_path)
+
+
+def test_an_image_without_a_mask_and_a_mask_without_an_image_are_named(tmp_path):
+    write_label_maps(tmp_path)
+    (tmp_path / "val/images/0.jpg").unlink()
+    with pytest.raises(FileNotFoundError, match=r"masks/0\.png has no image of this name in .*val/images"):
+        open_label_maps(tmp_path)
     (tmp_path / "val/masks/1.png").unlink()
-    with pytest.raises(ValueError, match=r"1\.png is not a readable label map"):
+    with pytest.raises(FileNotFoundError, match=r"images/1\.jpg has no mask .*val/masks/1\.png"):
         open_label_maps(tmp_path)
 
 

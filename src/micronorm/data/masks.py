@@ -126,7 +126,7 @@ def open_label_maps(folder: Path | str | None, *, size: int | None = None, worke
         workers: processes that decode; 0 decodes in this one.
 
     Raises:
-        FileNotFoundError: a folder or a mask is missing.
+        FileNotFoundError: a folder, a mask or an image is missing.
         ValueError: no folder is given, a file is broken, or there are more labels than classes and void.
     """
     if folder is None:
@@ -196,7 +196,7 @@ def pair_files(images: Path, masks: Path) -> list[MaskedImage]:
     """Return the images of a folder with the masks of the same name (and the suffix .png) in another, sorted.
 
     Raises:
-        FileNotFoundError: a folder is missing, or an image has no mask.
+        FileNotFoundError: a folder is missing, an image has no mask, or a mask has no image.
         ValueError: there are no images.
     """
     for folder in (images, masks):
@@ -205,7 +205,14 @@ def pair_files(images: Path, masks: Path) -> list[MaskedImage]:
     found = sorted(path for path in images.iterdir() if path.suffix.lower() in SUFFIXES and path.name[0] != ".")
     if not found:
         raise ValueError(f"{images} holds no image ({', '.join(SUFFIXES)})")
-    return [MaskedImage(image, masks / f"{image.stem}.png") for image in found]
+    pairs = [MaskedImage(image, masks / f"{image.stem}.png") for image in found]
+    for image, mask in pairs:
+        if not mask.exists():
+            raise FileNotFoundError(f"{image} has no mask {mask}; add it or delete the image")
+    strangers = {path for path in masks.glob("*.png") if path.name[0] != "."} - {pair.mask for pair in pairs}
+    if strangers:
+        raise FileNotFoundError(f"{min(strangers)} has no image of this name in {images}; add it or delete the mask")
+    return pairs
 
 
 def check_pair(pair: MaskedImage) -> None:
