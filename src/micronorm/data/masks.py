@@ -127,7 +127,8 @@ def open_label_maps(folder: Path | str | None, *, size: int | None = None, worke
 
     Raises:
         FileNotFoundError: a folder, a mask or an image is missing.
-        ValueError: no folder is given, a file is broken, or there are more labels than classes and void.
+        ValueError: no folder is given, a file is broken, there are more labels than classes and void, or void occurs
+            and the first or last class does not.
     """
     if folder is None:
         raise ValueError("label_maps reads your own data: give its folder with --data")
@@ -171,7 +172,16 @@ def _find_classes(listed: Path, where: Mapping[int, Path]) -> tuple[tuple[str, .
             f"{listed} names {len(names)} classes, labels 0 to {len(names) - 1}, and one further label may be void; "
             f"there are {beyond[0]} ({where[beyond[0]]}) and {beyond[1]} ({where[beyond[1]]}): name all classes"
         )
-    return names, beyond[0] if beyond else VOC_VOID
+    void = beyond[0] if beyond else VOC_VOID
+    # A class that was saved as the void label leaves the last class empty; labels from 1 on leave the first one empty.
+    empty = [k for k in (0, len(names) - 1) if k not in where]
+    if beyond and empty:
+        raise ValueError(
+            f"no mask has the class {names[empty[0]]!r}, label {empty[0]} in {listed}, and {void} was taken as void "
+            f"({where[void]}); a class saved as {void} must be saved as {len(names) - 1}, and a last class without "
+            "pixels must be removed from the list"
+        )
+    return names, void
 
 
 def _mask_set(
@@ -184,7 +194,10 @@ def _mask_set(
     workers: int,
 ) -> MaskSet:
     if len(names) < 2:
-        raise ValueError(f"segmentation needs at least 2 classes, got {len(names)}: {', '.join(names) or 'none'}")
+        raise ValueError(
+            f"segmentation needs at least 2 classes, got {len(names)}: {', '.join(names) or 'none'}; the label {void} "
+            "counts as void, not as a class"
+        )
     opened = (
         FileSamples(MaskDecoder(files, void=void, crop=crop), workers=workers)
         for files, crop in ((train, size), (test, None))
