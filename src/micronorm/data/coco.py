@@ -312,7 +312,8 @@ def _check_images(images: list[Mapping[str, Any]], folder: Path, file: Path) -> 
         if size != (image["width"], image["height"]):
             raise ValueError(
                 f"{path} has {size[0]}×{size[1]} pixels, but {image['width']}×{image['height']} in {file}; "
-                "the annotations belong to another version of the image"
+                "the annotations belong to another version of the image, or to the image before it was turned as its "
+                "EXIF orientation says"
             )
 
 

@@ -26,6 +26,11 @@ FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP", "TIFF", "PPM")
 """Formats of pictures that are read, in PIL's names. A file may have the suffix of another one."""
 FOLDS = 5
 
+_TURNS = {
+    2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE",
+    8: "ROTATE_90",
+}  # fmt: skip
+"""PIL's name of what turns a picture upright, by EXIF orientation. From 5 on, width and height change places."""
 _TAIL = 1024  # bytes at the end of a file that contain its end marker
 _JPEG_END = b"\xff\xd9"
 _END_MARKERS = {".jpg": _JPEG_END, ".jpeg": _JPEG_END, ".png": b"IEND"}
@@ -176,10 +181,45 @@ def open_picture(path: Path) -> Any:
     return Image.open(path, formats=FORMATS)
 
 
+def _read_orientation(image: Any) -> int:
+    """Return the EXIF orientation of an open picture, from its header; 1 if it has none that can be read.
+
+    PIL turns TIFF files itself.
+    """
+    from PIL import ExifTags, Image
+
+    exif = Image.Exif()
+    with contextlib.suppress(Exception):  # other readers show pictures with broken EXIF data, too
+        exif.load(image.info.get("exif"))
+        orientation = exif.get(ExifTags.Base.Orientation)
+        return orientation if orientation in _TURNS else 1
+    return 1
+
+
+def _turn_upright(image: Any) -> Any:
+    """Return a picture as its EXIF orientation says."""
+    from PIL import Image
+
+    turn = _TURNS.get(_read_orientation(image))
+    return image.transpose(Image.Transpose[turn]) if turn else image
+
+
+def _check_depth(path: Path, mode: str) -> None:
+    """Raise ValueError if PIL's mode is of more than 8 bits per channel, which its conversion to RGB would clip."""
+    if mode.startswith(("I", "F")):
+        raise ValueError(f"an image must have 8 bits per channel, {path} has PIL's mode {mode}; convert it to 8 bits")
+
+
 def decode(path: Path) -> Any:
-    """Return the image as a PIL image, in RGB. Raise ValueError with its name if it cannot be read."""
+    """Return the image as a PIL image, in RGB, turned as its EXIF orientation says.
+
+    Raises:
+        ValueError: the file cannot be read, or has more than 8 bits per channel.
+    """
     with naming_broken_file(path, "image"), open_picture(path) as image:
-        return image.convert("RGB")
+        mode, upright = image.mode, _turn_upright(image).convert("RGB")
+    _check_depth(path, mode)
+    return upright
 
 
 def decode_pixels(path: Path) -> Tensor:
@@ -193,14 +233,14 @@ def to_pixels(image: Any) -> Tensor:
 
 
 def decode_labels(path: Path, *, modes: Sequence[str]) -> np.ndarray:
-    """Return the values of an image with one channel, H×W.
+    """Return the values of an image with one channel, H×W, turned as its EXIF orientation says.
 
     Args:
         path: the file.
         modes: PIL's modes that are allowed, such as "L" for grey values of 8 bits.
     """
     with naming_broken_file(path, "label map"), open_picture(path) as image:
-        mode, values = image.mode, np.array(image)
+        mode, values = image.mode, np.array(_turn_upright(image))
     if mode not in modes:
         raise ValueError(
             f"a label map must have one number per pixel (PIL's modes {', '.join(modes)}), {path} has {mode}"
@@ -208,15 +248,25 @@ def decode_labels(path: Path, *, modes: Sequence[str]) -> np.ndarray:
     return values
 
 
-def check_picture(path: Path) -> tuple[int, int]:
-    """Return width and height of a JPEG or PNG file. Raise an error with its name if it is missing or cut short.
+def check_picture(path: Path, *, label_map: bool = False) -> tuple[int, int]:
+    """Return width and height of a JPEG or PNG file, turned as its EXIF orientation says.
 
     Reads the header and the end of the file, so that a hundred thousand files take seconds.
+
+    Args:
+        path: the file.
+        label_map: whether it has labels, which may have more than 8 bits.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is cut short or no picture, or has more than 8 bits per channel.
     """
     if not path.is_file():
         raise FileNotFoundError(f"no image at {path}")
     with naming_broken_file(path, "image"), open_picture(path) as image:
-        size = image.size
+        mode, size = image.mode, image.size if _read_orientation(image) < 5 else image.size[::-1]
+    if not label_map:
+        _check_depth(path, mode)
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL))
         tail = file.read()

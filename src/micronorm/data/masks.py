@@ -230,11 +230,11 @@ def pair_files(images: Path, masks: Path) -> list[MaskedImage]:
 
 def check_pair(pair: MaskedImage) -> None:
     """Raise an error with the name of a file that is missing or cut short, or of a mask of another size."""
-    size, mask_size = map(check_picture, pair)
+    size, mask_size = check_picture(pair.image), check_picture(pair.mask, label_map=True)
     if size != mask_size:
         raise ValueError(
             f"a mask must be as large as its image: {pair.image} has {size[0]}×{size[1]} pixels, {pair.mask} has "
-            f"{mask_size[0]}×{mask_size[1]}"
+            f"{mask_size[0]}×{mask_size[1]}; images are turned as their EXIF orientation says"
         )
 
 
