@@ -124,7 +124,7 @@ def coco_objects():
         coco_object(2, 10, 3, box=(4, 4, 24, 8), outline=parts),
         coco_object(3, 20, 1, box=(0, 0, 2, 24), crowd=1, outline=runs),
         coco_object(4, 20, 1, box=(5, 5, 0, 3)),
-        coco_object(5, 20, 3, box=(8, 2, 30, 10), outline=[[8.0, 2.0, 38.0, 2.0, 38.0, 12.0, 8.0, 12.0]]),
+        coco_object(5, 20, 3, box=(8, 2, 26, 10), outline=[[8.0, 2.0, 34.0, 2.0, 34.0, 12.0, 8.0, 12.0]]),
     ]
 
 

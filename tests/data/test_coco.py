@@ -163,6 +163,11 @@ NAN = float("nan")
         (coco_object(9, 10, 2), "category_id 2 is not among the categories"),
         (coco_object(9, 10, 1, box=(4, 4, -1, 8)), "bbox must be x, y, width and height"),
         (coco_object(9, 10, 1, box=(4, 4, NAN, 8)), "bbox must be x, y, width and height"),
+        (
+            coco_object(9, 10, 1, box=(20, 4, 28, 12)),
+            r"not two corners\) in the image of 32×24 .* got \[20, 4, 28, 12\]",
+        ),
+        (coco_object(9, 10, 1, box=(4, 12, 8, 14.1)), r"not two corners\) .* got \[4, 12, 8, 14.1\]"),  # 2.1 too low
         (coco_object(9, 10, 1, outline=[[1.0, 2.0, 3.0, 4.0]]), "3 points or more, .* got 2 points"),
         (coco_object(9, 10, 1, outline=[[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]]), "got 3.5 points"),
         (coco_object(9, 10, 1, outline=[[1.0, 2.0, NAN, 4.0, 5.0, 6.0]]), "points of a polygon must be numbers"),

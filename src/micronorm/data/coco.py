@@ -245,14 +245,21 @@ def _fits(value: Any, wanted: Any) -> bool:
 def _check_annotation(entry: Mapping[str, Any], image: Mapping[str, Any], *, masks: bool) -> dict[str, Any]:
     """Return the parts of an annotation that we use. Raise ValueError without the file's name if one is wrong."""
     box = entry["bbox"]
-    if len(box) != 4 or not _are_near(box, image) or min(box[2:]) < 0:
+    if len(box) != 4 or not _are_near(box, image) or min(box[2:]) < 0 or not _ends_inside(box, image):
         raise ValueError(
-            f"bbox must be x, y, width and height in or near the image, the last two not negative, got {box}"
+            f"bbox must be x, y, width and height (not two corners) in the image of {image['width']}×{image['height']} "
+            f"pixels, the last two not negative, got {box}"
         )
     if not entry["area"] >= 0:  # false for NaN
         raise ValueError(f"area must be a number from 0 on, got {entry['area']}")
     kept = {key: entry[key] for key in _KEYS["annotations"]}
     return {**kept, "segmentation": _encode_outline(entry, image)} if masks else kept
+
+
+def _ends_inside(box: list[Any], image: Mapping[str, Any]) -> bool:
+    """Return whether x + width and y + height are in the image, or 2 pixels or 2 % of its side beyond it at most."""
+    ends, sides = (box[0] + box[2], box[1] + box[3]), (image["width"], image["height"])
+    return all(end <= side + max(2, side / 50) for end, side in zip(ends, sides, strict=True))
 
 
 def _are_near(numbers: list[Any], image: Mapping[str, Any]) -> bool:
