@@ -205,7 +205,7 @@ def test_outlines_are_checked_only_if_masks_are_read(tmp_path):
 @pytest.mark.parametrize("objects", [[], [coco_object(1, 10, 1, crowd=1)]])
 def test_annotations_without_an_object_are_named(tmp_path, objects):
     write_coco(tmp_path, objects=objects)
-    with pytest.raises(ValueError, match=r"instances_train2017\.json annotates no object"):
+    with pytest.raises(ValueError, match=r"instances_train2017\.json annotates no object in 3 images"):
         open_coco(tmp_path, masks=False)
 
 

@@ -188,7 +188,9 @@ def open_coco(
         annotations = _read_annotations(path, images, masks=masks)
         decoder = _CocoDecoder(annotations, images, masks=masks, train=not opened)
         if not any(len(objects.labels) for objects in decoder.objects):
-            raise ValueError(f"{path} annotates no object in {len(decoder.objects)} images; annotate at least one")
+            raise ValueError(
+                f"{path} annotates no object in {len(annotations['images'])} images; annotate at least one"
+            )
         opened.append(DetectionSamples(decoder, workers=workers))
     categories, others = (samples.annotations["categories"] for samples in opened)
     if categories != others:
