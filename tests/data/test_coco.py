@@ -118,6 +118,15 @@ def test_a_compressed_crowd_is_read_and_a_crowd_without_an_outline_covers_its_bo
     assert mask_library.area([entries[k]["segmentation"] for k in (6, 7)]).tolist() == [HEIGHT, 64]
 
 
+@pytest.mark.parametrize("masks, area", [(False, 64), (True, 16)])
+def test_a_missing_area_is_that_of_the_box_or_mask_and_a_missing_crowd_is_none(tmp_path, masks, area):
+    entry = coco_object(1, 10, 1, outline=[[4.0, 4.0, 8.0, 4.0, 8.0, 8.0, 4.0, 8.0]])
+    write_coco(tmp_path, objects=[{key: entry[key] for key in entry if key not in ("area", "iscrowd")}])
+    train = open_coco(tmp_path, masks=masks).train
+    (found,) = train.annotations["annotations"]
+    assert (found["area"], found["iscrowd"], len(_load(train, [0])[1][0]["labels"])) == (area, 0, 1)
+
+
 def test_training_annotations_are_those_of_the_images_that_are_left(tmp_path):
     write_coco(tmp_path)
     train, test, _ = open_coco(tmp_path, masks=False)

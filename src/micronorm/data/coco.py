@@ -150,6 +150,8 @@ _KEYS: dict[str, dict[str, Any]] = {
     "annotations": {"id": int, "image_id": int, "category_id": int, "bbox": list, "area": (int, float), "iscrowd": int},
     "categories": {"id": int, "name": str},
 }
+_DEFAULTS = {"area": 0, "iscrowd": 0}
+"""Keys that may be left out. A missing area becomes that of the box, or of the mask if masks are read."""
 
 
 def open_coco(
@@ -234,7 +236,7 @@ def _read_json(file: Path) -> dict[str, list[Mapping[str, Any]]]:
             raise ValueError(f"{file} is not a COCO file of instances: it has no list {part!r}")
         for k, entry in enumerate(entries):
             for key, wanted in types.items():
-                if not isinstance(entry, dict) or not _fits(entry.get(key), wanted):
+                if not isinstance(entry, dict) or not _fits(entry.get(key, _DEFAULTS.get(key)), wanted):
                     raise ValueError(f"{file} is not a COCO file of instances: {part}[{k}] has no valid {key!r}")
     return content
 
@@ -252,10 +254,15 @@ def _check_annotation(entry: Mapping[str, Any], image: Mapping[str, Any], *, mas
             f"bbox must be x, y, width and height (not two corners) in the image of {image['width']}×{image['height']} "
             f"pixels, the last two not negative, got {box}"
         )
-    if not entry["area"] >= 0:  # false for NaN
-        raise ValueError(f"area must be a number from 0 on, got {entry['area']}")
-    kept = {key: entry[key] for key in _KEYS["annotations"]}
-    return {**kept, "segmentation": _encode_outline(entry, image)} if masks else kept
+    given = {key: entry[key] for key in _KEYS["annotations"] if key in entry}
+    kept = {**_DEFAULTS, "area": box[2] * box[3], **given}
+    if not kept["area"] >= 0:  # false for NaN
+        raise ValueError(f"area must be a number from 0 on, got {kept['area']}")
+    if masks:
+        kept["segmentation"] = _encode_outline(entry, image)
+        if "area" not in entry:
+            kept["area"] = int(load_mask_library().area(kept["segmentation"]))
+    return kept
 
 
 def _ends_inside(box: list[Any], image: Mapping[str, Any]) -> bool:
@@ -276,7 +283,7 @@ def _encode_outline(entry: Mapping[str, Any], image: Mapping[str, Any]) -> dict[
     A crowd without an outline covers its box.
     """
     outline = entry.get("segmentation")
-    if not outline and entry["iscrowd"]:
+    if not outline and entry.get("iscrowd"):
         x, y, w, h = entry["bbox"]
         outline = [[x, y, x + w, y, x + w, y + h, x, y + h]]
     if not outline:
