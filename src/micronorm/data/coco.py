@@ -324,6 +324,10 @@ def _check_images(images: list[Mapping[str, Any]], folder: Path, file: Path) -> 
     """Raise an error for the first image that is missing, cut short, or of another size than the file says."""
     for image in images:
         path = find_listed(folder, image["file_name"], file)
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"no image at {path}: {file} names it {image['file_name']!r}, and names are relative to {folder}"
+            )
         size = check_picture(path)
         if size != (image["width"], image["height"]):
             raise ValueError(
