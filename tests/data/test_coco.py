@@ -240,6 +240,8 @@ def test_training_and_test_must_have_the_same_categories_and_ids_must_be_unique(
     _edit(file, lambda content: content["categories"].append({"id": 4, "name": "boat"}))
     with pytest.raises(ValueError, match="must have the same categories"):
         open_coco(tmp_path, masks=False)
-    _edit(file, lambda content: content["images"].append(content["images"][0]))
-    with pytest.raises(ValueError, match="two images or two categories of the same id"):
-        open_coco(tmp_path, masks=False)
+    for part, number in (("categories", 90), ("annotations", 1), ("images", 10)):
+        _edit(file, lambda content, part=part: content[part].append(content[part][0]))
+        with pytest.raises(ValueError, match=rf"instances_train2017\.json has {part} of the same id {number};"):
+            open_coco(tmp_path, masks=False)
+        _edit(file, lambda content, part=part: content[part].pop())

@@ -10,7 +10,7 @@ A batch is (images, targets, keys):
 Files are checked when the set is opened, so that a broken one is named before the training starts.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -210,10 +210,12 @@ def _read_annotations(file: Path, folder: Path, *, masks: bool) -> dict[str, Any
     content = _read_json(file)
     _check_images(content["images"], folder, file)  # first: a wrong size could make the mask of an outline huge
     images = {image["id"]: image for image in content["images"]}
+    for part in _KEYS:
+        ids = Counter(entry["id"] for entry in content[part])
+        if len(ids) < len(content[part]):
+            raise ValueError(f"{file} has {part} of the same id {ids.most_common(1)[0][0]}; give each its own id")
     categories = sorted(({"id": c["id"], "name": c["name"]} for c in content["categories"]), key=lambda c: c["id"])
     known = {category["id"] for category in categories}
-    if len(images) < len(content["images"]) or len(known) < len(categories):
-        raise ValueError(f"{file} has two images or two categories of the same id")
     annotations = []
     for entry in content["annotations"]:
         try:
