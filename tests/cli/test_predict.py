@@ -71,6 +71,9 @@ def test_a_broken_file_is_named_and_the_others_are_answered(digits_run, tmp_path
     assert found.exit_code == 1
     assert "b.png is not a readable image" in found.output
     assert [answer["file"] for answer in answers(tmp_path / "out")] == [str(tmp_path / "images/a.png")]
+    alone = predict(digits_run, tmp_path / "images/b.png", "--out", tmp_path / "none", *CPU)
+    assert alone.exit_code == 1
+    assert "all answers" not in alone.output
 
 
 def test_wrong_paths_are_refused_in_a_line(digits_run, tmp_path):

@@ -62,6 +62,8 @@ def predict(
             continue
         for ending, picture in prediction.pictures.items():
             picture.save(out / f"{stems[path]}{ending}.png")
+    if not found:
+        raise typer.Exit(FAILED)
     answers = [{"file": str(path), **prediction.answer} for path, prediction in found.items()]
     write_atomically(out / ANSWERS, json.dumps(answers, indent=1, ensure_ascii=False).encode())
     _show(console, found, out)
