@@ -368,9 +368,29 @@ def test_other_samples_are_refused_before_and_after_the_first_checkpoint(tmp_pat
     kill_at(step, tmp_path)
     before = contents(tmp_path)
     monkeypatch.setattr(MemorySamples, "__len__", lambda samples: 19)
-    with pytest.raises(ValueError, match="holds a run of 20 training samples, but the data set has 19"):
+    with pytest.raises(ValueError, match="other training samples: 20, but the data set has 19"):
         run(tmp_path, resume=True)
     assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "key, was, now, message",
+    [
+        ("data", {"train": 20, "test": 7}, {"train": 20, "test": 6}, "other test samples: 7, but the data set has 6"),
+        (
+            "data",
+            {"names": ["cat", "dog"]},
+            {"names": ["dog", "yak"]},
+            "classes by label: cat, dog, but .* has dog, yak",
+        ),
+        ("variation", {"size": 32}, {"size": 48}, "a run of --size 32, not 48"),
+    ],
+)
+def test_other_classes_test_samples_and_sizes_are_refused(key, was, now, message):
+    with pytest.raises(ValueError, match=message):
+        journal._check_facts(
+            {"settings": {}, "data": {}, key: was}, {"settings": {}, "layers": {}, "data": {}, key: now}
+        )
 
 
 def test_ranks_that_see_different_checkpoints_do_not_go_on(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from micronorm import recipes
 from micronorm.convert.checkpoint import pack_state
 from micronorm.engine.settings import Execution
 from micronorm.engine.task import Listener
-from micronorm.recipes.run import _start_from, run_recipe
+from micronorm.recipes.run import Variation, _start_from, run_recipe
 
 
 @pytest.fixture(scope="module")
@@ -87,3 +87,9 @@ def test_weights_of_a_network_without_bcn_are_told_to_compute_something_else(tmp
     facts = _start_from(recipes.find("digits/bcn-ws").build(seed=1), file, listener)
     assert ["without BCN" in text for text in heard] == ([False, True] if told else [False])
     assert facts["unused"] == []
+
+
+def test_a_run_is_not_resumed_with_other_weights(trained):
+    out, _ = trained
+    with pytest.raises(ValueError, match="started from initial weights; leave --weights out"):
+        run_recipe(recipes.find("digits"), out=out, variation=Variation(weights="other.safetensors"), resume=True)

@@ -273,12 +273,23 @@ def _check_facts(was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             "another --out"
         )
     _check_settings(was["settings"], now["settings"])
-    samples = was["data"].get("train")
-    if samples not in (None, now["data"]["train"]):  # a step's number says which samples it takes
-        raise OtherRun(
-            f"holds a run of {samples} training samples, but the data set has {now['data']['train']}; use the same "
-            "data, or another --out"
-        )
+    # A step's number says which samples it takes, and a label which class it is.
+    for key, what in (("train", "training samples"), ("test", "test samples"), ("names", "classes by label")):
+        before, present = was["data"].get(key), now["data"].get(key)
+        if None not in (before, present) and before != present:
+            raise OtherRun(
+                f"holds a run with other {what}: {_shorten(before)}, but the data set has {_shorten(present)}; use the "
+                "same data, or another --out"
+            )
+    sizes = [(facts.get("variation") or {}).get("size") for facts in (was, now)]
+    if sizes[0] != sizes[1]:
+        raise OtherRun(f"holds a run of --size {sizes[0]}, not {sizes[1]}; use that size, or another --out")
+
+
+def _shorten(value: Any) -> str:
+    """Return a number, or the first classes of a list, in words."""
+    shown = ", ".join(map(str, value[:4])) if isinstance(value, list) else str(value)
+    return f"{shown}, … ({len(value)})" if isinstance(value, list) and len(value) > 4 else shown
 
 
 def _check_settings(was: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -111,7 +111,13 @@ def run_recipe(
         )
     listener = listener or Listener()
     if resume and out is not None and (out / records.FACTS).exists():
-        variation = variation.over(_earlier_variation(out, recipe))
+        earlier = _earlier_variation(out, recipe)
+        if variation.weights not in (None, earlier.weights):
+            raise ValueError(
+                f"{out} holds a run that started from {earlier.weights or 'initial weights'}; leave --weights out, or "
+                "give another --out"
+            )
+        variation = variation.over(earlier)
     settings = variation.apply(recipe.settings)
     if task is None:
         task = open_task(
