@@ -174,7 +174,7 @@ def _objects(row: str, network: str, task: str) -> Recipe:
 
 _COCO128_ROW = make(
     "coco128/bcn-ws",
-    "maskrcnn-resnet50-320",
+    "maskrcnn-resnet50-512",
     "coco128",
     BCN(),
     WS(),

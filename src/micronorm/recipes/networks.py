@@ -268,7 +268,7 @@ _NETWORKS: dict[str, tuple[str, Callable[..., nn.Module]]] = {
     "maskrcnn-resnet50-frozen": ("Mask R-CNN, ResNet-50", partial(build_rcnn, RN50, masks=True, frozen=True)),
     "maskrcnn-resnet50-nuclei": ("Mask R-CNN, ResNet-50", partial(build_rcnn, RN50, **_NUCLEI)),
     "maskrcnn-resnet50-nuclei-frozen": ("Mask R-CNN, ResNet-50", partial(build_rcnn, RN50, **_NUCLEI, frozen=True)),
-    "maskrcnn-resnet50-320": ("Mask R-CNN, ResNet-50", partial(build_rcnn, RN50, **_SMALL_COCO)),
+    "maskrcnn-resnet50-512": ("Mask R-CNN, ResNet-50", partial(build_rcnn, RN50, **_SMALL_COCO)),
     "tsm-resnet50": ("TSM, ResNet-50", _tsm_resnet50),
     "motion": ("small TSM", partial(_clips, shift=True, inputs=1, widths=(8, 16, 32, 64))),
     "motion-no-shift": ("small ResNet by frame", partial(_clips, shift=False, inputs=1, widths=(8, 16, 32, 64))),
