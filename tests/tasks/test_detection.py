@@ -82,7 +82,9 @@ def test_a_keypoint_rcnn_in_float64_does_not_depend_on_the_cut():
         points = middle[:, None] + torch.tensor([-1.0, 0.0, 1.0])[:, None]  # K×3×2
         target["keypoints"] = torch.cat([points, torch.ones_like(points[..., :1])], 2)
     short = {**targets[0], "keypoints": targets[0]["keypoints"][:1]}
-    with pytest.raises(ValueError, match="target 0 has 1 for 2 boxes"):
+    with pytest.raises(
+        ValueError, match=r"shape \(2, 3, 3\); those of target 0 are torch.float64 of shape \(1, 3, 3\)"
+    ):
         detection_losses(model, images[:1], [short], keys[:1])
     whole, *parts = (
         detection_losses(model.double(), *cut((images, targets, keys), part))
@@ -261,6 +263,7 @@ def test_wrong_arguments_are_named():
     [
         ("masks", torch.ones(1, 48, 48), ValueError, r"\(2, 48, 48\); those of target 0 have shape \(1, 48, 48\)"),
         ("masks", torch.ones(2, 10, 10), ValueError, r"\(2, 48, 48\); those of target 0 have shape \(2, 10, 10\)"),
+        ("masks", 255 * torch.ones(2, 48, 48), ValueError, "masks must be 0 or 1, those of target 0 reach 255"),
         ("labels", torch.tensor([1, 7]), ValueError, r"number of classes, 3; target 0 has \[1, 7\]"),
         ("labels", torch.tensor([1, 2], dtype=torch.int32), TypeError, r"target 0 are torch.int32; use labels.long"),
         ("boxes", [[1.0, 1.0, 2.0, 2.0]], TypeError, "boxes must be a tensor, target 0 has a list"),
@@ -270,6 +273,23 @@ def test_a_wrong_part_of_a_target_is_named(name, value, error, message):
     images, targets, keys = scenes()
     with pytest.raises(error, match=message):
         detection_losses(small_detector(mn.GN()), images, [{**targets[0], name: value}, *targets[1:]], keys)
+
+
+def test_a_pool_of_one_s_own_is_left_alone():
+    model = small_detector(mn.GN(), masks=False)
+    pool = model.roi_heads.box_roi_pool
+    model.roi_heads.box_roi_pool = Wrapped(pool)
+    images, targets, keys = scenes()
+    assert detection_losses(model, images, targets, keys)["loss_classifier"] > 0
+
+
+class Wrapped(torch.nn.Module):
+    def __init__(self, pool):
+        super().__init__()
+        self.inner = pool
+
+    def forward(self, *inputs):
+        return self.inner(*inputs)
 
 
 def step_on_rank(rank: int, world: int, model: Any) -> dict[str, torch.Tensor]:

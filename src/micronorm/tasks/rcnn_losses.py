@@ -198,9 +198,12 @@ def _image_by_image(detector: Any) -> Iterator[None]:
     torchvision computes anchors and boxes in the dtype of features and predictions. In bfloat16, which has 8 bits, a
     box near the right edge of a large image moves in steps of 8 pixels.
     """
+    from torchvision.ops import MultiScaleRoIAlign
+
     heads = _present(detector.roi_heads, _PREDICTORS)
+    pools = [pool for pool in _present(detector.roi_heads, _POOLS) if isinstance(pool, MultiScaleRoIAlign)]
     hooks = [module.register_forward_hook(_widen) for module in (detector.backbone, detector.rpn.head, *heads)]
-    hooks.append(detector.backbone.register_forward_hook(partial(_set_scales, _present(detector.roi_heads, _POOLS))))
+    hooks.append(detector.backbone.register_forward_hook(partial(_set_scales, pools)))
     try:
         yield
     finally:
@@ -302,7 +305,12 @@ def _check_target(roi_heads: Any, k: int, image: Tensor, target: Mapping[str, An
             f"masks must be one per box and as large as the image, {(len(boxes), *image.shape[-2:])}; those of target "
             f"{k} have shape {tuple(target['masks'].shape)}"
         )
-    if "keypoints" in needed and len(target["keypoints"]) != len(boxes):
-        raise ValueError(
-            f"keypoints must be one row per box, target {k} has {len(target['keypoints'])} for {len(boxes)} boxes"
-        )
+    if "masks" in needed and len(boxes) and target["masks"].max() > 1:
+        raise ValueError(f"masks must be 0 or 1, those of target {k} reach {target['masks'].max()}; use masks > 0")
+    if "keypoints" in needed:
+        points, shape = target["keypoints"], (len(boxes), roi_heads.keypoint_predictor.out_channels, 3)
+        if points.shape != shape or not points.is_floating_point():
+            raise ValueError(
+                f"keypoints must be floats (x, y, visibility) of shape {shape}; those of target {k} are {points.dtype} "
+                f"of shape {tuple(points.shape)}"
+            )
