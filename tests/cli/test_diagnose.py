@@ -185,7 +185,7 @@ def test_a_recipe_is_a_target_with_its_own_data():
         (["recipe:digit/bn"], "no table 'digit'"),
         (["without_norms"], "has no group, layer, instance, batch or batch-channel normalization"),
         (["groups", "--data", "nowhere"], "no data 'nowhere'"),
-        (["groups", "--data", "."], "no pictures (.jpg, .jpeg, .png) in ."),
+        (["groups", "--data", "."], "no pictures (.jpg, .jpeg, .png, .bmp, .webp, .tif, .tiff) in ."),
         (["groups", "--data", "factories_of_diagnose.py"], "no data 'factories_of_diagnose.py'"),
         (["groups", "--checkpoint", "nowhere.pt"], "no file nowhere.pt"),
         (["groups", "--checkpoint", "factories_of_diagnose.py"], "is not a state dict of torch.save, or contains code"),

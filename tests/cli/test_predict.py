@@ -79,7 +79,10 @@ def test_a_broken_file_is_named_and_the_others_are_answered(digits_run, tmp_path
 def test_wrong_paths_are_refused_in_a_line(digits_run, tmp_path):
     for arguments, complaint in (
         ((digits_run, tmp_path / "none.png"), "no image or folder"),
-        ((digits_run, digits_run / "run.json"), "must be an image (.jpg, .jpeg, .png) or a folder of images"),
+        (
+            (digits_run, digits_run / "run.json"),
+            "must be an image (.jpg, .jpeg, .png, .bmp, .webp, .tif, .tiff) or a folder of images",
+        ),
         ((tmp_path, tmp_path / "none.png"), "holds no run"),
     ):
         found = predict(*arguments, *CPU)

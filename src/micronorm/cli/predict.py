@@ -82,7 +82,9 @@ def find_images(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         if not path.exists():
             raise FileNotFoundError(f"no image or folder {path}")
-        inside = sorted(p for p in path.iterdir() if p.suffix.lower() in SUFFIXES) if path.is_dir() else [path]
+        inside = [path]
+        if path.is_dir():
+            inside = sorted(p for p in path.iterdir() if p.suffix.lower() in SUFFIXES and p.name[0] != ".")
         if not inside or inside[0].suffix.lower() not in SUFFIXES:
             raise ValueError(f"{path} must be an image ({', '.join(SUFFIXES)}) or a folder of images")
         found += inside

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 DEFAULT_FOLDERS = (Path("data"), Path("~/data"))
 """Searched in this order if no folder is given."""
-SUFFIXES = (".jpg", ".jpeg", ".png")
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 """Suffixes of image files, in upper or lower case."""
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP", "TIFF", "PPM")
 """Formats of pictures that are read, in PIL's names. A file may have the suffix of another one."""
@@ -205,7 +205,7 @@ def _turn_upright(image: Any) -> Any:
 
 
 def _check_depth(path: Path, mode: str) -> None:
-    """Raise ValueError if PIL's mode is of more than 8 bits per channel, which its conversion to RGB would clip."""
+    """Raise ValueError for a grey image of more than 8 bits, which PIL would clip when it converts it to RGB."""
     if mode.startswith(("I", "F")):
         raise ValueError(f"an image must have 8 bits per channel, {path} has PIL's mode {mode}; convert it to 8 bits")
 
@@ -214,7 +214,7 @@ def decode(path: Path) -> Any:
     """Return the image as a PIL image, in RGB, turned as its EXIF orientation says.
 
     Raises:
-        ValueError: the file cannot be read, or has more than 8 bits per channel.
+        ValueError: the file cannot be read, or has grey values of more than 8 bits.
     """
     with naming_broken_file(path, "image"), open_picture(path) as image:
         mode, upright = image.mode, _turn_upright(image).convert("RGB")
@@ -259,7 +259,7 @@ def check_picture(path: Path, *, label_map: bool = False) -> tuple[int, int]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is cut short or no picture, or has more than 8 bits per channel.
+        ValueError: it is cut short or no picture, or has grey values of more than 8 bits.
     """
     if not path.is_file():
         raise FileNotFoundError(f"no image at {path}")
