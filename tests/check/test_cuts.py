@@ -253,7 +253,7 @@ def test_a_batch_norm_that_gets_one_sample_at_a_time_is_noted():
         report = mn.check_cuts(Loop(net), images(), summed)
         assert report, str(report)
         assert len(report.notes) == notes
-        assert all("net.middle use batch statistics, but every forward had one sample" in n for n in report.notes)
+        assert all("batch statistics of net.middle: every forward had one sample" in n for n in report.notes)
 
 
 class _ToDouble(nn.Module):

@@ -96,7 +96,7 @@ def test_a_long_evaluation_shows_how_far_it_is(clock):
     progress.on_epoch(epoch_row(0, AP=41.25))
     assert out.getvalue().splitlines() == [
         "boxes: step 0/20",
-        "boxes: step 0/20, 2,900 of 5,000 test samples scored",
+        "boxes: step 0/20, 58 % of the test samples scored",
         "boxes: epoch 1, step 10/20, test AP 41.25, 0:50 left",
     ]
 

@@ -104,9 +104,9 @@ class _Check:
         if not (self.findings or self.differences) and (alone := self._norms_of_single_samples()):
             more = f" and {len(alone) - 1} more" if len(alone) > 1 else ""
             notes.append(
-                f"{alone[0]}{more} use batch statistics, but every forward had one sample only: this batch does not "
-                "show whether they mix samples. detection_losses joins neighbours of equal padded size: use two such "
-                "images"
+                f"batch statistics of {alone[0]}{more}: every forward had one sample only, so this batch does not show "
+                "whether samples mix. Give the model several samples per forward (detection_losses: two neighbouring "
+                "images of equal padded size)"
             )
         return CutsReport(
             samples=self.samples,

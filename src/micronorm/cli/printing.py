@@ -247,7 +247,7 @@ class TrainingProgress(Listener):
 
     def on_test(self, done: int, samples: int) -> None:
         """Show how many test samples are scored."""
-        self._test = f"{done:,} of {samples:,} test samples scored"
+        self._test = f"{100 * done / max(samples, 1):.0f} % of the test samples scored"
         self._show_if_due()
 
     def on_epoch(self, row: Mapping[str, Any]) -> None:
