@@ -1,5 +1,6 @@
 """Folders of video files: decoding, folds, and files that are no videos."""
 
+import struct
 import sys
 from types import SimpleNamespace
 
@@ -29,6 +30,34 @@ def test_all_frames_are_decoded_in_order(tmp_path):
     assert frames.shape == (7, 3, 32, 48)
     bar = frames[:, 0].float().mean(1).argmax(1)  # somewhere in the bar of 6 pixels
     assert ((bar - 4 * torch.arange(7)) - 2.5).abs().max() < 3.5
+
+
+def _set_display_matrix(path, a, b, c, d):
+    content = bytearray(path.read_bytes())
+    start = content.find(b"tkhd") + 44
+    content[start : start + 36] = struct.pack(">9i", *(65536 * x for x in (a, b, 0, c, d, 0, 0, 0)), 1 << 30)
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("matrix", [(1, 0, 0, 1), (0, 1, -1, 0), (-1, 0, 0, -1), (0, -1, 1, 0)])
+def test_frames_are_turned_as_the_file_says(tmp_path, matrix):
+    write_video(tmp_path / "a.mp4", frames=2)
+    still = decode_video(tmp_path / "a.mp4")
+    _set_display_matrix(tmp_path / "a.mp4", *matrix)
+    turned = decode_video(tmp_path / "a.mp4")
+    a, b, c, d = matrix  # a pixel at (x, y) goes to (a·x + c·y, b·x + d·y), moved back into the frame
+    y, x = torch.meshgrid(torch.arange(32), torch.arange(48), indexing="ij")
+    right, down = a * x + c * y, b * x + d * y
+    assert torch.equal(turned[:, :, down - down.min(), right - right.min()], still)
+    assert turned.shape[2:] == (down.max() - down.min() + 1, right.max() - right.min() + 1)
+
+
+@pytest.mark.parametrize("matrix", [(-1, 0, 0, 1), (0, 1, 1, 0), (1, 1, -1, 1)])
+def test_mirrored_and_oblique_videos_are_refused(tmp_path, matrix):
+    write_video(tmp_path / "a.mp4", frames=2)
+    _set_display_matrix(tmp_path / "a.mp4", *matrix)
+    with pytest.raises(ValueError, match=r"a\.mp4 .* mirrored, or turned by no multiple of 90°.*ffmpeg -i OLD NEW"):
+        decode_video(tmp_path / "a.mp4")
 
 
 def test_every_video_is_tested_on_in_exactly_one_fold(folder):
@@ -87,11 +116,23 @@ def test_without_pyav_torchcodec_decodes_and_without_both_the_error_says_what_to
     with pytest.raises(ImportError, match=r"video files need PyAV: pip install av"):
         decode_video(tmp_path / "a.mp4")
     frames = torch.zeros(3, 3, 4, 4, dtype=torch.uint8)
-    stand_in = SimpleNamespace(VideoDecoder=lambda path: frames if path.endswith("a.mp4") else path.missing)
+    metadata = SimpleNamespace(rotation=None)
+
+    class Decoder:
+        def __init__(self, path):
+            self.metadata = metadata if path.endswith("a.mp4") else path.missing
+
+        def __getitem__(self, chosen):
+            return frames[chosen]
+
+    stand_in = SimpleNamespace(VideoDecoder=Decoder)
     monkeypatch.setitem(sys.modules, "torchcodec.decoders", stand_in)
     monkeypatch.setitem(sys.modules, "torchcodec", SimpleNamespace(decoders=stand_in))
     (tmp_path / "a.mp4").write_bytes(b"\0\0\0\x20ftypisom")
     assert torch.equal(decode_video(tmp_path / "a.mp4"), frames)
+    del metadata.rotation
+    with pytest.raises(ImportError, match=r"torchcodec before 0\.11 does not turn"):
+        decode_video(tmp_path / "a.mp4")
     (tmp_path / "a.mp4").write_bytes(b"#EXTM3U\nother.mp4\n")  # a playlist names other files
     with pytest.raises(ValueError, match=r"a\.mp4 .*does not begin like an MP4"):
         decode_video(tmp_path / "a.mp4")

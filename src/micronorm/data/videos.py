@@ -182,8 +182,10 @@ def find_videos(root: Path) -> dict[str, list[Path]]:
 def decode_video(path: Path) -> Tensor:
     """Return all frames of a video, F×3×H×W uint8, by PyAV or, if it is not installed, by torchcodec.
 
+    Frames are turned as the file says: a phone that was held upside down writes them upside down, with a flag.
+
     Raises:
-        ValueError: the file cannot be read as a video, or was cut short.
+        ValueError: the file cannot be read as a video, was cut short, or says that its frames are mirrored or oblique.
         ImportError: neither is installed.
     """
     if path.exists() and not path.is_file():  # a pipe could be read forever
@@ -194,12 +196,25 @@ def decode_video(path: Path) -> Tensor:
         return _decode_by_torchcodec(path)
     with naming_broken_file(path, "video"), av.open(str(path), options=_CONTAINERS_ONLY) as video:
         expected = video.streams.video[0].frames  # 0 if the file does not say it
-        frames = [frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]
+        frames = [_turn_upright(frame) for frame in video.decode(video=0)]
     if not frames or len(frames) < expected:
         raise ValueError(
             f"{path} has {len(frames)} of {expected} frames: the file was cut short; replace it or delete it"
         )
     return torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2)
+
+
+def _turn_upright(frame: Any) -> np.ndarray:
+    """Return the pixels of PyAV's frame, H×W×3, turned as its display matrix says."""
+    matrix = frame.side_data.get("DISPLAYMATRIX")
+    if matrix is not None:
+        a, b, _, c, d = np.frombuffer(matrix, np.int32)[:5].astype(float)  # right goes to (a, b), down to (c, d)
+        if a * d <= b * c or frame.rotation % 90:
+            raise ValueError(
+                "its frames are to be mirrored, or turned by no multiple of 90°; write them as they are to be seen: "
+                "ffmpeg -i OLD NEW"
+            )
+    return np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90)  # both counter-clockwise
 
 
 def _decode_by_torchcodec(path: Path) -> Tensor:
@@ -213,7 +228,11 @@ def _decode_by_torchcodec(path: Path) -> Tensor:
         # torchcodec has no list of allowed formats.
         if start[4:8] not in _MP4_BOXES and not start.startswith((b"RIFF", b"\x1aE\xdf\xa3")):
             raise ValueError("it does not begin like an MP4, MOV, AVI, MKV or WebM file")
-        return decoders.VideoDecoder(str(path))[:]
+        decoder = decoders.VideoDecoder(str(path))
+    if not hasattr(decoder.metadata, "rotation"):  # since 0.11 it has this, and turns the frames itself
+        raise ImportError("torchcodec before 0.11 does not turn the videos of phones upright: pip install av")
+    with naming_broken_file(path, "video"):
+        return decoder[:]
 
 
 def shrink_frames(frames: Tensor, side: int) -> Tensor:
