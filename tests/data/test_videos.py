@@ -104,6 +104,17 @@ def test_folders_without_videos_are_refused(tmp_path):
         open_videos(tmp_path, fold=5)
 
 
+def test_hidden_files_and_folders_are_skipped_and_a_class_without_videos_is_refused(tmp_path):
+    write_videos(tmp_path)
+    write_video(tmp_path / ".trash/a.mp4")
+    (tmp_path / "left/._left0.mp4").write_bytes(b"as macOS writes beside each file")
+    train, test, classes = open_videos(tmp_path, fold=0, size=16)
+    assert (len(train) + len(test), classes) == (16, ("left", "right"))
+    write_video(tmp_path / "up/ann/a.mp4")
+    with pytest.raises(ValueError, match=r"up holds no video \(\.mp4, .*fill it or remove it"):
+        open_videos(tmp_path, fold=0)
+
+
 def test_too_many_frames_are_refused(folder, monkeypatch):
     monkeypatch.setattr(videos, "_MOST", 1000)
     with pytest.raises(ValueError, match=r"need more than 0 GiB of memory; give a smaller --size"):

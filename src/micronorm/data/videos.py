@@ -137,15 +137,22 @@ def open_videos(folder: Path | str | None, *, fold: int, size: int = 64, device:
 
     Raises:
         FileNotFoundError: fewer than two class folders have videos.
-        ValueError: a video cannot be read (the message has its name), a part is empty, or the frames need too much
-            memory.
+        ValueError: a video cannot be read or a class folder has none (the message has its name), a part is empty, or
+            the frames need too much memory.
         ImportError: neither PyAV nor torchcodec is installed.
     """
     layout = f"at least two folders, one per class, with files {', '.join(SUFFIXES)}"
     root = find_root(
-        folder, ("clips",), lambda place: len(find_videos(place)) > 1, title="a set of videos", layout=layout
+        folder,
+        ("clips",),
+        lambda place: sum(map(bool, find_videos(place).values())) > 1,
+        title="a set of videos",
+        layout=layout,
     )
     files = find_videos(root)
+    empty = [name for name, paths in files.items() if not paths]
+    if empty:
+        raise ValueError(f"{root / empty[0]} holds no video ({', '.join(SUFFIXES)}): fill it or remove it")
     side, bytes_so_far, videos = round(size * MARGIN), 0, []
     for label, paths in enumerate(files.values()):
         for path in paths:
@@ -173,10 +180,13 @@ def open_videos(folder: Path | str | None, *, fold: int, size: int = 64, device:
 
 
 def find_videos(root: Path) -> dict[str, list[Path]]:
-    """Return the videos of each class folder that has some, both sorted by name."""
-    folders = sorted(place for place in root.iterdir() if place.is_dir()) if root.is_dir() else []
-    found = {place.name: sorted(p for p in place.iterdir() if p.suffix.lower() in SUFFIXES) for place in folders}
-    return {name: paths for name, paths in found.items() if paths}
+    """Return the videos of each class folder, both sorted by name. Names that begin with a dot are hidden files."""
+    folders = [place for place in _visible(root) if place.is_dir()] if root.is_dir() else []
+    return {place.name: [path for path in _visible(place) if path.suffix.lower() in SUFFIXES] for place in folders}
+
+
+def _visible(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
 
 
 def decode_video(path: Path) -> Tensor:
