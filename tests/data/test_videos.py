@@ -115,6 +115,16 @@ def test_hidden_files_and_folders_are_skipped_and_a_class_without_videos_is_refu
         open_videos(tmp_path, fold=0)
 
 
+def test_a_class_without_videos_for_training_is_refused(tmp_path):
+    write_videos(tmp_path)
+    write_video(tmp_path / "up/a.mp4")
+    fold = fold_of("a.mp4")
+    with pytest.raises(ValueError, match=rf"fold {fold} of .* has all videos of up, .*: add videos .* another fold"):
+        open_videos(tmp_path, fold=fold, size=16)
+    train, test, _ = open_videos(tmp_path, fold=(fold + 1) % 5, size=16)
+    assert len(train) + len(test) == 17
+
+
 def test_too_many_frames_are_refused(folder, monkeypatch):
     monkeypatch.setattr(videos, "_MOST", 1000)
     with pytest.raises(ValueError, match=r"need more than 0 GiB of memory; give a smaller --size"):

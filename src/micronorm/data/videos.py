@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from micronorm.data.files import find_root, naming_broken_file, split_by_fold
+from micronorm.data.files import find_root, fold_of, naming_broken_file, split_by_fold
 from micronorm.data.samples import CROP, IMAGENET, DataSet, IndexedSamples, Standardization, Standardizer, copy_indices
 from micronorm.ops.keyed import sample_keys, uniforms
 
@@ -153,6 +153,12 @@ def open_videos(folder: Path | str | None, *, fold: int, size: int = 64, device:
     empty = [name for name, paths in files.items() if not paths]
     if empty:
         raise ValueError(f"{root / empty[0]} holds no video ({', '.join(SUFFIXES)}): fill it or remove it")
+    untrained = [name for name, paths in files.items() if all(fold_of(path.name) == fold for path in paths)]
+    if untrained and len(untrained) < len(files):
+        raise ValueError(
+            f"fold {fold} of {root} has all videos of {untrained[0]}, and leaves none for training: add videos of this "
+            "class, or choose another fold"
+        )
     side, bytes_so_far, videos = round(size * MARGIN), 0, []
     for label, paths in enumerate(files.values()):
         for path in paths:
