@@ -1,6 +1,7 @@
 """Volumes of the Medical Segmentation Decathlon: folds, patches, and errors before training."""
 
 import json
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -103,6 +104,22 @@ def test_a_smaller_volume_lies_in_the_middle_of_its_patch():
 def test_labels_that_lie_elsewhere_than_their_image_are_refused(root, affine, apart):
     _move_labels(root, affine)
     with pytest.raises(ValueError, match=rf"labelsTr/v1\.nii\.gz lies elsewhere .* up to {apart} voxels apart"):
+        _open(root)
+
+
+@pytest.mark.parametrize(
+    "diagonal, message",
+    [
+        ([-1, 1, 1], r"one orientation: .*imagesTr/v1\.nii\.gz has LAS, .*imagesTr/v0\.nii\.gz RAS; turn it"),
+        ([1, 1, 1.1], r"one spacing: .*imagesTr/v1\.nii\.gz are 1×1×1\.1, .*imagesTr/v0\.nii\.gz 1×1×1; resample"),
+        ([1, 1, 1.04], None),
+    ],
+)
+def test_volumes_of_another_orientation_or_spacing_are_refused(root, diagonal, message):
+    for folder in ("imagesTr", "labelsTr"):
+        path = root / folder / "v1.nii.gz"
+        _save(path, np.asarray(nibabel.load(path).dataobj), np.diag([*diagonal, 1.0]))
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
         _open(root)
 
 

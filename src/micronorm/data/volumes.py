@@ -47,7 +47,8 @@ def open_decathlon(
 
     Raises:
         FileNotFoundError: no such folder, or a file of dataset.json is missing.
-        ValueError: a file cannot be read, or its label does not fit; the message has the file's name.
+        ValueError: a file cannot be read, its label does not fit, or it has another orientation or spacing than the
+            first one; the message has the file's name.
     """
     layout = "a folder with dataset.json, imagesTr and labelsTr, as the Medical Segmentation Decathlon has it"
     root = find_root(folder, (name,), lambda place: (place / "dataset.json").is_file(), title=name, layout=layout)
@@ -55,6 +56,7 @@ def open_decathlon(
     for path in (path for pair in pairs for path in pair):
         if not path.is_file():
             raise FileNotFoundError(f"{path} is listed in {root / 'dataset.json'}, but is missing")
+    _check_grids([image for image, _ in pairs])
     parts = split_by_fold(pairs, lambda pair: pair[0].name, fold=fold, where=root)
     train, test = ([read_volume(*pair, classes=len(names)) for pair in part] for part in parts)
     return DataSet(VolumePatches(train, patch=patch, device=device), WholeVolumes(test), names)
@@ -107,6 +109,29 @@ def read_volume(image: Path, labels: Path, *, classes: int) -> Volume:
         raise ValueError(f"{image} is constant or has values that are not finite (standard deviation {std:g})")
     normalized = ((values - mean) / std).astype(np.float32)
     return Volume(torch.from_numpy(normalized), torch.from_numpy(truth.astype(np.uint8)))
+
+
+def _check_grids(images: Sequence[Path]) -> None:
+    """Refuse a volume whose orientation, or whose spacing by more than 5 %, is not that of the first one."""
+    nibabel = import_optional("nibabel", "NIfTI files", "nibabel")
+    first = None
+    for path in images:
+        with naming_broken_file(path, "NIfTI file"):
+            affine = nibabel.load(path).affine
+            axes = "".join(map(str, nibabel.aff2axcodes(affine)))
+            spacing = nibabel.affines.voxel_sizes(affine)
+        first = first or (axes, spacing)
+        if axes != first[0]:
+            raise ValueError(
+                f"all volumes must have one orientation: {path} has {axes}, {images[0]} {first[0]}; turn it and its "
+                "labels, for example by nibabel.as_closest_canonical on all files"
+            )
+        if not np.allclose(spacing, first[1], rtol=0.05, atol=0):
+            shown = ["×".join(f"{size:.3g}" for size in sizes) for sizes in (spacing, first[1])]
+            raise ValueError(
+                f"all volumes must have one spacing: the voxels of {path} are {shown[0]}, those of {images[0]} "
+                f"{shown[1]}; resample it and its labels"
+            )
 
 
 def _voxels_apart(affine: np.ndarray, other: np.ndarray, shape: tuple[int, ...]) -> float:
