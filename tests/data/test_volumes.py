@@ -123,6 +123,14 @@ def test_volumes_of_another_orientation_or_spacing_are_refused(root, diagonal, m
         _open(root)
 
 
+def test_a_set_without_foreground_for_training_is_refused(root):
+    for path in (root / "labelsTr").iterdir():
+        if fold_of(path.name) != 0:
+            _save(path, np.zeros(nibabel.load(path).shape, np.uint8))
+    with pytest.raises(ValueError, match=r"no training volume of .* has a voxel of Anterior, Posterior: .*labelsTr"):
+        _open(root)
+
+
 def test_affines_that_differ_by_rounding_are_those_of_one_volume(root):
     _move_labels(root, np.eye(4) * [1 + 1e-4, 1 - 1e-4, 1, 1] + 1e-6)
     assert len(_open(root).train) == 5

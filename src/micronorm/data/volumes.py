@@ -48,7 +48,7 @@ def open_decathlon(
     Raises:
         FileNotFoundError: no such folder, or a file of dataset.json is missing.
         ValueError: a file cannot be read, its label does not fit, or it has another orientation or spacing than the
-            first one; the message has the file's name.
+            first one; the message has the file's name. Or no training volume has a label but the background.
     """
     layout = "a folder with dataset.json, imagesTr and labelsTr, as the Medical Segmentation Decathlon has it"
     root = find_root(folder, (name,), lambda place: (place / "dataset.json").is_file(), title=name, layout=layout)
@@ -59,6 +59,11 @@ def open_decathlon(
     _check_grids([image for image, _ in pairs])
     parts = split_by_fold(pairs, lambda pair: pair[0].name, fold=fold, where=root)
     train, test = ([read_volume(*pair, classes=len(names)) for pair in part] for part in parts)
+    if not any(volume.labels.any() for volume in train):
+        raise ValueError(
+            f"no training volume of {root} has a voxel of {', '.join(names[1:])}: all labels are 0, the background; "
+            "check the files in labelsTr, or choose another fold"
+        )
     return DataSet(VolumePatches(train, patch=patch, device=device), WholeVolumes(test), names)
 
 
