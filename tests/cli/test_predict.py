@@ -67,9 +67,11 @@ def test_a_broken_file_is_named_and_the_others_are_answered(digits_run, tmp_path
     write_image(tmp_path / "images/a.png")
     write_image(tmp_path / "images/b.png")
     (tmp_path / "images/b.png").write_bytes(b"no image")
+    (tmp_path / "images/._a.png").write_bytes(b"a hidden file of macOS, which is no image")
     found = predict(digits_run, tmp_path / "images", "--out", tmp_path / "out", *CPU)
     assert found.exit_code == 1
     assert "b.png is not a readable image" in found.output
+    assert "._a.png" not in found.output
     assert [answer["file"] for answer in answers(tmp_path / "out")] == [str(tmp_path / "images/a.png")]
     alone = predict(digits_run, tmp_path / "images/b.png", "--out", tmp_path / "none", *CPU)
     assert alone.exit_code == 1

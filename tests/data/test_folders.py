@@ -227,6 +227,15 @@ def test_what_is_not_an_image_or_a_class_is_passed_over(root, tmp_path):
     assert opened.names == ("ant", "bee", "cat")
 
 
+@pytest.mark.parametrize("suffix", ["bmp", "webp", "tif", "TIFF", "jpeg"])
+def test_images_of_the_usual_formats_are_read(root, tmp_path, suffix):
+    shutil.copytree(root, tmp_path / "copy")
+    place = next((tmp_path / "copy/train").iterdir())
+    before = len(open_folders(tmp_path / "copy", name="imagenet", size=16).train)
+    Image.new("RGB", (30, 20), (255, 0, 0)).save(place / f"more.{suffix}")
+    assert len(open_folders(tmp_path / "copy", name="imagenet", size=16).train) == before + 1
+
+
 def test_images_in_folders_below_a_class_belong_to_it(root, tmp_path):
     shutil.copytree(root, tmp_path / "imagenet")
     bee = tmp_path / "imagenet" / "train" / "bee"
